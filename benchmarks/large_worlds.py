@@ -18,9 +18,10 @@ import torch.distributed as dist
 from measure import Goal, Table, interleaved
 from peers import PEERS, REFERENCE, Wanted, enumerated
 
-from hypercomm import HyperCommGrid, RankLayout, World
+from hypercomm import HyperCommGrid, RankLayout
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.options import GroupOptions
+from hypercomm.process_groups.world import current
 from hypercomm.testing import fake_world, simulate
 
 NAMES = ("tp", "cp", "dp", "pp")
@@ -134,7 +135,7 @@ def memory(world_size: int) -> Iterator[Table]:
         return size / 2**20
 
     def torch_alone() -> object:
-        world = World.default()
+        world = current()
         options = GroupOptions("fake", group_desc="alone")
         return [
             c10d.new_group(

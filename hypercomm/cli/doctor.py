@@ -82,7 +82,7 @@ def report() -> Report:
             return found
         _describe_torch(found)
         for name in c10d.known_backends():
-            found.backends[name] = c10d.why_unavailable(name) or c10d.why_not_here(name)
+            found.backends[name] = c10d.why_unavailable(name)
         found.strategies = {name: _why_not(name) for name in ("local", "split", "enumerate")}
     if None not in found.strategies.values():
         found.problems = ["no process group could be created"]

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict
 
 import attrs
 
-from hypercomm.errors import GroupOptionsError, LayoutError, WorldSizeError
+from hypercomm.errors import GroupOptionsError, WorldSizeError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import check_choice, is_utf8
 from hypercomm.layout.mapping import HasLayout
@@ -91,8 +91,7 @@ class GridOptions:
         check_choices(self.creation, self.share)
         if self.backend is not None:
             check_known(self.backend)
-        if self.lazy_init is not None:
-            check_lazy_init(self.lazy_init)
+        check_lazy_init(self.lazy_init)
         if self.lazy_init and self.enable_reconfigure:
             raise GroupOptionsError(
                 "lazy_init=True cannot work with enable_reconfigure=True, which connects all "
@@ -190,10 +189,6 @@ def read_target(
     kept, what = layout, "the grid"
     if ranks is not None:
         kept, what = RankLayout([len(ranks)], ["rank"], ranks=ranks), "ranks"
-    if not isinstance(target, (str, Mapping, RankLayout)):
-        raise LayoutError(
-            f"target must be a text like 'tp=4,dp=2' or a RankLayout, got {shown(target)}"
-        )
     if not isinstance(target, RankLayout):
         sizes = close_sizes(read_sizes(target), kept.size, f"{what} has {kept.size} ranks")
         return kept.renumber(tuple(sizes.values()), tuple(sizes))

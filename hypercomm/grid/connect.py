@@ -174,16 +174,11 @@ def _connect_all(call: Call[Any], items: list[_Item], rows: list[Connection]) ->
 
 def _in_order(grid: GridView) -> _Titled:
     """Return the groups of a grid in an order that all ranks have: small ones first."""
-
-    def place(spec: GroupSpec) -> tuple[int, str, tuple[int, ...], str]:
-        key, names = spec.key, spec.layout.dim_names
-        at = tuple(names.index(dim) for dim in key.dims)
-        return spec.groups.group_size, key.view or "", at, key.name or ""
-
     owner = grid._owner
     with owner.pool.lock:
         owner.check_steady()
-        specs = sorted((owner.specs[key] for key in grid._created), key=place)
+        specs = sorted((owner.specs[key] for key in grid._created), key=GroupSpec.place)
+        specs.sort(key=lambda spec: spec.groups.group_size)
         return {str(spec.key): (spec, owner.created[spec.key]) for spec in specs}
 
 

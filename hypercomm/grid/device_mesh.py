@@ -179,10 +179,6 @@ def read_flatten(
         >>> read_flatten(("dp_shard", "cp", "tp"), {"dp_shard_cp": ["dp_shard", "cp"]})
         {'dp_shard_cp': ('dp_shard', 'cp')}
     """
-    if not isinstance(flatten, Mapping | None):
-        raise LayoutError(
-            f"flatten must map names to dims, as in {{'dp_cp': ['dp', 'cp']}}, got {shown(flatten)}"
-        )
     read = {name: as_dims(given) for name, given in (flatten or {}).items()}
     for name, parts in read.items():
         first = labels.index(parts[0]) if parts and parts[0] in labels else 0
@@ -203,8 +199,6 @@ def read_mesh(mesh: DeviceMesh) -> tuple[RankLayout, dict[str, ProcessGroup] | N
     Raises:
         LayoutError: The mesh has no dim names, or torch has sorted the ranks of its groups.
     """
-    if not isinstance(mesh, DeviceMesh):
-        raise LayoutError(f"from_device_mesh() takes a DeviceMesh, got {mesh!r}")
     names = mesh.mesh_dim_names
     if not names:
         raise LayoutError(

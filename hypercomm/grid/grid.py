@@ -24,7 +24,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import GroupOptionsError, HyperCommError, LayoutError, UnknownDimError
+from hypercomm.errors import GroupOptionsError, HyperCommError, UnknownDimError
 from hypercomm.grid.arguments import (
     Cover,
     Creation,
@@ -42,7 +42,7 @@ from hypercomm.grid.arguments import (
     check_name,
     read_target,
 )
-from hypercomm.grid.dims import GridDims, Size
+from hypercomm.grid.dims import GridDims, PipelineEdges, Size
 from hypercomm.layout import RankLayout, read_layout
 from hypercomm.layout.checks import (
     as_int,
@@ -58,7 +58,6 @@ from hypercomm.layout.views import View, Views
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement.calls import limit_of, refusing
 from hypercomm.process_groups.agreement.grid import GridAgreement
-from hypercomm.process_groups.agreement.survivors import continuing_scope, find_survivors
 from hypercomm.process_groups.create import abort, destroy
 from hypercomm.process_groups.explain import Explanation
 from hypercomm.process_groups.options import GroupOptions, check_timeout
@@ -72,19 +71,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack  # typing has them from Python 3.11 on
 
     from hypercomm.grid.connect import Connection
-    from hypercomm.grid.edges import PipelineEdges
     from hypercomm.tools.blame.watch import Watch
 
 logger = logging.getLogger(__name__)
-
-_WRITE = {
-    "get_coordinate": "grid.coords()",
-    "get_group": "grid[dim].group",
-    "get_local_rank": "grid[dim].rank",
-    "mesh": "grid.device_mesh().mesh",
-    "mesh_dim_names": "grid.dim_names, where the first dim varies fastest",
-}
-"""Replacements for the names of a DeviceMesh that a grid lacks."""
 
 _WATCH = "hypercomm.tools.blame.watch"
 """The module of the tool that `watch` starts. It is above this one, so it is loaded by name."""
@@ -300,13 +289,9 @@ class GridView:
         return iter(self.layout.dim_names)
 
     def __getattr__(self, name: str) -> NoReturn:
-        hint = _WRITE.get(name)
-        if hint is None and not name.startswith("_") and name in self.layout.dim_names:
-            hint = f"grid[{name!r}]"
-        raise AttributeError(
-            f"{type(self).__name__!r} object has no attribute {name!r}"
-            + (f"; write {hint}" if hint else "")
-        )
+        is_dim = not name.startswith("_") and name in self.layout.dim_names
+        hint = f"; write grid[{name!r}]" if is_dim else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     # ---- process groups -------------------------------------------------------------------------
 
@@ -476,8 +461,6 @@ class GridView:
             pp (edge forward odd)
             pp (edge backward odd)
         """
-        from hypercomm.grid.edges import PipelineEdges
-
         here = self if view is None else GridView(self._state, self._state.views[view].name)
         return PipelineEdges(here[(dims, *more) if more else dims], wrap)
 
@@ -545,7 +528,6 @@ class GridView:
             LayoutError: DTensor would take a dim for that of another mesh, with other groups: use
                 another name, destroy the other grid first, or let both share their groups.
             UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
-            GroupOptionsError: `device_type` is not a string.
             HyperCommError: As for `create_pg`.
 
         Example:
@@ -561,10 +543,6 @@ class GridView:
         from hypercomm.grid.device_mesh import as_mesh
 
         self._owner.check_alive()
-        if device_type is not None and not isinstance(device_type, str):
-            raise GroupOptionsError(
-                f"device_type must be a name such as 'cuda', got {shown(device_type)}"
-            )
         mesh = as_mesh(self, dims, device_type, flatten)
         self._state.gave_meshes = True
         return mesh
@@ -802,7 +780,7 @@ class GridView:
         """
         owner = self._owner
         owner.check_alive()
-        check_duration("timeout", timeout, GroupOptionsError)
+        check_duration(timeout)
         self.coords()  # raises on a rank outside
         owner.check_outlasts(timeout)
         least, limit_s = as_int(min_ranks, "min_ranks"), timeout.total_seconds()
@@ -812,7 +790,7 @@ class GridView:
             traceback.clear_frames(error.__traceback__)
             error = error.__context__
         owner.end_groups()
-        return find_survivors(owner.world, owner.agreement, self.layout, limit_s, least)
+        return owner.agreement.find_survivors(owner.world, limit_s, least)
 
     # ---- training -------------------------------------------------------------------------------
 
@@ -1125,12 +1103,11 @@ class HyperCommGrid(GridView):
             scope = None
             if world is not None:
                 scope = owner.grid_scope(world)
-                if left is not None:
-                    scope = continuing_scope(owner.agreement, world, sorted(left))
-            with contextlib.nullcontext() if scope is None else refusing(scope):
+                if left is not None:  # all lists use one record: the first holds
+                    there = tuple(sorted(left))
+                    scope = owner.agreement.scope(world, "continues", there, is_fenced=True)
+            with refusing(scope):
                 layout = read_target(target, self.layout, left)
-                if not isinstance(views, Mapping | None):
-                    raise LayoutError(f"views must map names to texts, got {shown(views)}")
                 refactored = state.views.refactored(layout, views or {})
                 check_settled(owner)
                 pool = owner.pool if left is None else Pool()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import LayoutError, UnknownDimError, WorldSizeError
+from hypercomm.errors import UnknownDimError, WorldSizeError
 from hypercomm.grid.arguments import (
     GroupArguments,
     SetArguments,
@@ -32,7 +32,7 @@ from hypercomm.layout.placement import (
     tile,
 )
 from hypercomm.layout.text import aligned, did_you_mean, format_ranks, shown
-from hypercomm.process_groups.agreement.calls import Scope, limit_of, refusing
+from hypercomm.process_groups.agreement.calls import limit_of, refusing
 from hypercomm.process_groups.agreement.grid import GridAgreement
 from hypercomm.process_groups.owner import Batch, create_batches
 from hypercomm.process_groups.spec import check_once
@@ -203,7 +203,10 @@ class GridSet(Mapping[str, HyperCommGrid]):
 
     def __getitem__(self, name: str) -> HyperCommGrid:
         if not isinstance(name, str) or name not in self._grids:
-            raise _unknown(name, self._grids)
+            raise UnknownDimError(
+                f"there is no grid {shown(name)} in this set; it has {list(self)}"
+                f"{did_you_mean(name, self)}"
+            )
         return self._grids[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -340,18 +343,17 @@ class GridSet(Mapping[str, HyperCommGrid]):
             ...     print({name: [pg.size() for pg in pgs] for name, pgs in created.items()})
             {'a': [2], 'b': [4, 2]}
         """
-        if not isinstance(requests, Mapping):
-            raise LayoutError(
-                f"requests must map names of grids to lists of dims, as in "
-                f"{{{next(iter(self))!r}: ['tp', ['dp', 'cp']]}}, got {shown(requests)}"
-            )
         check_keywords("create_pgs", keywords, SharedKeywords.__annotations__)
         for name in requests:
             self[name]._owner.check_alive()  # raises for an unknown one
         names = [name for name in self if name in requests]
         if not names:
             return {}
-        scope, batches = self._scope(names), dict[str, Batch]()
+        ranks = sorted({rank for name in names for rank in self[name].layout.ranks})
+        layout = RankLayout([len(ranks)], ["rank"], ranks=ranks)
+        agreement = GridAgreement(layout, self._label, None)
+        scope = agreement.scope(self._world or current(), "calls of a set")
+        batches: dict[str, Batch] = {}
         try:
             with refusing(scope):
                 for name in names:
@@ -366,13 +368,6 @@ class GridSet(Mapping[str, HyperCommGrid]):
         return create_batches(
             scope, CREATE, batches, limit_of(keywords.get("timeout"), scope.world)
         )
-
-    def _scope(self, names: Iterable[str]) -> Scope:
-        """Return the scope of the calls that the ranks of some grids make together."""
-        ranks = tuple(sorted({rank for name in names for rank in self[name].layout.ranks}))
-        layout = RankLayout([len(ranks)], ["rank"], ranks=ranks)
-        agreement = GridAgreement(layout, self._label, None)
-        return agreement.scope(self._world or current(), "calls of a set")
 
     # ---- life cycle -----------------------------------------------------------------------------
 
@@ -426,10 +421,3 @@ def _split(given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     known = SetArguments.__annotations__
     arguments = {name: value for name, value in given.items() if name in known}
     return arguments, {name: value for name, value in given.items() if name not in known}
-
-
-def _unknown(name: object, grids: Iterable[str]) -> UnknownDimError:
-    return UnknownDimError(
-        f"there is no grid {shown(name)} in this set; it has {list(grids)}"
-        f"{did_you_mean(name, grids)}"
-    )

@@ -29,7 +29,6 @@ from torch.distributed import ProcessGroup
 import hypercomm
 from hypercomm.errors import (
     CreationError,
-    GroupOptionsError,
     LaunchError,
     LayoutError,
     NotInitializedError,
@@ -40,10 +39,8 @@ from hypercomm.layout.checks import as_int, check_duration, is_utf8
 from hypercomm.layout.text import did_you_mean, shown
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement import protocol
-from hypercomm.process_groups.agreement.calls import Call, EndedError, Scope, ask, together
-from hypercomm.process_groups.agreement.driver import run
-from hypercomm.process_groups.agreement.protocol import Outcome, Record, Steps, Ticket
-from hypercomm.process_groups.agreement.status import this_host
+from hypercomm.process_groups.agreement.calls import Call, EndedError, Scope, ask, run, together
+from hypercomm.process_groups.agreement.protocol import Outcome, Record, Steps, Ticket, this_host
 from hypercomm.process_groups.create import destroy, discard
 from hypercomm.process_groups.options import GroupOptions, check_backend
 from hypercomm.process_groups.torch_internals.store import LateError, in_time
@@ -351,7 +348,7 @@ def _check_no_other(name: str, address: str, store: Any) -> None:
 
 
 def _seconds(timeout: timedelta) -> float:
-    check_duration("timeout", timeout, GroupOptionsError)
+    check_duration(timeout)
     return timeout.total_seconds()
 
 

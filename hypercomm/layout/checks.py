@@ -9,8 +9,6 @@ from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
-
 from hypercomm.errors import (
     GroupOptionsError,
     HyperCommError,
@@ -30,7 +28,7 @@ _SEPARATORS = ",=+-"
 """Characters that the text forms use, and that a dim name therefore cannot hold."""
 
 
-# ---- numbers, flags, choices --------------------------------------------------------------------
+# ---- numbers, choices ---------------------------------------------------------------------------
 
 
 def as_int(
@@ -73,29 +71,9 @@ def as_rank(rank: object) -> int:
     return rank if type(rank) is int else as_int(rank, "a rank", error=RankOutsideError)
 
 
-def as_offset(value: object) -> int:
-    """Return a rank offset as an int."""
-    return as_int(value, "rank_offset", 0)
-
-
 def as_world_size(value: object, what: str = "world_size") -> int:
     """Return the number of ranks of a world that is about to be made."""
     return as_int(value, what, 1, LARGEST_WORLD)
-
-
-def as_flag(value: object, what: str, error: type[HyperCommError] = LayoutError) -> bool:
-    """Return True or False as a bool.
-
-    Raises:
-        HyperCommError: It is neither; of the class given.
-
-    Example:
-        >>> as_flag(True, "leaders")
-        True
-    """
-    if not isinstance(value, (bool, np.bool_)):
-        raise error(f"{what} must be True or False, got {shown(value)}")
-    return bool(value)
 
 
 def check_choice(
@@ -117,20 +95,22 @@ def check_choice(
         raise error(f"{what} must be one of {list(choices)}, got {shown(value)}{hint}")
 
 
-def check_duration(what: str, value: object, error: type[HyperCommError]) -> None:
-    """Raise unless a value is a positive `timedelta`.
+def check_duration(timeout: object) -> None:
+    """Raise unless a timeout is a positive `timedelta`.
 
     Raises:
-        HyperCommError: Of the class given.
+        GroupOptionsError: With the given value.
 
     Example:
-        >>> check_duration("timeout", timedelta(seconds=1), GroupOptionsError)
+        >>> check_duration(timedelta(seconds=1))
     """
-    if not isinstance(value, timedelta):
+    if not isinstance(timeout, timedelta):
         hint = "write timedelta(seconds=...)"
-        raise error(f"{what} must be a datetime.timedelta, got {shown(value)}; {hint}")
-    if value <= timedelta(0):
-        raise error(f"{what} must be longer than 0, got {value}")
+        raise GroupOptionsError(
+            f"timeout must be a datetime.timedelta, got {shown(timeout)}; {hint}"
+        )
+    if timeout <= timedelta(0):
+        raise GroupOptionsError(f"timeout must be longer than 0, got {timeout}")
 
 
 def world_too_small(what: str, last_rank: int, world_size: int) -> WorldSizeError:

@@ -328,7 +328,7 @@ class Lost:
         for count in range(1, min(len(dims), MOST_DIMS) + 1):
             shards = [one for some in combinations(dims, count) for one in self.shards(*some)]
             if shards:
-                texts = [format_sizes(tuple(one), tuple(one.values())) for one in shards[:4]]
+                texts = [format_sizes(one) for one in shards[:4]]
                 more = "; ..." if len(shards) > len(texts) else ""
                 return f"{ranks}: {'; '.join(texts)}{more}"
         return ranks

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -21,9 +22,6 @@ from numpy.typing import NDArray
 from hypercomm.errors import LayoutError, RankOutsideError
 from hypercomm.layout.checks import as_int, as_rank, as_sizes, as_tuple, positive
 from hypercomm.layout.text import shown
-
-_SHOWN = 5
-"""Members of a group that its repr shows."""
 
 _STRIDE = operator.itemgetter(1)
 
@@ -222,9 +220,8 @@ class RankGroups(ABC, Sequence[tuple[int, ...]]):
         """
         sizes = as_sizes(sizes, "level sizes")
         if math.prod(sizes) != self.group_size:
-            product = f"{' * '.join(map(str, sizes)) or '1'} = {math.prod(sizes)}"
             raise LayoutError(
-                f"level sizes multiply to {product}, but each group has {self.group_size} members"
+                f"level sizes {sizes} must multiply to the {self.group_size} members of each group"
             )
         steps = accumulate(sizes, operator.mul, initial=1)
         return tuple([self._every(size, step) for size, step in zip(sizes, steps, strict=False)])
@@ -285,16 +282,9 @@ class RankGroups(ABC, Sequence[tuple[int, ...]]):
         return hash((len(self), self.group_size))
 
     def __repr__(self) -> str:
-        first = ", ".join(_shorten(self._group(index)) for index in range(min(len(self), 2)))
+        first = ", ".join(reprlib.repr(self._group(index)) for index in range(min(len(self), 2)))
         more = ", ..." if len(self) > 2 else ""
         return f"<{len(self)} groups of {self.group_size}: {first}{more}>"
-
-
-def _shorten(group: tuple[int, ...]) -> str:
-    """Write a group, leaving out the middle of a long one."""
-    if len(group) <= _SHOWN:
-        return str(group)
-    return f"({', '.join(map(str, group[: _SHOWN - 1]))}, ..., {group[-1]})"
 
 
 @attrs.frozen(repr=False, eq=False)

@@ -31,7 +31,6 @@ from hypercomm.layout.checks import (
     LARGEST_RANK,
     as_int,
     as_names,
-    as_offset,
     as_ordered,
     as_rank,
     as_ranks,
@@ -168,7 +167,7 @@ class RankLayout:
             self._set(*shape._numbering)
             return
         sizes = close_sizes(read_sizes(shape, dim_names, dims), world_size)
-        offset, steps, listing = as_offset(rank_offset), None, None
+        offset, steps, listing = as_int(rank_offset, "rank_offset", 0), None, None
         if strides is not None:
             steps = as_sizes(strides, "strides")
             if ranks is not None or len(steps) != len(sizes):
@@ -263,7 +262,7 @@ class RankLayout:
             (2, 3, 4)
         """
         sizes = close_sizes(parse_sizes(text), world_size)
-        return cls._of(tuple(sizes.values()), tuple(sizes), as_offset(rank_offset))
+        return cls._of(tuple(sizes.values()), tuple(sizes), as_int(rank_offset, "rank_offset", 0))
 
     @classmethod
     def fit(
@@ -346,7 +345,7 @@ class RankLayout:
         return {**fields, "rank_offset": self.rank_offset, **gaps}
 
     def __str__(self) -> str:
-        return format_sizes(self.dim_names, self.shape)
+        return format_sizes(self.sizes)
 
     def __repr__(self) -> str:
         ranks = f"rank_offset={self.rank_offset}, strides={self.strides}"
@@ -564,8 +563,7 @@ class RankLayout:
         """
         sizes = read_sizes(shape, dim_names)
         if (size := math.prod(sizes.values())) != self.size:
-            text = format_sizes(tuple(sizes), tuple(sizes.values()))
-            raise LayoutError(f"{text} has {size} ranks, but {self} has {self.size}")
+            raise LayoutError(f"{format_sizes(sizes)} has {size} ranks, but {self} has {self.size}")
         listing = self._listing
         if not self._is_dense:
             listing = Listing(tuple(self.ranks))
@@ -754,7 +752,7 @@ def read_layout(
             if sizes is None:
                 raise LayoutError(f"sizes are missing: give 'tp=2,dp=-1', or set {VARIABLE}")
         given = read_sizes(sizes, dim_names, dims)
-        offset = as_offset(rank_offset) if rank_offset else 0
+        offset = as_int(rank_offset, "rank_offset", 0) if rank_offset else 0
         if OPEN in given.values() or world_size is None:
             left = None if world_size is None else positive(world_size, "world_size") - offset
             room = f"{left} are left from rank {offset} on" if offset else ""

@@ -26,9 +26,6 @@ Dims = str | Iterable["Dims"]
 """Dims in any spelling: "tp", "dp+cp", ["dp", "cp"]."""
 
 _SIZE = re.compile(r"\s*([^\s,=+-]+)\s*(?:=\s*(-1|[0-9]{1,18})\s*)?")
-_SPACED_SIZE = r"([^\W\d]+)\s*[\s:=]\s*(-1|[1-9][0-9]{0,17})(?:[\s,;|/+&]+|$)"  # "tp:2;", "tp 2 "
-_JOINED_SIZE = r"([^\W\d]+)(-1|[1-9][0-9]{0,17})[\s,;]*"  # "tp2"
-_LONGEST_CORRECTED = 200
 _KEYWORDS = ("dim_names", "rank_offset", "world_size")
 
 
@@ -41,8 +38,7 @@ def parse_sizes(text: str) -> dict[str, int]:
     A size of -1, or a name alone, is unspecified (`OPEN`).
 
     Raises:
-        LayoutError: A part cannot be read, or a dim is given twice; shows the part, and the
-            corrected text where it can be guessed.
+        LayoutError: A part cannot be read, or a dim is given twice; shows the part.
 
     >>> parse_sizes("tp=2, cp=3, dp")
     {'tp': 2, 'cp': 3, 'dp': -1}
@@ -50,44 +46,22 @@ def parse_sizes(text: str) -> dict[str, int]:
     if not isinstance(text, str):
         raise LayoutError(f"expected a text like 'tp=2,dp=4', got {shown(text)}")
     sizes: dict[str, int] = {}
-    for number, part in enumerate(text.split(","), 1):
+    for part in text.split(","):
         match = _SIZE.fullmatch(part)
         size = int(match[2] or OPEN) if match else 0
         is_no_name = match and match[2] is None and (":" in part or match[1].isdigit())
         if not match or size == 0 or is_no_name:  # "tp:2", "2"
-            raise _unreadable(text, part, number)
+            where = "" if part == text else f" in {shown(text)}"
+            raise LayoutError(
+                f"{shown(part.strip())}{where} cannot be read as a size; write positive sizes, or "
+                f"-1, and separate sizes with commas, as in 'tp=2,dp=4'"
+            )
         if not match[1].isprintable():
             raise LayoutError(f"dim name {shown(match[1])} must be printable")
         if match[1] in sizes:
             raise LayoutError(f"dim {shown(match[1])} is given twice in {shown(text)}")
         sizes[match[1]] = size
-    if "=" not in text and "," in _corrected(text):  # tp2,dp4
-        raise _unreadable(text, text)
     return sizes
-
-
-def _unreadable(text: str, part: str, number: int = 1) -> LayoutError:
-    """Return the error for one part of a text; `number` counts the parts from 1."""
-    name, equals, _ = part.partition("=")
-    where = shown(part.strip()) + ("" if part == text else f" in {shown(text)}")
-    if not part.strip():
-        what = f"part {number} of {shown(text)}" if text.strip() else "the text"
-        wrong = f"{what} is empty; write sizes like 'tp=2,dp=4'"
-    elif fix := _corrected(text):
-        wrong = f"{where} cannot be read as a size; separate sizes with commas, as in {fix!r}"
-    elif equals and _SIZE.fullmatch(name):
-        wrong = f"the size in {shown(part.strip())} must be a positive integer, or -1 to infer it"
-    else:
-        wrong = f"{where} cannot be read as a size; write a dim name and its size, as in 'tp=2'"
-    return LayoutError(wrong)
-
-
-def _corrected(text: str) -> str:
-    """Return sizes with other separators as they should be written; "" for another text."""
-    for size in (_SPACED_SIZE, _JOINED_SIZE) if len(text) <= _LONGEST_CORRECTED else ():
-        if re.fullmatch(rf"\s*(?:{size})+", text):
-            return ",".join(map("=".join, re.findall(size, text)))
-    return ""
 
 
 def parse_order(text: str) -> tuple[str, ...]:
@@ -252,48 +226,23 @@ def close_sizes(sizes: Mapping[str, int], world_size: int | None, room: str = ""
     Traceback (most recent call last):
     hypercomm.errors.WorldSizeError: tp=4,dp=4 needs 16 ranks; the world has 8
     """
-    unknown = None
-    if OPEN in sizes.values():
-        unknown = check_one_open([name for name, size in sizes.items() if size == OPEN])
+    unknown = check_one_open([name for name, size in sizes.items() if size == OPEN])
+    known = known_size(sizes)
     if world_size is None:
         if unknown is None:
             return dict(sizes)
-        fix = _corrected(unknown)
         raise LayoutError(
-            f"the size of dim {shown(unknown)} is unspecified; give it, or world_size, "
-            f"the number of ranks{f'; did you mean {fix!r}?' if fix else ''}"
+            f"the size of dim {shown(unknown)} is unspecified; give it, as in 'tp=2', or "
+            f"world_size, the number of ranks"
         )
-    rest, remainder = divmod(positive(world_size, "world_size"), known_size(sizes))
+    rest, remainder = divmod(positive(world_size, "world_size"), known)
     if remainder or rest == 0 or (rest > 1 and unknown is None):
-        raise WorldSizeError(_mismatch(sizes, world_size, room))
+        needs = f"{known} ranks"
+        if unknown is not None:
+            needs = f"a multiple of {known} ranks, as {nearest_multiples(world_size, known)}"
+        here = room or f"the world has {world_size}"
+        raise WorldSizeError(f"{format_sizes(sizes)} needs {needs}; {here}")
     return {name: rest if size == OPEN else size for name, size in sizes.items()}
-
-
-def _mismatch(sizes: Mapping[str, int], world_size: int, room: str) -> str:
-    """Return the sentence for sizes that do not make a world."""
-    known = known_size(sizes)
-    needs = f"{known} ranks"
-    if OPEN in sizes.values():
-        needs = f"a multiple of {known} ranks, as {nearest_multiples(world_size, known)}"
-    text = format_sizes(tuple(sizes), tuple(sizes.values()))
-    return f"{text} needs {needs}; {room or f'the world has {world_size}'}"
-
-
-def misfit(sizes: Mapping[str, int], world_size: int) -> str | None:
-    """Return the sentence for sizes that do not divide a world; None if they do.
-
-    >>> misfit({"tp": 2, "pp": 4}, 16)
-    >>> misfit({"tp": 2, "pp": 3}, 16).partition("; ")[0]
-    'tp=2 * pp=3 = 6 does not divide the world of 16 ranks'
-    """
-    product = math.prod(sizes.values())
-    if world_size % product == 0:
-        return None
-    factors = " * ".join([f"{name}={size}" for name, size in sizes.items()])
-    return (
-        f"{factors} = {product} does not divide the world of {world_size} ranks; "
-        f"{nearest_multiples(world_size, product)} ranks would do"
-    )
 
 
 def check_one_open(names: Sequence[str]) -> str | None:
@@ -337,17 +286,6 @@ def nearest_multiples(number: int, factor: int) -> str:
     """
     below = number // factor * factor
     return f"{below} and {below + factor}" if below > 0 else f"{factor}"
-
-
-def nearest_divisors(number: int, near: int) -> str:
-    """Name the divisors of `number` around `near`, for error messages.
-
-    >>> nearest_divisors(16, 6)
-    '4 or 8'
-    """
-    below = [divisor for divisor in divisors(number) if divisor < near]
-    above = [divisor for divisor in divisors(number) if divisor > near]
-    return " or ".join(map(str, [*below[-1:], *above[:1]]))
 
 
 def divisors(number: int) -> list[int]:

@@ -88,13 +88,13 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
-def format_sizes(dim_names: Sequence[str], shape: Sequence[int]) -> str:
+def format_sizes(sizes: Mapping[str, int]) -> str:
     """Write sizes as text, the first dim (fastest varying) first.
 
-    >>> format_sizes(["tp", "dp"], [2, 4])
+    >>> format_sizes({"tp": 2, "dp": 4})
     'tp=2,dp=4'
     """
-    return ",".join([f"{name}={size}" for name, size in zip(dim_names, shape, strict=True)])
+    return ",".join([f"{name}={size}" for name, size in sizes.items()])
 
 
 def format_coords(coords: Mapping[str, int]) -> str:

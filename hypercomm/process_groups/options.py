@@ -52,15 +52,13 @@ class GroupOptions:
         Raises:
             GroupOptionsError: A value has the wrong type, or a backend is unknown.
         """
-        if self.timeout is not None:
-            check_given_timeout(self.timeout)
+        check_timeout(self.timeout)
         desc = "" if self.group_desc is None else self.group_desc
         if not (isinstance(desc, str) and is_utf8(desc)):
             raise GroupOptionsError(
                 f"group_desc must be a string that can be written as UTF-8, got {shown(desc)}"
             )
-        if self.lazy_init is not None:
-            check_lazy_init(self.lazy_init)
+        check_lazy_init(self.lazy_init)
         if self.backend is not None:
             check_known(self.backend)
 
@@ -76,7 +74,7 @@ class GroupOptions:
         """
         default = world.backend
         backend = (self.backend or default).lower()
-        singles, timeout, pg_options = c10d.single_backends(backend), self.timeout, self.pg_options
+        singles, pg_options = c10d.single_backends(backend), self.pg_options
         if pg_options is not None:
             if not any(map(c10d.takes_options, singles)):
                 raise GroupOptionsError(
@@ -88,13 +86,10 @@ class GroupOptions:
                     f"pg_options must be options of a backend, such as a ProcessGroupNCCL.Options, "
                     f"got {shown(pg_options)}"
                 )
-            timeout = timeout or _own_timeout(pg_options)
-        timeout = timeout or world.timeout_of(backend)
-        if pg_options is not None:
-            pg_options = _with_timeout(pg_options, timeout)
+        timeout = self.timeout or _own_timeout(pg_options) or world.timeout_of(backend)
+        pg_options = _with_timeout(pg_options, timeout)
         if default == "fake":  # there is nobody to connect to
-            backend, singles = "fake", ("fake",)
-            pg_options = None if pg_options is None else _of_fake_backend(pg_options)
+            backend, singles, pg_options = "fake", ("fake",), _of_fake_backend(pg_options)
         lazy_init = None if _CONNECTING.isdisjoint(singles) else self.lazy_init
         changes = self.enable_reconfigure and default != "fake"
         if changes and (reason := c10d.why_not_reconfigured(backend)) is not None:
@@ -119,16 +114,7 @@ def check_timeout(timeout: timedelta | None) -> None:
         GroupOptionsError: With the given value.
     """
     if timeout is not None:
-        check_given_timeout(timeout)
-
-
-def check_given_timeout(timeout: timedelta) -> None:
-    """Raise unless `timeout` is a positive timedelta.
-
-    Raises:
-        GroupOptionsError: With the given value.
-    """
-    check_duration("timeout", timeout, GroupOptionsError)
+        check_duration(timeout)
 
 
 def check_lazy_init(lazy_init: bool | None) -> None:
@@ -151,17 +137,13 @@ def check_backend(backend: str | None) -> None:
         return
     check_known(backend)
     for single in c10d.single_backends(backend):
-        reason = _why_unusable(single)
+        reason = c10d.why_unavailable(single)
         if reason is not None:
-            usable = [name for name in c10d.known_backends() if _why_unusable(name) is None]
+            usable = [name for name in c10d.known_backends() if c10d.why_unavailable(name) is None]
             raise GroupOptionsError(
                 f"backend {single!r} {reason}; use one of {usable} here, or plan with {single!r} "
                 f"in hypercomm.testing.fake_world"
             )
-
-
-def _why_unusable(single: str) -> str | None:
-    return c10d.why_unavailable(single) or c10d.why_not_here(single)
 
 
 def check_known(backend: str) -> None:

@@ -7,7 +7,6 @@ reshape that fails on one rank fails on all of them, and leaves what there was.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 
 import attrs
@@ -19,7 +18,7 @@ from hypercomm.layout.difference import Lost
 from hypercomm.layout.views import Views
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement.calls import Call, Scope, refusing, together
-from hypercomm.process_groups.create import check_strategy, discard
+from hypercomm.process_groups.create import discard
 from hypercomm.process_groups.owner import Group, GroupOwner
 from hypercomm.process_groups.spec import GroupKey, GroupSpec, specify
 from hypercomm.process_groups.strategies import create
@@ -92,11 +91,11 @@ def reshape(
     """
     world = old.world
     is_same_world = old.origin is None or old.origin is world
-    with nullcontext() if scope is None else refusing(scope):  # it runs functions of the user
+    with refusing(scope):  # it runs functions of the user
         specs = [*_specs(old, fresh, views)]
         if scope is not None:
             for spec in specs:
-                check_strategy(spec, len(scope.ranks), scope.world.size)
+                _check_strategy(spec, len(scope.ranks), scope.world.size)
         keeps = fresh.pool is old.pool
         kept = _survivors(old, specs) if keeps and is_same_world else {}
         groups, new = _find_groups(old, fresh, specs, kept)
@@ -197,23 +196,30 @@ def check_settled(owner: GroupOwner) -> None:
         )
 
 
+def _check_strategy(spec: GroupSpec, ranks: int, world_size: int) -> None:
+    """Raise if ranks outside of the grid would have to take part in a creation.
+
+    Raises:
+        CreationError: With a strategy that works.
+    """
+    if spec.choice.strategy != "local" and ranks < world_size:
+        raise CreationError(
+            f"the process groups over {spec.key} would be created with "
+            f"creation={spec.choice.strategy!r}, which every rank of the world must call, and "
+            f"{world_size - ranks} of its {world_size} ranks are not among ranks; "
+            f"creation='local' creates groups without them"
+        )
+
+
 def _specs(old: GroupOwner, fresh: GroupOwner, views: Views) -> Iterator[GroupSpec]:
     """Yield the specs of the fresh owner, in an order that is the same on all ranks."""
-
-    def place(spec: GroupSpec) -> tuple[str, int, tuple[int, ...], str]:
-        key, names = spec.key, spec.layout.dim_names
-        at = tuple(names.index(dim) for dim in key.dims)
-        return key.view or "", len(at), at, key.name or ""
-
-    for spec in sorted(old.specs.values(), key=place):
+    for spec in sorted(old.specs.values(), key=GroupSpec.place):
         key = spec.key
-        view = None if key.view is None else views[key.view]
-        layout = views.base if view is None else view.layout
-        if set(key.dims) <= set(layout.dim_names):
+        if set(key.dims) <= set(views.layout_of(key.view).dim_names):
             found, dims = views.find(key.dims, key.view)
             new = GroupKey(dims, key.name, None if found is None else found.name)
             yield specify(
-                *(new, view, views.base, spec.derive, spec.given, spec.share),
+                *(new, views.asked(key.view), views.base, spec.derive, spec.given, spec.share),
                 *(fresh.creation, old.world),
             )
 

@@ -35,17 +35,12 @@ class GroupKey:
         view = f" of {self.view}" if self.view else ""
         return "+".join(self.dims) + view + (f" ({self.name})" if self.name else "")
 
-    def in_words(self) -> str:
-        """Return the key as sentences have it: "'tp'", "['cp', 'dp'] for view 'expert'"."""
-        view = f" for view {self.view!r}" if self.view else ""
-        return attrs.evolve(self, view=None).as_call() + view
-
     def says_exists(self, *, is_created: bool) -> str:
         """Say that the group exists, or that another thread creates it, and what to do instead."""
         if not is_created:
-            return f"another thread is creating the process group {self.in_words()}; wait for it"
+            return f"another thread is creating the process group {self.as_call()}; wait for it"
         return (
-            f"Process group {self.in_words()} has already been created; get it with "
+            f"Process group {self.as_call()} has already been created; get it with "
             f"get_pg({self.as_call()}), create it once with ensure_pg, or create another over the "
             f"same dims with name=..."
         )
@@ -53,7 +48,7 @@ class GroupKey:
     def says_missing(self, created: Iterable[GroupKey]) -> str:
         """Say that the group was not created, and which were."""
         return (
-            f"Process group for {self.in_words()} hasn't been created; call "
+            f"Process group for {self.as_call()} hasn't been created; call "
             f"create_pg({self.as_call()}) first, on every rank of the grid; created so far: "
             f"{', '.join(map(str, created)) or 'none yet'}"
         )
@@ -61,7 +56,7 @@ class GroupKey:
     def says_ended(self) -> str:
         """Say that `survivors` has ended the group, and what to do."""
         return (
-            f"survivors() has ended the process group over {self.in_words()}; call "
+            f"survivors() has ended the process group over {self.as_call()}; call "
             f"reshape(target, ranks=...) with the ranks that it returned"
         )
 
@@ -109,6 +104,11 @@ class GroupSpec:
             return None
         return index, self.groups[index]
 
+    def place(self) -> tuple[str, int, tuple[int, ...], str]:
+        """Return the place of the key among others, by which all ranks sort equally."""
+        at = tuple(self.layout.dim_names.index(dim) for dim in self.key.dims)
+        return self.key.view or "", len(at), at, self.key.name or ""
+
     def describe(self) -> str:
         """Return the request as one entry of a proposal; it must be equal on all ranks."""
         members = ""
@@ -138,11 +138,9 @@ class GroupSpec:
         """
         key = self.key.as_call()
         if other.given != self.given:
-            is_adopted = self.choice.strategy == "adopted"
-            made = "is that of a DeviceMesh" if is_adopted else f"was created with {self.given}"
             raise GroupOptionsError(
-                f"the process group over {key} {made}, and cannot be had with {other.given}; use "
-                f"the same options, or another name=..."
+                f"the process group over {key} was created with {self.given}, and cannot be had "
+                f"with {other.given}; use the same options, or another name=..."
             )
         if not same_for_caller(other.groups, self.groups, self.world):
             raise GroupOptionsError(
@@ -231,8 +229,6 @@ def specify(
 
 
 def _derived(key: GroupKey, groups: RankGroups, derive: Derive) -> RankGroups:
-    if not callable(derive):
-        raise GroupOptionsError(f"derive must be a function of RankGroups, got {derive!r}")
     if key.name is None:
         raise GroupOptionsError(
             f"derive= needs a name: its groups are not those over {key.as_call()}; give name=..."

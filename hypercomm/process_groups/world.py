@@ -79,22 +79,6 @@ class World:
     _counts: Counter[str] = attrs.field(factory=Counter)
     _options: dict[str, Any] = attrs.field(factory=dict)
 
-    @staticmethod
-    def default() -> World:
-        """Return the world of torch's default process group.
-
-        Raises:
-            NotInitializedError: torch.distributed is not initialised.
-
-        Example:
-            >>> from hypercomm.testing import fake_world
-            >>> with fake_world(8, rank=5):
-            ...     world = World.default()
-            ...     print(world.rank, world.size, world.backend)
-            5 8 fake
-        """
-        return current()
-
     @property
     def is_default(self) -> bool:
         """Whether it is that of torch's default process group."""
@@ -192,13 +176,6 @@ _lock = threading.Lock()
 _worlds: WeakKeyDictionary[ProcessGroup, World] = WeakKeyDictionary()
 
 
-def _new_world(default: ProcessGroup) -> World:
-    backend, has_store = c10d.default_backend(), c10d.has_ranks()
-    world = World(dist.get_rank(), dist.get_world_size(), backend, has_store)
-    with _lock:  # another thread may have been faster
-        return _worlds.setdefault(default, world)
-
-
 def note(world: World, group: ProcessGroup) -> None:
     """Let `current` return a world while torch takes a group for its default one."""
     _worlds[group] = world
@@ -207,7 +184,7 @@ def note(world: World, group: ProcessGroup) -> None:
 def current_or_none() -> World | None:
     """Return the default world; None before torch.distributed is initialised."""
     default = dist.group.WORLD
-    return None if default is None else _worlds.get(default) or _new_world(default)
+    return None if default is None else _worlds.get(default) or current()
 
 
 def current() -> World:
@@ -217,7 +194,13 @@ def current() -> World:
         NotInitializedError: torch.distributed is not initialised.
     """
     default = c10d.world_group()
-    return _worlds.get(default) or _new_world(default)
+    world = _worlds.get(default)
+    if world is None:
+        backend, has_store = c10d.default_backend(), c10d.has_ranks()
+        world = World(dist.get_rank(), dist.get_world_size(), backend, has_store)
+        with _lock:  # another thread may have been faster
+            return _worlds.setdefault(default, world)
+    return world
 
 
 # ---- before there is a world --------------------------------------------------------------------

@@ -18,10 +18,10 @@ from hypercomm.compat.ezpz import tp as ezpz
 from hypercomm.compat.megatron import state as megatron
 from hypercomm.errors import LaunchError, LayoutError, RankFailedError, SimulationError
 from hypercomm.launchers import VARIABLES
-from hypercomm.layout.checks import as_int, as_tuple, as_world_size
+from hypercomm.layout.checks import as_int, as_tuple, as_world_size, check_duration
 from hypercomm.layout.text import counted, shown, some_of
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.options import check_given_timeout, check_known
+from hypercomm.process_groups.options import check_known
 from hypercomm.testing.recording import CREATE, Book, Collective, Creation, Step
 from hypercomm.testing.simulated_group import RecordingGroup
 from hypercomm.testing.worlds import OtherWorld, other_worlds
@@ -214,7 +214,7 @@ def simulate(
     as_world_size(world_size)
     if not isinstance(args, Sequence) or isinstance(args, str):
         raise LaunchError(f"args must be a sequence of arguments, got {shown(args)}")
-    check_given_timeout(timeout)
+    check_duration(timeout)
     wanted: Sequence[int] = range(world_size)
     if ranks is not None:
         wanted = sorted({as_int(rank, "rank") for rank in as_tuple(ranks, "ranks")})

@@ -36,11 +36,11 @@ from hypercomm.transfers.buckets import (
     Segment,
     plan_of,
 )
-from hypercomm.transfers.consent import consent
 from hypercomm.transfers.transfer import (
     as_tensor,
     check_buffer,
     check_mapping,
+    consent,
     mark_written,
     memory_span,
     post,

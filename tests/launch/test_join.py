@@ -123,8 +123,7 @@ class FakeDevices:
     def __init__(self, kind, count, monkeypatch):
         self.count, self.current = count, None
         rooms = "hypercomm.process_groups.torch_internals"
-        for name in (f"{rooms}.why_unavailable", f"{rooms}.why_not_here"):
-            monkeypatch.setattr(name, lambda _: None)
+        monkeypatch.setattr(f"{rooms}.why_unavailable", lambda _: None)
         monkeypatch.setattr(torch, "get_device_module", lambda _: self)
         monkeypatch.setattr(
             torch.accelerator, "current_accelerator", lambda **_: torch.device(kind)

@@ -201,11 +201,11 @@ TARGETS = [
     ("tp=4,dp=4", None, WorldSizeError, "16 ranks"),
     ("tp=x", None, LayoutError, "tp=x"),
     (RankLayout([4], ["dp"]), None, WorldSizeError, r"4\.\.7"),
-    ([2, 4], None, LayoutError, "target"),
+    ([2, 4], None, LayoutError, "dim_names"),
     ("tp=2,dp=2,pp=2", None, LayoutError, "shared"),
     ("tp=8", {"expert": "ep=3,e=-1"}, LayoutError, "expert"),
     ("tp=8", {"other": "ep=8"}, UnknownDimError, "other"),
-    ("tp=8", ["expert"], LayoutError, "views"),
+    ("tp=8", ["expert"], TypeError, "list"),
 ]
 
 

@@ -9,8 +9,15 @@ from typing import NamedTuple
 import pytest
 
 from hypercomm.process_groups.agreement import protocol
-from hypercomm.process_groups.agreement.protocol import AGREED, Outcome, Proposal, Record
-from hypercomm.process_groups.agreement.status import Status, find_deadlock, status_key
+from hypercomm.process_groups.agreement.protocol import (
+    AGREED,
+    Outcome,
+    Proposal,
+    Record,
+    Status,
+    find_deadlock,
+    status_key,
+)
 
 KEY = "record"
 

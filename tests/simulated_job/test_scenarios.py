@@ -57,6 +57,21 @@ def test_a_run_without_end_is_given_up():
     assert simulate_job(lambda: [sleep(0.1) for _ in range(10**6)], 2, most_steps=999).is_stuck
 
 
+# Grids of equal sizes whose ranks have other gaps between them are different grids.
+@seeds
+def test_grids_with_other_gaps(seed):
+    def program():
+        near, far = (RankLayout(dp=2, strides=[stride]) for stride in (1, 2))
+        for layout in (near, far):
+            grid = HyperCommGrid(layout, cover="any")
+            sleep(0.05 * ((dist.get_rank() + seed) % 3))
+            attempt(grid.create_pg, "dp")
+
+    job = simulate_job(program, 4, seed=seed)
+    check_time(job, QUICK_S)
+    assert {call.kind for rank in job.ranks for call in rank.calls} == {""}, job
+
+
 # ---- mistakes ------------------------------------------------------------------------------------
 
 

@@ -32,9 +32,9 @@ from hypercomm.compat.megatron.state import NO_PART, RANK, SIZE, STAGE, STAGES, 
 from hypercomm.compat.megatron.table import DP, DP_CP, EXPERT_DP, GLOO
 from hypercomm.compat.module_state import name_functions
 from hypercomm.errors import GroupMissingError, GroupOptionsError, NotInitializedError, StateError
+from hypercomm.layout.checks import check_duration
 from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.options import check_given_timeout
 
 if TYPE_CHECKING:
 
@@ -652,7 +652,7 @@ def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> Non
         StateError: No group is given and there is none.
         GroupOptionsError: The timeout is not a timedelta, or `pg` is not a group of this process.
     """
-    check_given_timeout(timeout)
+    check_duration(timeout)
     if pg is not None and not (isinstance(pg, ProcessGroup) and c10d.is_registered(pg)):
         raise GroupOptionsError(f"pg must be a process group that exists, got {shown(pg)}")
     groups = [pg] if pg is not None else _held("_global_process_group_list")

@@ -17,13 +17,18 @@ import attrs
 import numpy as np
 
 from hypercomm.compat.megatron import version
-from hypercomm.errors import ConfigurationError, LayoutError, UnknownDimError, WorldSizeError
+from hypercomm.errors import ConfigurationError, LayoutError, UnknownDimError
 from hypercomm.grid.arguments import SHARES, GroupArguments, Share
 from hypercomm.layout import RankGroups, RankLayout
-from hypercomm.layout.checks import as_ordered, as_world_size, check_choice, positive
+from hypercomm.layout.checks import (
+    as_ordered,
+    as_world_size,
+    check_choice,
+    check_duration,
+    positive,
+)
 from hypercomm.layout.groups import ArrayGroups
-from hypercomm.layout.parsing import misfit, parse_order
-from hypercomm.process_groups.options import check_given_timeout
+from hypercomm.layout.parsing import OPEN, close_sizes, parse_order
 
 GTP = "gtp_remat"
 """The dim of generalized tensor parallelism: peers share each weight and gather it to use it."""
@@ -97,7 +102,7 @@ class Configuration:
     def __attrs_post_init__(self) -> None:
         name = "num_distributed_optimizer_instances"
         instances = positive(self.num_distributed_optimizer_instances, name)
-        check_given_timeout(self.timeout)
+        check_duration(self.timeout)
         check_choice("share", self.share, SHARES)
         if instances > 1 and self.has_gtp:
             raise ConfigurationError(
@@ -175,10 +180,7 @@ class Configuration:
             size = positive(given, name)
             if size > 1 or dim != GTP:
                 sizes[dim] = called[name] = size
-        problem = misfit(called, world_size)
-        if problem is not None:
-            raise WorldSizeError(problem)
-        return {**sizes, "dp": world_size // math.prod(sizes.values())}
+        return {**sizes, "dp": close_sizes({**called, "dp": OPEN}, world_size)["dp"]}
 
     def _check_pipelines(self, layouts: Layouts) -> None:
         """Raise unless dense and expert layers have the same pipelines, as Megatron requires.

@@ -1,1 +1,1 @@
-"""How the ranks of a job agree: one primitive, its driver, and what waiting ranks report."""
+"""How the ranks of a job agree: one primitive, its driver, and calls of all ranks."""

@@ -33,21 +33,27 @@ from hypercomm.errors import (
 from hypercomm.layout import RankLayout
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement import protocol
-from hypercomm.process_groups.agreement.driver import perform, run
-from hypercomm.process_groups.agreement.protocol import Outcome, Proposal, Ticket
-from hypercomm.process_groups.agreement.status import (
+from hypercomm.process_groups.agreement.protocol import (
     MOST,
     SAME_CALLS,
+    Outcome,
+    Proposal,
+    Record,
     Status,
-    explain_deadlock,
-    find_deadlock,
+    Ticket,
     name_missing,
     read_status,
     status_key,
     this_host,
 )
 from hypercomm.process_groups.torch_internals.gloo import ConnectionFailedError
-from hypercomm.process_groups.torch_internals.store import LateError, in_time, workers
+from hypercomm.process_groups.torch_internals.store import (
+    LateError,
+    forget,
+    in_time,
+    read_bytes,
+    workers,
+)
 from hypercomm.process_groups.world import World
 
 logger = logging.getLogger(__name__)
@@ -81,6 +87,47 @@ _SILENT_S = 1.0
 
 _MOST_POLLS = 2000
 """How many ranks of a job may poll in a second, once they have waited for long."""
+
+
+# ---- the driver ---------------------------------------------------------------------------------
+
+
+def run(steps: protocol.Steps[V], store: Any) -> V:
+    """Run steps of the protocol on a store in this thread, and return their result.
+
+    Raises:
+        DistNetworkError: The store is gone.
+    """
+    reply: Any = None
+    while True:
+        try:
+            operation = steps.send(reply)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
+        reply = perform(operation, store)
+
+
+def perform(operation: protocol.Operation, store: Any) -> Any:
+    """Perform one operation on a store, and return the reply."""
+    match operation:
+        case protocol.Exchange(key, expected, text):
+            return store.compare_set(key, expected, text).decode(errors="replace")
+        case protocol.Read(key):
+            found = read_bytes(store, key)
+            return None if found is None else found.decode(errors="replace")
+        case protocol.Add(key):
+            return store.add(key, 1)
+        case protocol.Append(key, text) if store.has_extended_api():
+            return store.append(key, text)
+        case protocol.Append(key, text):
+            old = perform(protocol.Read(key), store) or ""
+            while (found := perform(protocol.Exchange(key, old, old + text), store)) != old + text:
+                old = found
+            return None
+        case protocol.Write(key, text):
+            return store.set(key, text)
+        case protocol.Delete(keys):
+            return forget(store, keys)
 
 
 # ---- who takes part ----------------------------------------------------------------------------
@@ -123,6 +170,10 @@ class Scope:
     def seen(self) -> int:
         """The last round that this rank has left; -1 if there is none."""
         return self.world.seen.get(self.path, -1)
+
+    def read(self) -> Record | None:
+        """Return what the record holds; None if there is none."""
+        return run(protocol.read_record(self.key), self.world.store)
 
     def leave(self, number: int) -> None:
         """Note that this rank has left a round."""
@@ -515,10 +566,10 @@ class Call(Generic[T]):
             self._waits_for, world.is_reporting = missing, True
             self._perform(protocol.Write(status_key(world.namespace, world.rank), own.text()))
         known: dict[int, Status | None] = {}
-        circle = self._follow(find_deadlock(world.namespace, own, known))
+        circle = self._follow(protocol.find_deadlock(world.namespace, own, known))
         self._seen |= {rank: one for rank, one in known.items() if one and one.outcome is None}
         if circle:
-            outcome = explain_deadlock(circle)
+            outcome = protocol.explain_deadlock(circle)
             for status in circle[1:]:
                 record = self._follow(protocol.read_record(status.key))
                 if record is not None and record.round == status.round:
@@ -672,12 +723,13 @@ def agree(scope: Scope, title: str, entries: Entries, limit_s: float) -> Result[
 
 
 @contextlib.contextmanager
-def refusing(scope: Scope) -> Iterator[None]:
+def refusing(scope: Scope | None) -> Iterator[None]:
     """On an error within a `with` block, fail the next call on the ranks that wait for this one."""
     try:
         yield
     except BaseException as error:
-        refuse(scope, error)
+        if scope is not None:
+            refuse(scope, error)
         raise
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of one grid agree on, and the keys of the store that they do so with."""
+"""What the ranks of one grid agree on, and the ranks that it continues with after a loss."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import hypercomm
+from hypercomm.errors import CreationError, GroupCreationTimeout, LateRankError
 from hypercomm.layout import RankLayout
-from hypercomm.process_groups.agreement.calls import Scope
+from hypercomm.layout.text import format_ranks
+from hypercomm.process_groups.agreement.calls import Scope, agree, ask
 from hypercomm.process_groups.world import World
 
 _MOST_LISTED = 64
@@ -37,7 +39,8 @@ class GridAgreement:
     def text(self) -> str:
         """What must be equal on all ranks of the grid, as JSON."""
         layout = self.layout
-        listed = layout.to_dict().get("ranks")
+        given = layout.to_dict()
+        listed = given.get("ranks")
         if listed is not None and len(listed) > _MOST_LISTED:
             digest = hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:12]
             listed = f"{len(listed)} ranks with digest {digest}"
@@ -45,6 +48,7 @@ class GridAgreement:
             "dims": "-".join(layout.dim_names),
             "shape": list(layout.shape),
             "rank_offset": layout.rank_offset,
+            "strides": given.get("strides"),
             "ranks": listed,
             "name": self._label,
             "backend": self._backend,
@@ -69,3 +73,51 @@ class GridAgreement:
         path = f"{self._digest}{label}/{record}"
         ranks = self.layout.ranks if ranks is None else ranks
         return Scope(world, path, ranks, self.layout, self.text, is_fenced)
+
+    def find_survivors(
+        self, world: World | None, limit_s: float, min_ranks: int
+    ) -> tuple[int, ...]:
+        """Return the ranks of the grid that arrive within a time; the same on all of them.
+
+        The first rank whose time is over decides, by the outcome of a round of all ranks. The ranks
+        that it names confirm with each other that they are there.
+
+        Args:
+            world: The world of the grid; None before there is one.
+            limit_s: How long to wait, for the first and for each further round.
+            min_ranks: The fewest ranks that may continue.
+
+        Raises:
+            CreationError: The others continue without this rank, or too few are left.
+        """
+        ranks = tuple(self.layout.ranks)
+        while world is not None:
+            digest = hashlib.sha256(json.dumps(sorted(ranks)).encode()).hexdigest()[:12]
+            scope = self.scope(world, f"survivors {digest}", ranks)
+            if scope.is_alone:
+                break
+            found = ask(world, "survivors()", scope.read, limit_s)
+            if found is not None and found.outcome and world.rank in found.outcome.absent:
+                raise _too_late(world)
+            try:
+                agree(scope, "survivors()", lambda: ["survivors()"], limit_s).get()
+                break
+            except GroupCreationTimeout as error:
+                if world.rank in error.absent:
+                    raise _too_late(world) from error
+                ranks = tuple(rank for rank in ranks if rank not in error.absent)
+            except LateRankError as error:
+                raise _too_late(world) from error
+        if len(ranks) < min_ranks:
+            raise CreationError(
+                f"survivors() found {len(ranks)} ranks, {format_ranks(sorted(ranks))}, and "
+                f"min_ranks={min_ranks}; restart the job, or pass a smaller min_ranks"
+            )
+        return ranks
+
+
+def _too_late(world: World) -> CreationError:
+    return CreationError(
+        f"the other ranks have continued without {world.title(world.rank)}, which arrived "
+        f"too late in survivors(); end this process, or start the job again"
+    )

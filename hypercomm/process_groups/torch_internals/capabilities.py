@@ -95,11 +95,6 @@ def is_other_world() -> bool:
     return hasattr(_c10d._world, "is_of_another_world")
 
 
-def has_other_ranks() -> bool:
-    """Return whether other ranks of the job can be reached: not if each is simulated alone."""
-    return bool(getattr(_c10d._world, "has_other_ranks", True))
-
-
 # ---- replacing an attribute temporarily --------------------------------------------------------
 
 
@@ -224,7 +219,7 @@ def _entry_points() -> tuple[str, ...]:
 
 
 def why_unavailable(backend: str) -> str | None:
-    """Return why this build of torch cannot run a single backend; None if it can."""
+    """Return why torch cannot run a single backend on this host; None if it can."""
     if is_other_world():
         return None  # it is to be run elsewhere
     # torch registers "fake" when its module is loaded, and calls it available before that too.
@@ -235,14 +230,9 @@ def why_unavailable(backend: str) -> str | None:
         available = bool(dist.is_backend_available(backend))
     except Exception as error:  # noqa: BLE001 - this loads the code of a third party
         return f"cannot be loaded ({error.__cause__ or error})"
-    return None if available else "is not available in this build of torch"
-
-
-def why_not_here(backend: str) -> str | None:
-    """Return why an available backend has no device on this host; None if it has one."""
-    if backend in NCCL and not is_other_world() and not torch.cuda.device_count():
+    if available and backend in NCCL and not torch.cuda.device_count():
         return "needs a GPU, and torch sees none on this host"
-    return None
+    return None if available else "is not available in this build of torch"
 
 
 def takes_options(backend: str) -> bool:
@@ -323,9 +313,9 @@ def set_timeout(timeout: timedelta, group: ProcessGroup | None) -> None:
 
 
 def has_ranks() -> bool:
-    """Return whether other ranks exist: those of a fake world do not."""
+    """Return whether other ranks can be reached: not in a fake world, nor if each is simulated."""
     world = dist.group.WORLD
-    if world is None or not has_other_ranks():
+    if world is None or not getattr(_c10d._world, "has_other_ranks", True):
         return False
     return "fake" not in single_backends(backend_of(world))
 

@@ -83,7 +83,7 @@ class Task(Generic[T]):
     def __init__(self, action: Callable[[], T]) -> None:
         self._results: list[T] = []
         self._error: BaseException | None = None
-        self._done = threading.Event()
+        self.done = threading.Event()
 
         def run() -> None:
             try:
@@ -91,11 +91,7 @@ class Task(Generic[T]):
             except BaseException as error:  # noqa: BLE001 - raised by `result`
                 self._error = error
 
-        workers.start(run, self._done.set)
-
-    def wait(self, limit_s: float) -> bool:
-        """Wait until the function has returned, and return whether it has."""
-        return self._done.wait(limit_s)
+        workers.start(run, self.done.set)
 
     def result(self) -> T:
         """Return the result of a function that has returned, or raise its error."""
@@ -108,7 +104,7 @@ class Task(Generic[T]):
 
     def poll(self) -> T | None:
         """Return the result, or raise the error; None while the function runs."""
-        return self.result() if self._done.is_set() else None
+        return self.result() if self.done.is_set() else None
 
 
 class LateError(RuntimeError):
@@ -128,6 +124,6 @@ def in_time(action: Callable[[], T], limit_s: float) -> T:
         LateError: The function did not return in time.
     """
     task = Task(action)
-    if not task.wait(min(limit_s, threading.TIMEOUT_MAX)):
+    if not task.done.wait(min(limit_s, threading.TIMEOUT_MAX)):
         raise LateError(f"not done within {limit_s:.1f} s")
     return task.result()

@@ -195,11 +195,11 @@ def test_set_up(release):
     [
         ({"gtp_remat_size": 2, **INSTANCES}, AssertionError, "one optimizer instance only"),
         ({"expert_gtp_remat_size": 2, **INSTANCES}, AssertionError, "one optimizer instance only"),
-        ({"gtp_remat_size": 3}, RuntimeError, "gtp_remat_size=3 = 3 does not divide the world"),
+        ({"gtp_remat_size": 3}, RuntimeError, "gtp_remat_size=3,dp=-1 needs a multiple of 3 ranks"),
         (
             {"expert_model_parallel_size": 4, "expert_gtp_remat_size": 4},
             RuntimeError,
-            "expert_gtp_remat_size=4 = 16 does not divide the world of 8",
+            "expert_gtp_remat_size=4,dp=-1 needs a multiple of 16 ranks, as 16; the world has 8",
         ),
         ({"gtp_remat_size": 0}, ValueError, "gtp_remat_size must be at least 1, got 0"),
         ({"expert_gtp_remat_size": 1.5}, ValueError, "expert_gtp_remat_size must be an int"),
