@@ -144,8 +144,6 @@ NO_JOB = "torchrun --no-python" if importlib.util.find_spec("torch") else "needs
         ("place tp=2 --on 8 --on live", "--on live"),
         ("place tp=2 --on live", NO_JOB),
         ("place tp=4,dp --on n[1-3] --gpus-per-node 2", "6"),
-        ("place tp=2 --on 8 --write order x", "rankfile"),
-        ("place tp=2 --on 8 --write rankfile /no/x", "/no/x"),
         ("draw tp=2,dp=4 -o grid.pdf", ".svg or .png"),
         ("draw tp=2,dp=4 --groups pp", "'pp'"),
         ("draw tp=2,dp=4 --on 0", "'0'"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from operator import mul
@@ -108,7 +107,6 @@ class Placed:
         weights: The cost of a byte that crosses a level, by level.
         groups: More dims whose groups are reported.
         is_assumed: Whether no traffic was given. No bytes are shown in this case.
-        unitless: The parts of the traffic that were given without a unit.
 
     Example:
         >>> from hypercomm import place
@@ -125,7 +123,6 @@ class Placed:
     weights: Mapping[str, float]
     groups: Sequence[Dims]
     is_assumed: bool
-    unitless: Sequence[str] = ()
 
     @cached_property
     def spreads(self) -> tuple[Spread, ...]:
@@ -235,28 +232,6 @@ class Placed:
             "warnings": self.warnings,
         }
 
-    def rankfile(self) -> str:
-        r"""Return Open MPI's rankfile, which gives the host of each rank.
-
-        A slot is a processor core, not a GPU; a rank takes the GPU of its number on its host.
-
-        Raises:
-            LayoutError: The machine has no hosts.
-
-        Example:
-            >>> from hypercomm import place
-            >>> place("dp=2", {"a": "s1", "b": "s1"}).rankfile()
-            'rank 0=a slot=0\nrank 1=b slot=0\n'
-        """
-        level = self.topology.level("host")
-        used: Counter[str] = Counter()
-        text = ""
-        for rank, gpu in enumerate(sorted(self.layout.ranks)):
-            host = level.name_of(gpu)
-            text += f"rank {rank}={host} slot={used[host]}\n"
-            used[host] += 1
-        return text
-
     @property
     def headline(self) -> str:
         """The layout and its machine in one sentence."""
@@ -274,8 +249,6 @@ class Placed:
             hidden = ["+".join(dims) for dims, one in self.traffic.items() if one.overlapped]
             waits = f"no step waits for {', '.join(hidden)}; " if hidden else ""
             notes = [f"bytes across: of all groups in a step; {waits}{order}"]
-        if self.unitless:
-            notes.append(f"{', '.join(self.unitless)}: bytes, as no unit (k, M, G, T) is given")
         if not self.is_searched:
             notes.append(f"orders are not compared: more than {MOST_DIMS} dims are larger than 1")
         elif self.better is None:
@@ -425,8 +398,7 @@ def place(
         sent = traffics.read_traffic(traffic, layout, overlapped)
     more = traffics.read_dims(groups, layout)
     costs = _weights(weights, topology)
-    unitless = traffics.without_unit(traffic)
-    return Placed(layout, topology, sent, costs, more, traffic is None, unitless)
+    return Placed(layout, topology, sent, costs, more, traffic is None)
 
 
 def _weights(given: str | Mapping[str, float], topology: Topology) -> dict[str, float]:
@@ -435,12 +407,7 @@ def _weights(given: str | Mapping[str, float], topology: Topology) -> dict[str, 
     weights: dict[str, float] = dict.fromkeys(names, 1)
     if {"host", "domain"} <= {*names}:
         weights["host"] = 0
-    pairs = (
-        traffics.parse_amounts(given, "weights", "domain=1,leaf=7")
-        if isinstance(given, str)
-        else given
-    )
-    for name, weight in pairs.items():
+    for name, weight in traffics.read_amounts(given, "weights", "domain=1,leaf=7").items():
         if name not in names or not 0 <= weight < 10**9:
             text = f"weights (--weights) has {shown(name)}={weight}"
             raise LayoutError(f"{text}; give a level of {names}, and a number from 0 to 10**9")

@@ -171,10 +171,8 @@ def test_fewer_ranks():
         ("t.conf", "SwitchName=a Switches=b\n", "line 1"),
         ("t.conf", "SwitchName=a Switches=b\nSwitchName=b Switches=a Nodes=x", "cycle"),
         ("t.yaml", "[" * 20_000, "YAML"),
-        ("t.yaml", "#" * 2**23, "bytes"),
         ("t.conf", "SwitchName=a Nodes=x\nSwitchName=a Nodes=y\n", "defines switch 'a' again"),
         ("t.yaml", "- {topology: x, tree: {switches: [{switch: a, nodes: [b]}]}}\n", "has no tree"),
-        ("t.yaml", "a: &x s1\nb: *x\n", "alias"),
     ],
 )
 def test_bad_files(file, name, text, where):
