@@ -21,7 +21,7 @@ from hypercomm.cli.options import AskedViews, Key, read_keys, read_views
 from hypercomm.cli.printing import console, numbers, print_json, quiet, table
 from hypercomm.errors import HyperCommError, RankFailedError, WorldSizeError
 from hypercomm.launch import run_ranks
-from hypercomm.launch.run import preloads
+from hypercomm.launch.run import most_ranks, preloads
 from hypercomm.launchers import FoundJob, find_job
 from hypercomm.layout import RankLayout
 from hypercomm.layout.text import format_coords
@@ -29,7 +29,6 @@ from hypercomm.layout.text import format_coords
 if TYPE_CHECKING:
     import torch
 
-_PROCESSES_PER_CORE = 4
 _SHOWN_FAILURES = 8
 _ROUNDS = 3
 _BYTES = 4 * 1024 * 1024
@@ -62,7 +61,7 @@ preloads.append(__name__)  # for the ranks; torch is imported in functions that 
 @click.option(
     "--force",
     is_flag=True,
-    help=f"Start more than {_PROCESSES_PER_CORE} processes for each core of this machine.",
+    help="Start more than 4 processes for each core of this machine.",
 )
 @options.as_json
 def check(
@@ -94,8 +93,12 @@ def check(
     layout = options.read_layout(sizes, ranks, room)
     others = read_views(layout, views)
     outcome = Outcome(Request(layout, read_keys(layout, others, wanted), backend, others))
-    if job is None and not force:
-        _check_cores(layout)
+    if job is None and not force and layout.size > most_ranks():
+        raise WorldSizeError(
+            f"{layout} would start {layout.size} processes on this machine: at most {most_ranks()} "
+            f"are started without --force; use torchrun for several machines, or 'hypercomm plan', "
+            f"which starts none"
+        )
     is_first = job is None or job.rank == 0
     what = f"checking {layout} on {layout.size} {backend} ranks"
     with Console(stderr=True).status(escape(what)) if is_first else contextlib.nullcontext():
@@ -115,19 +118,6 @@ def _launched() -> FoundJob | None:
         return None
     job.rendezvous()
     return job
-
-
-def _check_cores(layout: RankLayout) -> None:
-    """Raise an error for more processes than the cores of this machine can run well."""
-    has_affinity = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    most = max(8, _PROCESSES_PER_CORE * cores)
-    if layout.size > most:
-        raise WorldSizeError(
-            f"{layout} would start {layout.size} processes on this machine, which has {cores} "
-            f"cores: at most {most} are started without --force; use torchrun for several "
-            f"machines, or 'hypercomm plan', which starts none"
-        )
 
 
 @attrs.frozen

@@ -199,6 +199,17 @@ def dumps(value: object, kind: Any = None) -> bytes:
     return buffer.getvalue()
 
 
+def most_ranks() -> int:
+    """Return the number of ranks that should be started on this machine at most.
+
+    Example:
+        >>> most_ranks() >= 8
+        True
+    """
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return max(8, 4 * (len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1))
+
+
 # ---- in the parent ------------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ from hypothesis.strategies import SearchStrategy
 
 from hypercomm.errors import LaunchError, RankFailedError
 from hypercomm.launch import run_ranks
-from hypercomm.launch.run import dumps, preloads
+from hypercomm.launch.run import dumps, most_ranks, preloads
 from hypercomm.layout import RankLayout, RankMapping
 from hypercomm.layout.text import shown
 from hypercomm.testing import _bound
@@ -46,17 +46,6 @@ _LONGEST_OUTPUT = 100_000
 
 class BodyFailedError(RankFailedError):
     """A test's body failed on a rank; pytest shows the traceback of the rank alone."""
-
-
-def most_ranks() -> int:
-    """Return the number of ranks that a test should start on this machine at most.
-
-    Example:
-        >>> most_ranks() >= 8
-        True
-    """
-    has_affinity = hasattr(os, "sched_getaffinity")
-    return max(8, 4 * (len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1))
 
 
 def given_ranks(

@@ -89,7 +89,7 @@ def _most(config: pytest.Config) -> int:
     asked: int | None = config.getoption("--ranks-max")
     if asked is not None:
         return asked
-    from hypercomm.testing.on_ranks import most_ranks
+    from hypercomm.launch.run import most_ranks
 
     return most_ranks()
 
@@ -193,22 +193,3 @@ def run_ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
             return run_function(call, nprocs, module=module, output=output, **options)
 
     return run
-
-
-@pytest.fixture
-def fake_world() -> Iterator[Callable[..., contextlib.ExitStack]]:
-    """`hypercomm.testing.fake_world`, left at the end of the test, or of a `with` block.
-
-    `fake_world(4096, rank=7)` makes this process one rank of a large job; another call makes it
-    one of another job.
-    """
-    with contextlib.ExitStack() as stack:
-
-        def enter(world_size: int, rank: int = 0, **options: Any) -> contextlib.ExitStack:
-            from hypercomm.testing import fake_world as world
-
-            stack.close()
-            stack.enter_context(world(world_size, rank, **options))
-            return stack
-
-        yield enter

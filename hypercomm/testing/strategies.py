@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 
-from hypercomm.errors import LayoutError, UnknownDimError
+from hypercomm.errors import UnknownDimError
 from hypercomm.layout import RankLayout, RankMapping
-from hypercomm.layout.checks import as_int, as_strings, as_tuple
+from hypercomm.layout.checks import as_strings
 from hypercomm.layout.parsing import divisors
 from hypercomm.layout.text import did_you_mean
 
@@ -59,7 +59,7 @@ def layouts(
 
     Raises:
         InvalidArgument: No layout can satisfy the bounds.
-        LayoutError: A bound is not an int, or `dim_names` is not a sequence of names.
+        LayoutError: `dim_names` is not a sequence of names.
         UnknownDimError: A required dim is not among `dim_names`.
 
     Example:
@@ -72,8 +72,6 @@ def layouts(
     max_dims = len(known) if max_dims is None else max_dims
     bounds = {"min_dims": min_dims, "max_dims": max_dims, "min_size": min_size}
     bounds |= {"max_size": max_size, "max_ranks": max_ranks, "max_offset": max_offset}
-    for name, bound in bounds.items():
-        as_int(bound, name)
     counts = range(max(min_dims, len(required)), max_dims + 1)
     fitting = [count for count in counts if min_size**count <= max_ranks]
     has_names = min_dims >= 1 and max_dims <= len(known)
@@ -311,7 +309,7 @@ def mappings(
 
     Raises:
         InvalidArgument: No layouts can satisfy the bounds.
-        LayoutError: A bound is not an int, or `dim_names` is not a sequence of names.
+        LayoutError: `dim_names` is not a sequence of names.
         UnknownDimError: `along` is not among `dim_names`.
 
     Example:
@@ -360,18 +358,15 @@ def shardings(
 
     Raises:
         InvalidArgument: A dim is named twice.
-        LayoutError: `shape` is not a sequence of lengths, or `dim_names` not one of names.
+        LayoutError: `dim_names` is not a sequence of names.
 
     Example:
         >>> from hypothesis import find
         >>> find(shardings([12, 8]), lambda cut: len(cut) == 2)
         {'tp': 0, 'cp': 0}
     """
-    lengths = [as_int(length, "a length of shape") for length in as_tuple(shape, "shape")]
-    if any(length < 0 for length in lengths):
-        raise LayoutError(f"the lengths of shape must be 0 or more, got {lengths}")
     names = _unique_names(dim_names, "dim_names")
-    axes = [axis for axis, length in enumerate(lengths) if length > 0]
+    axes = [axis for axis, length in enumerate(shape) if length > 0]
     if not axes or not names:
         return st.just({})
     pair = st.tuples(st.sampled_from(names), st.sampled_from(axes))

@@ -14,8 +14,8 @@ from launched import run_python
 
 from hypercomm import HyperCommGrid, RankLayout, RankMapping
 from hypercomm.errors import LaunchError, RankFailedError
+from hypercomm.launch.run import most_ranks
 from hypercomm.testing import given_ranks, grids, layouts, on_ranks, pytest_plugin
-from hypercomm.testing.on_ranks import most_ranks
 
 TESTS = """
     import functools, os, sys, threading, time, unittest
@@ -122,13 +122,6 @@ TESTS = """
 
     def test_unmarked(ranks):
         pass
-
-    def test_fake(fake_world):
-        fake_world(64, rank=3)
-        with fake_world(32, rank=5):
-            assert (dist.get_rank(), dist.get_world_size()) == (5, 32)
-        assert not dist.is_initialized()
-        fake_world(16)
 """
 
 pytestmark = pytest.mark.full
@@ -166,7 +159,7 @@ def about(report, test):
 # of given_ranks no example starts that is too large, and a test without any other is skipped.
 def test_sizes(report):
     for test in (
-        *("test_sum[ranks=1]", "test_sum[ranks=2]", "test_some_left_out", "test_fake"),
+        *("test_sum[ranks=1]", "test_sum[ranks=2]", "test_some_left_out"),
         *("TestOfClass::test_static[ranks=1]", "TestCase::test_of_unittest", "test_function"),
     ):
         assert f"PASSED test_all.py::{test}\n" in report, report
