@@ -160,11 +160,10 @@ def read_keys(
             if not set(dims) <= set(shared)
         )
         return list(chain(own, others))
+    owners = [(None, layout), *((name, view) for name, view, _ in views)]
     keys = []
     for dims in wanted:
-        having = ((name, view) for name, view, _ in views if set(dims) <= set(view.dim_names))
-        name, owner = (
-            (None, layout) if set(dims) <= set(layout.dim_names) else next(having, (None, layout))
-        )
+        having = (one for one in owners if set(dims) <= set(one[1].dim_names))
+        name, owner = next(having, owners[0])
         keys.append(Key(name, owner.order_dims(dims)))
     return keys
