@@ -323,15 +323,10 @@ def mappings(
         max_size=max_size, max_ranks=max_ranks, max_offset=0, dim_names=names, dims_required=batch
     )
     source, target = draw(drawn), draw(drawn)
-    for dim in batch:  # one size must divide the other: take the largest smaller size that does
-        own = source.size_of(dim)
-        fitting = next(
-            size
-            for size in range(target.size_of(dim), 0, -1)
-            if not max(own, size) % min(own, size)
-        )
-        sizes = [fitting if name == dim else target.size_of(name) for name in target.dim_names]
-        target = RankLayout(sizes, target.dim_names)
+    for dim in batch:  # one size must divide the other
+        own, size = source.size_of(dim), target.size_of(dim)
+        if max(own, size) % min(own, size):
+            target = RankLayout({**target.sizes, dim: math.gcd(own, size)})
     is_beside = draw(st.booleans()) if beside is None else beside
     target = RankLayout(target.shape, target.dim_names, source.size if is_beside else 0)
     if along is not None:

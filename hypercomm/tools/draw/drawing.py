@@ -123,11 +123,9 @@ class Drawing:
         try:
             with file.open("wb" if force else "xb") as target:
                 target.write(content)
-        except FileExistsError as error:
-            advice = "force=True (--force) replaces it"
-            raise LayoutError(f"{name} exists, and is kept; {advice}") from error
         except (OSError, ValueError) as error:
-            raise LayoutError(f"{name} cannot be written: {error}") from error
+            advice = "; force=True (--force) replaces it" * isinstance(error, FileExistsError)
+            raise LayoutError(f"{name} cannot be written: {error}{advice}") from error
 
     def __rich_console__(self, console: Any, options: Any) -> Iterable[Any]:
         from hypercomm.tools.draw.terminal import lines_of

@@ -28,9 +28,6 @@ from hypercomm.tools.place.reading import On, read_machine, read_topology
 from hypercomm.tools.place.topology import Level, Topology
 from hypercomm.tools.place.traffic import Dims, Traffic
 
-MOST_DIMS = 8
-"""The most dims larger than 1 for which all orders are compared: 40,320 orders."""
-
 COLUMNS = ("dims", "level", "across", "units per group", "bytes across")
 """The titles of `Spread.cells`."""
 
@@ -171,8 +168,6 @@ class Placed:
     def better(self) -> Placed | None:
         """The same dims in the best order; None if no order costs less."""
         layout = self.layout
-        if not self.is_searched:
-            return None
         ranks = np.asarray(layout.ranks)
         order, least = best_order(
             layout.sizes, self.traffic, lambda groups, sent: self._cost_of(ranks[groups], sent)
@@ -191,11 +186,6 @@ class Placed:
     def best(self) -> Placed:
         """The same dims in the best order; this object if no order costs less."""
         return self.better or self
-
-    @property
-    def is_searched(self) -> bool:
-        """Whether all orders of the dims are compared: at most 8 dims are larger than 1."""
-        return sum(size > 1 for size in self.layout.shape) <= MOST_DIMS
 
     def on(self, level: str) -> tuple[Spread, ...]:
         """Return how the groups are spread over one level.
@@ -249,9 +239,7 @@ class Placed:
             hidden = ["+".join(dims) for dims, one in self.traffic.items() if one.overlapped]
             waits = f"no step waits for {', '.join(hidden)}; " if hidden else ""
             notes = [f"bytes across: of all groups in a step; {waits}{order}"]
-        if not self.is_searched:
-            notes.append(f"orders are not compared: more than {MOST_DIMS} dims are larger than 1")
-        elif self.better is None:
+        if self.better is None:
             notes.append("no order of the dims is better on this machine")
         return notes
 
@@ -344,7 +332,7 @@ def place(
 ) -> Placed:
     """Return which groups of a layout cross hosts, domains and switches, and the best order.
 
-    The best order is exact: of all orders of up to 8 dims, no other costs less. Traffic that steps
+    The best order is exact: of all orders, no other costs less. Traffic that steps
     wait for counts first, then traffic that overlaps with computation.
 
     Args:
@@ -474,50 +462,43 @@ CostOf = Callable[[NDArray[np.int64], Traffic], Cost]
 def best_order(
     sizes: Mapping[str, int], traffic: Mapping[Dims, Traffic], cost_of: CostOf
 ) -> tuple[Dims, Cost]:
-    """Return the order of dims that costs least; of equal orders, the most similar to the given.
+    """Return the order of dims that costs least; of equal orders, the first in the given one.
 
     Branch and bound: an order is built dim by dim, and dropped when it costs as much as the best
     one. The groups over some dims are known once the last of these dims is placed.
 
     Args:
-        sizes: The size of each dim, in the order given. At most `MOST_DIMS` are larger than 1.
+        sizes: The size of each dim, in the order given.
         traffic: The traffic, by dims.
         cost_of: The cost of groups.
 
     Returns:
-        The order, the first dim varying fastest, and its cost. A dim of size 1 stays after the dim
-        that it followed.
+        The order, the first dim varying fastest, dims of size 1 last, and its cost.
     """
-    given = list(sizes)
-    names = [dim for dim in given if sizes[dim] > 1]
+    names = [dim for dim in sizes if sizes[dim] > 1]
     sent = [({*dims} & {*names}, one) for dims, one in traffic.items()]
-    best: tuple[Cost, int, Dims] | None = None
+    best: tuple[Cost, Dims] | None = None
 
     @cache
     def cost_at(axes: Axes, one: Traffic) -> Cost:
         return cost_of(groups_at(math.prod(sizes.values()), axes), one)
 
-    def extend(order: Dims, cost: Cost, inversions: int) -> None:
+    def extend(order: Dims, cost: Cost) -> None:
         """Search all orders that begin with the given one."""
         nonlocal best
-        if best is not None and (cost, inversions) >= best[:2]:
+        if best is not None and cost >= best[0]:
             return
         if len(order) == len(names):
-            best = cost, inversions, order
-        for position, dim in enumerate(names):
+            best = cost, order
+        for dim in names:
             if dim not in order:
                 completed = _completed((*order, dim), sizes, sent)
                 added = sum((cost_at(axes, one) for axes, one in completed), Cost())
-                turned = sum(names.index(other) > position for other in order)
-                extend((*order, dim), cost + added, inversions + turned)
+                extend((*order, dim), cost + added)
 
-    extend((), Cost(), 0)
-    least, _, order = best or (Cost(), 0, ())
-    whole: list[str] = []
-    for dim in order:
-        following = given[given.index(dim) + 1 :]
-        whole += [dim, *itertools.takewhile(lambda other: sizes[other] == 1, following)]
-    return (*(dim for dim in given if dim not in whole), *whole), least
+    extend((), Cost())
+    least, order = best or (Cost(), ())
+    return (*order, *(dim for dim in sizes if dim not in order)), least
 
 
 def _completed(

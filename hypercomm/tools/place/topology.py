@@ -13,10 +13,6 @@ from hypercomm.layout.checks import as_ranks
 from hypercomm.layout.text import aligned, counted, did_you_mean, shown
 
 
-def _as_units(value: Iterable[int]) -> NDArray[np.int64]:
-    return np.asarray(value, np.int64)
-
-
 def _as_names(value: Iterable[str]) -> tuple[str, ...]:
     return tuple(value)
 
@@ -43,7 +39,7 @@ class Level:
     """
 
     name: str
-    of_rank: NDArray[np.int64] = attrs.field(converter=_as_units, eq=np.ndarray.tobytes)
+    of_rank: NDArray[np.int64] = attrs.field(converter=np.asarray, eq=np.ndarray.tobytes)
     _names: tuple[str, ...] = attrs.field(default=(), converter=_as_names)
     units: int = attrs.field(init=False, eq=False)
     """The number of units."""
@@ -169,9 +165,9 @@ class Topology:
         wanted = np.array(as_ranks(ranks, "ranks", self.world_size))
         levels = []
         for level in self.levels:
-            units = level.of_rank[wanted].tolist()
-            names = tuple(level.names[unit] for unit in dict.fromkeys(units))
-            levels.append(Level(level.name, Level.of(level.name, units).of_rank, names))
+            names = level.names
+            units = [names[unit] for unit in level.of_rank[wanted].tolist()]
+            levels.append(Level.of(level.name, units))
         return Topology(levels)
 
     def __str__(self) -> str:

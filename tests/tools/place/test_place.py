@@ -160,15 +160,6 @@ def test_dims_of_size_1():
     assert str(placed.best.layout) == "tp=2,dp=4,cp=1"
 
 
-# The orders of more than 8 dims are not compared, and the report says so.
-def test_more_than_8_dims():
-    placed = place(",".join(f"{dim}=2" for dim in "abcdefghi"), on=2)
-    assert placed.best is placed
-    assert "orders are not compared" in str(placed)
-    assert "no order" not in str(placed)
-    assert "no order of the dims is better" in str(place("tp=2,dp=4", on=2))
-
-
 # Layouts with ranks in an order of their own keep their ranks.
 def test_listed_ranks():
     ranks = [15, 14, 13, 12, 3, 2, 1, 0]
