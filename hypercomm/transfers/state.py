@@ -203,15 +203,12 @@ def _read(
     return _Model(here or there, sent, received)
 
 
-def _read_patterns(mapping: RankMapping, shards: object) -> dict[str, RankMapping]:
+def _read_patterns(
+    mapping: RankMapping, shards: Mapping[str, Mapping[str, int]] | None
+) -> dict[str, RankMapping]:
     """Return the mapping of the parameters that match each pattern."""
     if shards is None:
         return {"*": mapping}
-    if not isinstance(shards, Mapping):
-        raise LayoutError(
-            f"shards must map patterns of names to dims and axes, such as "
-            f"{{'*.qkv.weight': {{'tp': 0}}, '*': {{}}}}, got {shown(shards)}"
-        )
     return {pattern: attrs.evolve(mapping, shards=cuts) for pattern, cuts in shards.items()}
 
 
