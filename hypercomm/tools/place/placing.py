@@ -24,7 +24,7 @@ from hypercomm.layout.layout import read_layout
 from hypercomm.layout.parsing import OPEN, check_one_open, parse_sizes
 from hypercomm.layout.text import aligned, counted, shown
 from hypercomm.tools.place import traffic as traffics
-from hypercomm.tools.place.reading import On, read_machine, read_topology
+from hypercomm.tools.place.reading import On, read_topology
 from hypercomm.tools.place.topology import Level, Topology
 from hypercomm.tools.place.traffic import Dims, Traffic
 
@@ -373,10 +373,8 @@ def place(
     """
     sizes = parse_sizes(layout) if isinstance(layout, str) else {}
     gpus = None
-    if dim := check_one_open([name for name, size in sizes.items() if size == OPEN]):
-        advice = "give the size, or a machine that names its hosts"
-        unknown = f"the size of dim {shown(dim)} cannot be inferred from on={shown(on)}; {advice}"
-        gpus = read_machine(on, None, gpus_per_host, unknown).world_size
+    if check_one_open([name for name, size in sizes.items() if size == OPEN]):
+        gpus = read_topology(on, gpus_per_host=gpus_per_host).world_size
     layout = read_layout(layout, world_size=gpus)
     topology = read_topology(on, layout.last_rank + 1, gpus_per_host=gpus_per_host)
     if overlapped and traffic is None:

@@ -93,8 +93,7 @@ def read_topology(
     """
     if world_size is not None:
         as_world_size(world_size, "world_size")
-    unknown = f"on={shown(on)} does not give the number of GPUs: give world_size"
-    topology = read_machine(on, world_size, gpus_per_host, unknown)
+    topology = _read_machine(on, world_size, gpus_per_host)
     if world_size is None or world_size == topology.world_size:
         return topology
     if world_size > topology.world_size:
@@ -103,13 +102,8 @@ def read_topology(
     return topology.select(range(world_size))
 
 
-def read_machine(on: Any, world_size: int | None, per_host: int | None, unknown: str) -> Topology:
-    """Return the whole machine that `on` describes.
-
-    Raises:
-        LayoutError: As for `read_topology`; with the message `unknown` if `world_size` is None
-            and no source names hosts.
-    """
+def _read_machine(on: Any, world_size: int | None, per_host: int | None) -> Topology:
+    """Return the whole machine that `on` describes."""
     if isinstance(on, Topology):
         return on
     sources = [_read(one) for one in (on if isinstance(on, (list, tuple)) else [on])]
@@ -131,7 +125,10 @@ def read_machine(on: Any, world_size: int | None, per_host: int | None, unknown:
                 levels.setdefault(name, Level.of(name, [unit_of[host] for host in hosts]))
         world_size = len(hosts)
     elif world_size is None:
-        raise LayoutError(unknown)
+        raise LayoutError(
+            f"on={shown(on)} does not give the number of GPUs: give all sizes or the number of "
+            f"ranks, or a machine that names its hosts"
+        )
     for name, size in sizes.items():
         if name not in levels:
             units = np.arange(world_size)
