@@ -103,6 +103,12 @@ _ELSEWHERE = {
 }
 """Where names are that people look for here."""
 
+_PACKAGES = {
+    "torch": "torch",
+    **dict.fromkeys(("cloudpickle", "hypothesis", "pytest"), "'hypercomm[testing]'"),
+}
+"""What installs a package without which a name cannot be imported."""
+
 _ROOMS = ["cli", "compat", "grid", "launch", "layout", "testing", "tools", "training", "transfers"]
 
 __all__ = sorted({*_HOMES, "__version__"})  # noqa: PLE0605 - names of a table
@@ -119,10 +125,11 @@ def _resolver(module: str, homes: _Mapping[str, str]) -> _Callable[[str], Any]:
         try:
             home = _importlib.import_module(homes[name])
         except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] != "torch":
+            package = (error.name or "").partition(".")[0]
+            if package not in _PACKAGES:
                 raise
             raise errors.MissingPackageError(
-                f"{module}.{name} needs torch: pip install torch"
+                f"{module}.{name} needs {package}: pip install {_PACKAGES[package]}"
             ) from error
         value = home if home.__name__ == f"{module}.{name}" else getattr(home, name)
         setattr(_sys.modules[module], name, value)

@@ -86,12 +86,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _most(config: pytest.Config) -> int:
-    asked: int | None = config.getoption("--ranks-max")
-    if asked is not None:
-        return asked
     from hypercomm.launch.run import most_ranks
 
-    return most_ranks()
+    asked: int | None = config.getoption("--ranks-max")
+    return asked or most_ranks()
 
 
 def _too_many(size: int, limit: int) -> str:

@@ -10,10 +10,9 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 
-from hypercomm.errors import CreationError, LayoutError
+from hypercomm.errors import LayoutError
 from hypercomm.layout.checks import as_int, as_world_size
 from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
@@ -191,7 +190,7 @@ def fake_world(
             other ranks.
         GroupOptionsError: `timeout` is not a duration.
         ValueError: torch.distributed is already initialised.
-        CreationError: The installed torch has no fake backend.
+        ImportError: The installed torch has no fake backend.
 
     Example:
         >>> import torch.distributed as dist
@@ -212,14 +211,8 @@ def fake_world(
     as_int(rank, "rank", 0, world_size - 1)
     if parts is not None and sum(parts.values()) != world_size:
         raise LayoutError(f"parts {shown(parts)} have not the {world_size} ranks of the world")
-    try:  # importing the module registers the backend
-        fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")
-        store = fake.FakeStore()
-    except (AttributeError, ImportError) as error:
-        raise CreationError(
-            f"torch {torch.version.__version__} has no fake backend ({error}); use "
-            f"hypercomm.testing.run_ranks, whose ranks are real, or another release of torch"
-        ) from error
+    fake: Any = importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    store = fake.FakeStore()  # importing the module has registered the backend
     dist.init_process_group("fake", store=store, world_size=world_size, rank=rank, timeout=timeout)
     world = current()
     world.parts = dict(parts or {})

@@ -28,7 +28,7 @@ class Level:
         names: The name of each unit, in the order of their numbers. Default: host0, host1, ...
 
     Raises:
-        LayoutError: A unit has no name, or a name holds characters that cannot be printed.
+        LayoutError: A unit has no name.
 
     Example:
         >>> level = Level("host", [0, 0, 1, 1], ["a", "b"])
@@ -48,9 +48,6 @@ class Level:
         object.__setattr__(self, "units", int(self.of_rank.max()) + 1)
         if len(self._names) not in {0, self.units}:
             raise LayoutError(f"level {self.name!r} needs a name for each of its units")
-        for name in (self.name, *self._names):
-            if not name or not name.isprintable():
-                raise LayoutError(f"the name {shown(name)} is empty or cannot be printed")
 
     @classmethod
     def of(cls, name: str, units: Sequence[Hashable]) -> Level:
