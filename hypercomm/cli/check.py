@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hypercomm.cli import options
-from hypercomm.cli.options import AskedViews, Key, read_keys, read_views
+from hypercomm.cli.options import Key, read_keys, read_views
 from hypercomm.cli.printing import console, numbers, print_json, quiet, table
 from hypercomm.errors import HyperCommError, RankFailedError, WorldSizeError
 from hypercomm.launch import run_ranks
@@ -25,6 +25,7 @@ from hypercomm.launch.run import most_ranks, preloads
 from hypercomm.launchers import FoundJob, find_job
 from hypercomm.layout import RankLayout
 from hypercomm.layout.text import format_coords
+from hypercomm.layout.views import Views
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +93,7 @@ def check(
         ranks = job.size
     layout = options.read_layout(sizes, ranks, room)
     others = read_views(layout, views)
-    outcome = Outcome(Request(layout, read_keys(layout, others, wanted), backend, others))
+    outcome = Outcome(Request(layout, read_keys(others, wanted), others, backend))
     if job is None and not force and layout.size > most_ranks():
         raise WorldSizeError(
             f"{layout} would start {layout.size} processes on this machine: at most {most_ranks()} "
@@ -127,19 +128,14 @@ class Request:
     Attributes:
         layout: The layout of all ranks.
         keys: The groups to check, in this order.
-        backend: Backend of the groups.
         views: Other factorisations of the layout.
+        backend: Backend of the groups.
     """
 
     layout: RankLayout
     keys: Sequence[Key]
-    backend: str = "gloo"
-    views: AskedViews = ()
-
-    def layout_of(self, key: Key | None) -> RankLayout:
-        """Return the layout that the dims of a key belong to."""
-        views = (view for name, view, _ in self.views if key is not None and name == key.view)
-        return next(views, self.layout)
+    views: Views
+    backend: str
 
 
 class Figures(TypedDict):
@@ -241,7 +237,7 @@ class Outcome:
             print_json(
                 {
                     "layout": str(layout),
-                    "views": {name: str(view) for name, view, _ in self.request.views},
+                    "views": {name: str(view.layout) for name, view in self.request.views.items()},
                     "ranks": layout.size,
                     "backend": self.request.backend,
                     "ok": ok,
@@ -282,7 +278,7 @@ class Outcome:
 
     def _row(self, key: Key, found: Mapping[int, Figures]) -> dict[str, Any]:
         """Return the facts of the groups over some dims, with the slowest rank's figures."""
-        groups = self.request.layout_of(key).groups(*key.dims)
+        groups = self.request.views.layout_of(key.view).groups(*key.dims)
         slowest = min(sorted(found), key=lambda rank: found[rank]["bandwidth"])
         alone = groups.group_size == 1
         return {
@@ -302,12 +298,10 @@ class Outcome:
 
     def _place_of(self, rank: int, key: Key | None) -> str:
         """Name a rank with its coordinates, and its group."""
-        layout = self.request.layout_of(key)
-        group = (
-            ""
-            if key is None
-            else f" in group {key} of ranks {[*layout.groups(*key.dims).of(rank)]}"
-        )
+        layout, group = self.request.layout, ""
+        if key is not None:
+            layout = self.request.views.layout_of(key.view)
+            group = f" in group {key} of ranks {[*layout.groups(*key.dims).of(rank)]}"
         return f"rank {rank} ({format_coords(layout.coords(rank))}){group}"
 
 
@@ -359,8 +353,8 @@ def probe(
 
     rank, host = dist.get_rank(), socket.gethostname()
     with HyperCommGrid(request.layout, backend=request.backend, cover="exact") as grid:
-        for name, view, shared in request.views:
-            grid.register_view(name, view.shape, view.dim_names, shared)
+        for name, view in request.views.items():
+            grid.register_view(name, view.layout.sizes, shared_dims=view.shared_dims)
         for key in request.keys:
             send((rank, key, "creation"))
             dist.barrier()
