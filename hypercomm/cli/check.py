@@ -84,9 +84,12 @@ def check(
     """
     # torch reads it when it is loaded: its own reports of a dead peer would hide ours.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    job = _launched()
+    job = find_job(os.environ)
+    if job is not None and job.size == 1:  # a single rank starts local ones
+        job = None
     room = "" if ranks is None else f"--nprocs is {ranks}"
     if job is not None:
+        job.rendezvous()
         room = f"the job has {job.size} ({job.source})"
         if ranks not in {None, job.size}:
             raise WorldSizeError(f"--nprocs is {ranks}, but {room}; leave --nprocs out")
@@ -110,15 +113,6 @@ def check(
     if is_first or outcome.failed is not None:
         return outcome.show(as_json=as_json)
     return 0
-
-
-def _launched() -> FoundJob | None:
-    """Return the job that this process is a rank of; a single rank starts local ones."""
-    job = find_job(os.environ)
-    if job is None or job.size == 1:
-        return None
-    job.rendezvous()
-    return job
 
 
 @attrs.frozen
