@@ -94,9 +94,12 @@ def given_ranks(
     """
 
     def decorated(function: Callable[..., None]) -> Callable[..., None]:
-        def on_ranks(drawn: Mapping[str, Any]) -> None:
+        name, signature = function.__qualname__, inspect.signature(function)
+
+        @functools.wraps(function)
+        def on_ranks(*args: Any, **kwargs: Any) -> None:
             __tracebackhide__ = True
-            name = function.__qualname__
+            drawn = signature.bind(*args, **kwargs).arguments
             needed = _ranks_of(drawn, name) if ranks is None else ranks
             option = _bound.most
             if option is not None and needed > option:
@@ -112,7 +115,7 @@ def given_ranks(
                 )
             run_body(function, drawn, needed, timeout=timeout)
 
-        test = hypothesis.given(*strategies, **named)(_by_name(function, on_ranks))
+        test = hypothesis.given(*strategies, **named)(on_ranks)
         made: Callable[..., None] = hypothesis.settings(
             max_examples=max_examples,
             deadline=None,
@@ -123,20 +126,6 @@ def given_ranks(
         return made
 
     return decorated
-
-
-def _by_name(
-    body: Callable[..., None], run: Callable[[Mapping[str, Any]], None]
-) -> Callable[..., None]:
-    """Return a function with the signature of a body that calls `run` with its arguments."""
-    signature = inspect.signature(body)
-
-    @functools.wraps(body)
-    def call(*args: Any, **kwargs: Any) -> None:
-        __tracebackhide__ = True
-        run(signature.bind(*args, **kwargs).arguments)
-
-    return call
 
 
 def _ranks_of(drawn: Mapping[str, Any], test: str) -> int:
@@ -152,31 +141,6 @@ def _ranks_of(drawn: Mapping[str, Any], test: str) -> int:
             f"layout, as from layouts(max_ranks=4, max_offset=0), or give ranks="
         )
     return max(max(layout.ranks) for layout in layouts) + 1
-
-
-def run_test(
-    test: Callable[..., Any], fixtures: Mapping[str, Any], nprocs: int, **options: Any
-) -> None:
-    """Run a test on real ranks; hypothesis draws in this process and runs each example there.
-
-    Args:
-        test: The test, as pytest has found it.
-        fixtures: The values of its fixtures, by name.
-        nprocs: The number of ranks.
-        options: As for `run_body`.
-    """
-    __tracebackhide__ = True
-    handle = getattr(test, "hypothesis", None)
-    if handle is None:
-        run_body(test, fixtures, nprocs, **options)
-        return
-    inner = handle.inner_test  # documented by hypothesis for plugins like this one
-    run = functools.partial(run_body, inner, nprocs=nprocs, **options)
-    handle.inner_test = _by_name(inner, run)
-    try:
-        test(**fixtures)
-    finally:
-        handle.inner_test = inner
 
 
 def run_body(

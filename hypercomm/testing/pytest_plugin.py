@@ -106,15 +106,18 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if inspect.iscoroutinefunction(pyfuncitem.obj):
         wrong = "is async, and ranks have no event loop: call asyncio.run() in a plain function"
         pytest.fail(f"{pyfuncitem.name} {wrong}", pytrace=False)
+    if hasattr(pyfuncitem.obj, "hypothesis"):
+        wrong = "draws with hypothesis: write @given_ranks(..., ranks=2) without this marker"
+        pytest.fail(f"{pyfuncitem.name} {wrong}", pytrace=False)
     from hypercomm.errors import LaunchError
-    from hypercomm.testing.on_ranks import run_test
+    from hypercomm.testing.on_ranks import run_body
 
     fixtures = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     options = {"timeout": pyfuncitem.config.getoption("--ranks-timeout"), **marker.kwargs}
     try:
         with _output_shown(pyfuncitem) as output:
             size: Any = pyfuncitem.callspec.params["ranks"]
-            run_test(pyfuncitem.obj, fixtures, size, output=output, **options)
+            run_body(pyfuncitem.obj, fixtures, size, output=output, **options)
     except LaunchError as error:
         wrong = str(error)
     else:
@@ -158,7 +161,7 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, An
 # ---- fixtures -----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")  # hypothesis wants no other in its tests
+@pytest.fixture
 def ranks(request: pytest.FixtureRequest) -> int:
     """The number of ranks of a test marked `@pytest.mark.ranks(2, 4)`."""
     size: int | None = getattr(request, "param", None)

@@ -20,7 +20,7 @@ from hypercomm.testing import given_ranks, grids, layouts, on_ranks, pytest_plug
 TESTS = """
     import functools, os, sys, threading, time, unittest
     import pytest, torch, torch.distributed as dist
-    from hypothesis import assume, given, settings, strategies as st
+    from hypothesis import assume, given, strategies as st
     from busy import patience_s
     from hypercomm import RankLayout
     from hypercomm.testing import given_ranks
@@ -66,6 +66,11 @@ TESTS = """
     async def test_async():
         pass
 
+    @pytest.mark.ranks(1)
+    @given(st.booleans())
+    def test_given(drawn):
+        pass
+
     def doubled(test):
         @functools.wraps(test)
         def twice(*args, number, **kwargs):
@@ -75,16 +80,14 @@ TESTS = """
     class TestOfClass:
         word = "mine"
 
-        @pytest.mark.ranks(2)
-        @settings(deadline=None, max_examples=8, database=None)
-        @given(number=st.integers(0, 9))
+        @given_ranks(ranks=2, max_examples=8, number=st.integers(0, 9))
         @doubled
-        def test_drawn(self, ranks, number):
+        def test_drawn(self, number):
             assume(number != 12)
             total = torch.tensor([number])
             dist.all_reduce(total)
             assert self.word == "mine"
-            assert total.item() <= 11 * ranks
+            assert total.item() <= 22
 
         @staticmethod
         @pytest.mark.ranks(1)
@@ -189,7 +192,7 @@ def test_failures(report):
     assert re.match(r"\nrank 0 failed: it had not returned after [\d.]+ s\n", told)
     assert len(re.findall(r'test_all.py", line \d+ in test_hang\n', told)) == 2
     assert told.count("before\n") == 2
-    told = about(report, "TestOfClass.test_drawn[ranks=2]")
+    told = about(report, "TestOfClass.test_drawn")
     assert "    number=7,\n" in told
     assert "deprecated" not in told
 
@@ -200,6 +203,7 @@ def test_what_cannot_work(report):
     told = about(report, "test_lock[ranks=2]")
     assert told.startswith("\nargument 'lock' of test_lock cannot be pickled for its ranks: <unl")
     assert about(report, "test_async[ranks=1]").startswith("\ntest_async[ranks=1] is async")
+    assert about(report, "test_given[ranks=1]").startswith("\ntest_given[ranks=1] draws with")
     assert "the fixture 'ranks' needs a test that is marked" in about(report, "test_unmarked")
     assert "not today\n" in report
     assert "XFAIL test_all.py::test_xfail[ranks=1] - known\n" in report
