@@ -156,7 +156,7 @@ def test_shardings(shape, data):
         (lambda: layouts(min_dims=0), InvalidArgument, "min_dims"),
         (lambda: layouts(min_dims=3, max_dims=2), InvalidArgument, "max_dims"),
         (lambda: layouts(max_dims=6), InvalidArgument, "max_dims"),
-        (lambda: layouts(min_dims=2, dim_names=["tp", "tp"]), InvalidArgument, "dim_names"),
+        (lambda: layouts(min_dims=2, dim_names=["tp", "tp"]), LayoutError, "'tp'"),
         (lambda: layouts(min_size=0), InvalidArgument, "min_size"),
         (lambda: layouts(min_size=3, max_size=2), InvalidArgument, "max_size"),
         (lambda: layouts(min_dims=2, min_size=3, max_ranks=8), InvalidArgument, "max_ranks"),
