@@ -213,7 +213,7 @@ MAPPINGS = [
     (lambda: RankMapping("dp=8192", "tp=8192").table(), LayoutError, "67108864", "leaders=True"),
 ]
 GRIDS = [
-    (live_topology, NotInitializedError, "call hypercomm.join() first"),
+    (live_topology, NotInitializedError, "call hypercomm.join()"),
     (
         viewed(lambda grid: grid.register_view("x", "ep=3,rest=-1")),
         LayoutError,
@@ -395,11 +395,11 @@ TOOLS = [
     (lambda: draw(RankLayout("tp=2", None, 2**30), on=8), LayoutError, "ranks of a picture"),
     (lambda: draw(RankLayout([2**25], ["tp"])), LayoutError, "33554432"),
     (
-        lambda: place(RankLayout([2], ["tp"], 3), {"a": "s"}, gpus_per_host=4),
+        lambda: place(RankLayout([2], ["tp"], 3), [{"a": "s"}, 4]),
         LayoutError,
         "5 ranks need more than 4",
     ),
-    (lambda: place("tp=4,dp", on="a,b,c", gpus_per_host=2), WorldSizeError, "4", "6"),
+    (lambda: place("tp=4,dp", on=["a,b,c", 2]), WorldSizeError, "4", "6"),
     (lambda: place(3, on=8), LayoutError, "3"),
     (lambda: place("tp=2", on=8, traffic={"tp": math.nan}), LayoutError, "nan"),
     (lambda: place("tp=2", on=8, traffic="tp=1,tp=2"), LayoutError, "'tp=2'"),

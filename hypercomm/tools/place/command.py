@@ -27,12 +27,6 @@ from hypercomm.tools.place.placing import place
 )
 @click.option("--weights", default="", help="Cost of a byte that crosses a level: host=1,leaf=7.")
 @click.option("--groups", default="", metavar="DIMS", help="More groups to report, as in tp+dp.")
-@click.option(
-    "--gpus-per-node",
-    "gpus_per_host",
-    type=int,
-    help="GPUs of hosts that are listed without a number.",
-)
 @options.as_json
 def place_command(
     sizes: str,

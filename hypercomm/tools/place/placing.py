@@ -328,7 +328,6 @@ def place(
     overlapped: str | Iterable[str] = (),
     weights: str | Mapping[str, float] = "",
     groups: str | Iterable[str] = (),
-    gpus_per_host: int | None = None,
 ) -> Placed:
     """Return which groups of a layout cross hosts, domains and switches, and the best order.
 
@@ -346,7 +345,6 @@ def place(
         weights: The cost of a byte that crosses a level, as "domain=1,leaf=7" or by level.
             Default: 1, and 0 for hosts within an NVLink domain.
         groups: More groups to report, as "tp+dp" or a list.
-        gpus_per_host: The GPUs of hosts for which `on` does not give a number.
 
     Returns:
         The report; `print` shows it.
@@ -374,9 +372,9 @@ def place(
     sizes = parse_sizes(layout) if isinstance(layout, str) else {}
     gpus = None
     if check_one_open([name for name, size in sizes.items() if size == OPEN]):
-        gpus = read_topology(on, gpus_per_host=gpus_per_host).world_size
+        gpus = read_topology(on).world_size
     layout = read_layout(layout, world_size=gpus)
-    topology = read_topology(on, layout.last_rank + 1, gpus_per_host=gpus_per_host)
+    topology = read_topology(on, layout.last_rank + 1)
     if overlapped and traffic is None:
         raise LayoutError("overlapped (--overlap) needs traffic (--traffic)")
     sent = traffics.usual_traffic(layout)

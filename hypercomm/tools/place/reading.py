@@ -59,9 +59,7 @@ class _Found:
     sizes: Mapping[str, int] = attrs.field(factory=dict)
 
 
-def read_topology(
-    on: On, world_size: int | None = None, *, gpus_per_host: int | None = None
-) -> Topology:
+def read_topology(on: On, world_size: int | None = None) -> Topology:
     """Return the host, NVLink domain and switches of each rank of a world.
 
     Ranks fill the hosts in the order in which the source names them, as launchers do.
@@ -71,10 +69,10 @@ def read_topology(
             of a hostfile or of SLURM's topology.conf or topology.yaml; a node list as SLURM writes
             it; a mapping of hosts to leaf switches, or a YAML file of one; or a list of several of
             these. The first of several sources that names hosts sets their order, and an earlier
-            source wins over a later one. A `Topology` is cut to `world_size`.
+            source wins over a later one: ["hostfile", 8] gives 8 GPUs to hosts that are listed
+            without a number; if no source gives one, ranks are spread evenly. A `Topology` is cut
+            to `world_size`.
         world_size: The number of ranks. Default: one for each GPU of the machine.
-        gpus_per_host: The GPUs of hosts for which no source gives a number. Default: ranks are
-            spread evenly.
 
     Returns:
         The known levels, innermost first.
@@ -93,7 +91,7 @@ def read_topology(
     """
     if world_size is not None:
         as_world_size(world_size, "world_size")
-    topology = _read_machine(on, world_size, gpus_per_host)
+    topology = _read_machine(on, world_size)
     if world_size is None or world_size == topology.world_size:
         return topology
     if world_size > topology.world_size:
@@ -102,14 +100,11 @@ def read_topology(
     return topology.select(range(world_size))
 
 
-def _read_machine(on: Any, world_size: int | None, per_host: int | None) -> Topology:
+def _read_machine(on: Any, world_size: int | None) -> Topology:
     """Return the whole machine that `on` describes."""
     if isinstance(on, Topology):
         return on
     sources = [_read(one) for one in (on if isinstance(on, (list, tuple)) else [on])]
-    if per_host is not None:
-        as_world_size(per_host, "gpus_per_host (--gpus-per-node)")
-        sources.append(_Found("gpus_per_host", sizes={"host": per_host}))
     sizes = _merged_sizes(sources)
     named = [source for source in sources if source.slots]
     levels: dict[str, Level] = {}
@@ -163,7 +158,7 @@ def _slots(named: Sequence[_Found], per_host: int | None, world_size: int | None
         per_host, rest = divmod(left, len(unknown))
         if per_host < 1 or rest:
             text = f"{named[0].source} gives no number of GPUs for {unknown[0]!r}"
-            raise LayoutError(f"{text}; give gpus_per_host (--gpus-per-node), or slots=8 there")
+            raise LayoutError(f"{text}; add their number, as in on=[..., 8] (--on 8)")
     slots = {host: known.get(host, per_host or 0) for host in named[0].slots}
     as_world_size(sum(slots.values()), f"the number of GPUs of all hosts of {named[0].source}")
     return slots
