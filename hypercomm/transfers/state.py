@@ -133,8 +133,11 @@ def transfer_state(
     try:
         is_verified = as_verified(verify)
         limit = as_int(bucket_bytes, "bucket_bytes", LEAST_BUCKET)
+        patterns = {"*": mapping}
+        if shards is not None:
+            patterns = {name: attrs.evolve(mapping, shards=cuts) for name, cuts in shards.items()}
         model = _read(
-            _read_patterns(mapping, shards),
+            patterns,
             _read_tensors(state, "state", world.rank) if is_source else {},
             _read_tensors(into, "into", world.rank) if is_target else {},
             world.rank,
@@ -201,15 +204,6 @@ def _read(
             )
     _check_overlaps(sent, received, mappings, rank)
     return _Model(here or there, sent, received)
-
-
-def _read_patterns(
-    mapping: RankMapping, shards: Mapping[str, Mapping[str, int]] | None
-) -> dict[str, RankMapping]:
-    """Return the mapping of the parameters that match each pattern."""
-    if shards is None:
-        return {"*": mapping}
-    return {pattern: attrs.evolve(mapping, shards=cuts) for pattern, cuts in shards.items()}
 
 
 def _match(patterns: Mapping[str, RankMapping], names: Sequence[str]) -> dict[str, RankMapping]:
