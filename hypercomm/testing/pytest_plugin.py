@@ -42,16 +42,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the marker, and check the options."""
+    """Declare the marker."""
     config.addinivalue_line(
         "markers",
         "ranks(*sizes, timeout=60, backend='gloo'): run the test's body on so many real ranks, "
         "once for each size. Its fixtures are made in pytest's process, and travel by pickle.",
     )
-    for name in ("--ranks-max", "--ranks-timeout"):
-        value = config.getoption(name)
-        if value is not None and not value > 0:
-            raise pytest.UsageError(f"{name} must be larger than 0, got {value:g}")
 
 
 # ---- the marker ---------------------------------------------------------------------------------
