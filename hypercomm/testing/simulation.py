@@ -24,14 +24,13 @@ from hypercomm.process_groups.options import check_given_timeout, check_known
 from hypercomm.testing.recording import CREATE, Book, Collective, Creation, Step
 from hypercomm.testing.simulated_group import RecordingGroup
 from hypercomm.testing.worlds import OtherWorld, other_worlds
-from hypercomm.tools.blame.analysis import find_differences, find_waits
+from hypercomm.tools.blame.analysis import ANSWERS, find_differences, find_waits
 from hypercomm.tools.blame.evidence import Call, Evidence, Group, Record
 
 Result = TypeVar("Result")
 
 
 _NEVER = {CREATE: "never creates it", "send": "never receives it", "recv": "never sends it"}
-_OTHER_WAYS = {"send": "recv", "recv": "send"}
 
 
 @attrs.frozen
@@ -212,7 +211,6 @@ def simulate(
     check_known(backend)
     book, everyone = Book(set(wanted)), {rank: rank for rank in range(world_size)}
     returned: dict[int, Result] = {}
-    job = OtherWorld(lambda: None, everyone, backend, lambda *_: None)
     with other_worlds(lambda: job), mock.patch.dict(os.environ):
         for name in VARIABLES:  # of a launcher
             os.environ.pop(name, None)
@@ -307,7 +305,7 @@ def _evidence(steps: Programs) -> Evidence:
 def _other_end(call: Call) -> Point:
     """Return the other end of a message; of a collective, the same point."""
     way, _, route = call.channel.partition(" ")
-    other = f"{_OTHER_WAYS[way]} {route}" if way in _OTHER_WAYS else call.channel
+    other = f"{ANSWERS[way]} {route}" if way in ANSWERS else call.channel
     return call.group, other, call.number
 
 
