@@ -105,13 +105,30 @@ _ELSEWHERE = {
 
 _PACKAGES = {
     "torch": "torch",
+    "rich": "'hypercomm[cli]'",
+    "resvg_py": "'hypercomm[draw]'",
+    **dict.fromkeys(("hostlist", "yaml"), "'hypercomm[place]'"),
     **dict.fromkeys(("cloudpickle", "hypothesis", "pytest"), "'hypercomm[testing]'"),
 }
-"""What installs a package without which a name cannot be imported."""
+"""What installs a package that not everybody needs."""
 
 _ROOMS = ["cli", "compat", "grid", "launch", "layout", "testing", "tools", "training", "transfers"]
 
 __all__ = sorted({*_HOMES, "__version__"})  # noqa: PLE0605 - names of a table
+
+
+def _missing(package: str, what: str) -> errors.MissingPackageError:
+    """Return the error for a package that is not installed, and that something needs."""
+    name = package.partition(".")[0]
+    return errors.MissingPackageError(f"{what} needs {name}: pip install {_PACKAGES[name]}")
+
+
+def _required(package: str, what: str) -> Any:
+    """Import a package that something needs, or raise MissingPackageError."""
+    try:
+        return _importlib.import_module(package)
+    except ImportError as error:
+        raise _missing(package, what) from error
 
 
 def _resolver(module: str, homes: _Mapping[str, str]) -> _Callable[[str], Any]:
@@ -128,9 +145,7 @@ def _resolver(module: str, homes: _Mapping[str, str]) -> _Callable[[str], Any]:
             package = (error.name or "").partition(".")[0]
             if package not in _PACKAGES:
                 raise
-            raise errors.MissingPackageError(
-                f"{module}.{name} needs {package}: pip install {_PACKAGES[package]}"
-            ) from error
+            raise _missing(package, f"{module}.{name}") from error
         value = home if home.__name__ == f"{module}.{name}" else getattr(home, name)
         setattr(_sys.modules[module], name, value)
         return value

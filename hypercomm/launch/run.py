@@ -32,7 +32,8 @@ from unittest import mock
 
 import attrs
 
-from hypercomm.errors import MissingPackageError, NotInitializedError, RankFailedError
+from hypercomm import _required
+from hypercomm.errors import NotInitializedError, RankFailedError
 from hypercomm.layout.checks import positive
 
 T = TypeVar("T")
@@ -181,10 +182,7 @@ def dumps(value: object, kind: Any = None) -> bytes:
         >>> pickle.loads(dumps(lambda number: number + 1))(2)
         3
     """
-    try:
-        import cloudpickle
-    except ModuleNotFoundError:
-        raise MissingPackageError("run_ranks needs cloudpickle: pip install cloudpickle") from None
+    cloudpickle = _required("cloudpickle", "run_ranks")
     buffer, kind = io.BytesIO(), kind or cloudpickle.Pickler
     reducers = dict(kind.dispatch_table)
 

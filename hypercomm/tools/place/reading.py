@@ -21,7 +21,8 @@ from typing import Any
 import attrs
 import numpy as np
 
-from hypercomm.errors import LayoutError, MissingPackageError
+from hypercomm import _required
+from hypercomm.errors import LayoutError
 from hypercomm.layout.checks import as_world_size, check_choice
 from hypercomm.layout.text import counted, plural, shown
 from hypercomm.tools.place.topology import Level, Topology
@@ -35,7 +36,6 @@ _MOST_LEVELS = 20
 _SWITCHES = ("leaf", "spine", "core")
 _LEVELS = ("host", "domain", *_SWITCHES)
 _Names = Mapping[str, str]
-_INSTALL = "pip install 'hypercomm[place]'"
 _KINDS = (
     "GPUs per host (8, '8,72' or 'host=8,domain=72'), a hostfile, a node list such as "
     "'node[01-09]', SLURM's topology.conf or topology.yaml, or a mapping of hosts to switches"
@@ -286,10 +286,7 @@ def _expand_hosts(text: str, where: str = "") -> list[str]:
 
 
 def _expand_brackets(text: str, where: str) -> list[str]:
-    try:
-        import hostlist
-    except ImportError as error:
-        raise MissingPackageError(f"{shown(text)} needs python-hostlist: {_INSTALL}") from error
+    hostlist = _required("hostlist", shown(text))
     try:
         return list(hostlist.expand_hostlist(text, allow_duplicates=True))
     except (hostlist.BadHostlist, RecursionError, ValueError) as error:
@@ -330,13 +327,10 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _read_yaml(text: str, source: str) -> _Found:
-    try:
-        import yaml
-    except ImportError as error:
-        raise MissingPackageError(f"{source} needs pyyaml: {_INSTALL}") from error
+    yaml = _required("yaml", source)
     try:
         # A BaseLoader makes texts, lists and dicts only.
-        content = yaml.load(text, yaml.BaseLoader)  # noqa: S506
+        content = yaml.load(text, yaml.BaseLoader)
     except (yaml.YAMLError, RecursionError) as error:
         text = " ".join(str(error).split())
         raise LayoutError(f"{source} is not valid YAML: {text}") from error
