@@ -64,29 +64,20 @@ _HOMES = {
     "RankLayout": "hypercomm.layout",
     "RankMapping": "hypercomm.layout",
     "World": "hypercomm.process_groups.world",
-    "cli": "hypercomm.cli",
     "clip_grad_norm_": "hypercomm.training",
-    "compat": "hypercomm.compat",
     "create_megatron_pgs": "hypercomm.compat.megatron.presets",
     "draw": "hypercomm.tools.draw",
     "fake_world": "hypercomm.testing",
-    "grid": "hypercomm.grid",
     "join": "hypercomm.launch",
     "join_world": "hypercomm.launch",
-    "launch": "hypercomm.launch",
-    "layout": "hypercomm.layout",
     "live_topology": "hypercomm.tools.place",
     "megatron_grids": "hypercomm.compat.megatron.presets",
     "place": "hypercomm.tools.place",
     "read_topology": "hypercomm.tools.place",
     "renew_world": "hypercomm.launch",
     "run_ranks": "hypercomm.launch",
-    "testing": "hypercomm.testing",
-    "tools": "hypercomm.tools",
-    "training": "hypercomm.training",
     "transfer": "hypercomm.transfers.transfer",
     "transfer_state": "hypercomm.transfers.state",
-    "transfers": "hypercomm.transfers",
 }
 _RARE = {
     "GroupKey": "hypercomm.process_groups.spec",
@@ -112,9 +103,32 @@ _ELSEWHERE = {
 }
 """Where names are that people look for here."""
 
-_ROOMS = {name for name, home in _HOMES.items() if home == f"hypercomm.{name}"}
+_PACKAGES = {
+    "torch": "torch",
+    "rich": "'hypercomm[cli]'",
+    "resvg_py": "'hypercomm[draw]'",
+    **dict.fromkeys(("hostlist", "yaml"), "'hypercomm[place]'"),
+    **dict.fromkeys(("cloudpickle", "hypothesis", "pytest"), "'hypercomm[testing]'"),
+}
+"""What installs a package that not everybody needs."""
 
-__all__ = sorted({*_HOMES, "__version__"} - _ROOMS)  # noqa: PLE0605 - names of a table
+_ROOMS = ["cli", "compat", "grid", "launch", "layout", "testing", "tools", "training", "transfers"]
+
+__all__ = sorted({*_HOMES, "__version__"})  # noqa: PLE0605 - names of a table
+
+
+def _missing(package: str, what: str) -> errors.MissingPackageError:
+    """Return the error for a package that is not installed, and that something needs."""
+    name = package.partition(".")[0]
+    return errors.MissingPackageError(f"{what} needs {name}: pip install {_PACKAGES[name]}")
+
+
+def _required(package: str, what: str) -> Any:
+    """Import a package that something needs, or raise MissingPackageError."""
+    try:
+        return _importlib.import_module(package)
+    except ImportError as error:
+        raise _missing(package, what) from error
 
 
 def _resolver(module: str, homes: _Mapping[str, str]) -> _Callable[[str], Any]:
@@ -128,11 +142,10 @@ def _resolver(module: str, homes: _Mapping[str, str]) -> _Callable[[str], Any]:
         try:
             home = _importlib.import_module(homes[name])
         except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] != "torch":
+            package = (error.name or "").partition(".")[0]
+            if package not in _PACKAGES:
                 raise
-            raise errors.MissingPackageError(
-                f"{module}.{name} needs torch: pip install torch"
-            ) from error
+            raise _missing(package, f"{module}.{name}") from error
         value = home if home.__name__ == f"{module}.{name}" else getattr(home, name)
         setattr(_sys.modules[module], name, value)
         return value
@@ -140,8 +153,10 @@ def _resolver(module: str, homes: _Mapping[str, str]) -> _Callable[[str], Any]:
     return resolve
 
 
-__getattr__ = _resolver(__name__, {**_HOMES, **_RARE})
+__getattr__ = _resolver(
+    __name__, {**_HOMES, **_RARE, **{room: f"hypercomm.{room}" for room in _ROOMS}}
+)
 
 
 def __dir__() -> list[str]:
-    return sorted({*_HOMES, "errors", "__version__"})
+    return sorted({*_HOMES, *_ROOMS, "errors", "__version__"})

@@ -17,19 +17,19 @@ from rich.markup import escape
 from rich.table import Table
 
 from hypercomm.cli import options
-from hypercomm.cli.options import AskedViews, Key, read_keys, read_views
+from hypercomm.cli.options import Key, read_keys, read_views
 from hypercomm.cli.printing import console, numbers, print_json, quiet, table
 from hypercomm.errors import HyperCommError, RankFailedError, WorldSizeError
 from hypercomm.launch import run_ranks
-from hypercomm.launch.run import preloads
+from hypercomm.launch.run import most_ranks, preloads
 from hypercomm.launchers import FoundJob, find_job
 from hypercomm.layout import RankLayout
 from hypercomm.layout.text import format_coords
+from hypercomm.layout.views import Views
 
 if TYPE_CHECKING:
     import torch
 
-_PROCESSES_PER_CORE = 4
 _SHOWN_FAILURES = 8
 _ROUNDS = 3
 _BYTES = 4 * 1024 * 1024
@@ -62,7 +62,7 @@ preloads.append(__name__)  # for the ranks; torch is imported in functions that 
 @click.option(
     "--force",
     is_flag=True,
-    help=f"Start more than {_PROCESSES_PER_CORE} processes for each core of this machine.",
+    help="Start more than 4 processes for each core of this machine.",
 )
 @options.as_json
 def check(
@@ -84,18 +84,25 @@ def check(
     """
     # torch reads it when it is loaded: its own reports of a dead peer would hide ours.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    job = _launched()
+    job = find_job(os.environ)
+    if job is not None and job.size == 1:  # a single rank starts local ones
+        job = None
     room = "" if ranks is None else f"--nprocs is {ranks}"
     if job is not None:
+        job.rendezvous()
         room = f"the job has {job.size} ({job.source})"
         if ranks not in {None, job.size}:
             raise WorldSizeError(f"--nprocs is {ranks}, but {room}; leave --nprocs out")
         ranks = job.size
     layout = options.read_layout(sizes, ranks, room)
     others = read_views(layout, views)
-    outcome = Outcome(Request(layout, read_keys(layout, others, wanted), backend, others))
-    if job is None and not force:
-        _check_cores(layout)
+    outcome = Outcome(Request(layout, read_keys(others, wanted), others, backend))
+    if job is None and not force and layout.size > most_ranks():
+        raise WorldSizeError(
+            f"{layout} would start {layout.size} processes on this machine: at most {most_ranks()} "
+            f"are started without --force; use torchrun for several machines, or 'hypercomm plan', "
+            f"which starts none"
+        )
     is_first = job is None or job.rank == 0
     what = f"checking {layout} on {layout.size} {backend} ranks"
     with Console(stderr=True).status(escape(what)) if is_first else contextlib.nullcontext():
@@ -108,28 +115,6 @@ def check(
     return 0
 
 
-def _launched() -> FoundJob | None:
-    """Return the job that this process is a rank of; a single rank starts local ones."""
-    job = find_job(os.environ)
-    if job is None or job.size == 1:
-        return None
-    job.rendezvous()
-    return job
-
-
-def _check_cores(layout: RankLayout) -> None:
-    """Raise an error for more processes than the cores of this machine can run well."""
-    has_affinity = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    most = max(8, _PROCESSES_PER_CORE * cores)
-    if layout.size > most:
-        raise WorldSizeError(
-            f"{layout} would start {layout.size} processes on this machine, which has {cores} "
-            f"cores: at most {most} are started without --force; use torchrun for several "
-            f"machines, or 'hypercomm plan', which starts none"
-        )
-
-
 @attrs.frozen
 class Request:
     """The arguments of the probe.
@@ -137,19 +122,14 @@ class Request:
     Attributes:
         layout: The layout of all ranks.
         keys: The groups to check, in this order.
-        backend: Backend of the groups.
         views: Other factorisations of the layout.
+        backend: Backend of the groups.
     """
 
     layout: RankLayout
     keys: Sequence[Key]
-    backend: str = "gloo"
-    views: AskedViews = ()
-
-    def layout_of(self, key: Key | None) -> RankLayout:
-        """Return the layout that the dims of a key belong to."""
-        views = (view for name, view, _ in self.views if key is not None and name == key.view)
-        return next(views, self.layout)
+    views: Views
+    backend: str
 
 
 class Figures(TypedDict):
@@ -251,7 +231,7 @@ class Outcome:
             print_json(
                 {
                     "layout": str(layout),
-                    "views": {name: str(view) for name, view, _ in self.request.views},
+                    "views": {name: str(view.layout) for name, view in self.request.views.items()},
                     "ranks": layout.size,
                     "backend": self.request.backend,
                     "ok": ok,
@@ -292,7 +272,7 @@ class Outcome:
 
     def _row(self, key: Key, found: Mapping[int, Figures]) -> dict[str, Any]:
         """Return the facts of the groups over some dims, with the slowest rank's figures."""
-        groups = self.request.layout_of(key).groups(*key.dims)
+        groups = self.request.views.layout_of(key.view).groups(*key.dims)
         slowest = min(sorted(found), key=lambda rank: found[rank]["bandwidth"])
         alone = groups.group_size == 1
         return {
@@ -312,12 +292,10 @@ class Outcome:
 
     def _place_of(self, rank: int, key: Key | None) -> str:
         """Name a rank with its coordinates, and its group."""
-        layout = self.request.layout_of(key)
-        group = (
-            ""
-            if key is None
-            else f" in group {key} of ranks {[*layout.groups(*key.dims).of(rank)]}"
-        )
+        layout, group = self.request.layout, ""
+        if key is not None:
+            layout = self.request.views.layout_of(key.view)
+            group = f" in group {key} of ranks {[*layout.groups(*key.dims).of(rank)]}"
         return f"rank {rank} ({format_coords(layout.coords(rank))}){group}"
 
 
@@ -369,8 +347,8 @@ def probe(
 
     rank, host = dist.get_rank(), socket.gethostname()
     with HyperCommGrid(request.layout, backend=request.backend, cover="exact") as grid:
-        for name, view, shared in request.views:
-            grid.register_view(name, view.shape, view.dim_names, shared)
+        for name, view in request.views.items():
+            grid.register_view(name, view.layout.sizes, shared_dims=view.shared_dims)
         for key in request.keys:
             send((rank, key, "creation"))
             dist.barrier()

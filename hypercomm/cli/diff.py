@@ -24,42 +24,27 @@ _COLOURS = {"kept": "green", "partly": "yellow", "gone": "red", "new": "cyan"}
     type=click.IntRange(min=1),
     help="Infer a size that is -1 from this. Default: from the ranks of the other layout.",
 )
-@click.option(
-    "--before-offset", type=click.IntRange(0), default=0, help="The smallest rank before."
-)
-@click.option("--after-offset", type=click.IntRange(0), default=0, help="The smallest rank after.")
 @options.as_json
-def diff(
-    before: str,
-    after: str,
-    world_size: int | None,
-    before_offset: int,
-    after_offset: int,
-    as_json: bool,
-) -> None:
+def diff(before: str, after: str, world_size: int | None, as_json: bool) -> None:
     """Show what changes from a layout such as tp=2,cp=2,dp=2 to another such as tp=4,dp=2.
 
     For every combination of dims: which dims make the same groups afterwards, and which groups are
     kept, gone or new. Nothing is started, and torch is not loaded.
     """
-    changes = difference(*read(before, after, world_size, before_offset, after_offset))
+    changes = difference(*read(before, after, world_size))
     if as_json:
         print_json(_json_form(changes))
     else:
         _show(changes)
 
 
-def read(
-    before: str, after: str, world_size: int | None, before_offset: int, after_offset: int
-) -> tuple[RankLayout, RankLayout]:
+def read(before: str, after: str, world_size: int | None = None) -> tuple[RankLayout, RankLayout]:
     """Read both layouts; without a world size, an unspecified size makes them equally large.
 
     Args:
         before: The sizes before, as in tp=2,cp=2,dp=2.
         after: The sizes after.
         world_size: The number of ranks that either must have, if given.
-        before_offset: The smallest rank before.
-        after_offset: The smallest rank after.
 
     Raises:
         LayoutError: A text cannot be read, or both have an unspecified size and no world size is
@@ -67,7 +52,7 @@ def read(
         WorldSizeError: The sizes do not multiply to the world size.
 
     Example:
-        >>> [str(layout) for layout in read("tp=2,cp=2,dp=8", "tp=4,dp", None, 0, 0)]
+        >>> [str(layout) for layout in read("tp=2,cp=2,dp=8", "tp=4,dp")]
         ['tp=2,cp=2,dp=8', 'tp=4,dp=8']
     """
     is_open = [OPEN in parse_sizes(text).values() for text in (before, after)]
@@ -83,8 +68,8 @@ def read(
     elif world_size is not None:
         room = f"--world-size is {world_size}"
     return (
-        options.read_layout(before, world_size, room, before_offset),
-        options.read_layout(after, world_size, room, after_offset),
+        options.read_layout(before, world_size, room),
+        options.read_layout(after, world_size, room),
     )
 
 
@@ -106,9 +91,7 @@ def _json_form(changes: LayoutDifference) -> dict[str, object]:
 
     return {
         "before": str(changes.before),
-        "before_offset": changes.before.rank_offset,
         "after": str(changes.after),
-        "after_offset": changes.after.rank_offset,
         "changes": [attrs.asdict(change) | {"result": change.result} for change in changes.changes],
         "groups": counts("groups", "kept", "gone", "new"),
         "ranks": counts("ranks", "shared", "moved", "gone", "new"),

@@ -19,7 +19,7 @@ from rich.table import Column
 from hypercomm import __version__
 from hypercomm.cli import options
 from hypercomm.cli.printing import console, one_line, print_json, quiet, table
-from hypercomm.errors import LaunchError, WorldSizeError
+from hypercomm.errors import LaunchError
 from hypercomm.launchers import VARIABLES, find_job
 
 _PIPED_WIDTH = 100
@@ -66,11 +66,7 @@ def doctor(*, as_json: bool) -> int:
 
 
 def report() -> Report:
-    """Return what works here; creates groups in a world of one rank, and destroys it.
-
-    Raises:
-        WorldSizeError: torch.distributed is initialised already.
-    """
+    """Return what works here; creates groups in a world of one rank, and destroys it."""
     environment = {name: value for name, value in os.environ.items() if matters(name)}
     found = Report(_versions(), environment, _launcher())
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch reads it when it is loaded
@@ -131,19 +127,11 @@ def _why_not(creation: Any) -> str | None:
 
     Returns:
         None, or the error.
-
-    Raises:
-        WorldSizeError: torch.distributed is initialised already.
     """
     import torch.distributed as dist
 
     from hypercomm.grid import HyperCommGrid
 
-    if dist.is_initialized():
-        raise WorldSizeError(
-            f"torch.distributed is initialised in this process, with {dist.get_world_size()} "
-            f"ranks; run doctor in another process"
-        )
     stores: Any = dist  # has them, but not for type checkers
     try:
         store = stores.HashStore()

@@ -69,9 +69,6 @@ def read_layout(
 _MANY_DIMS = 6
 """More dims than this have too many combinations to look at."""
 
-AskedViews = Sequence[tuple[str, RankLayout, tuple[str, ...]]]
-"""Name, layout and shared dims of each view."""
-
 
 @attrs.frozen
 class Key:
@@ -102,9 +99,7 @@ def combinations_of(layout: RankLayout) -> list[tuple[str, ...]]:
     return [(name,) for name in layout.dim_names] + list(chain.from_iterable(several))
 
 
-def read_views(
-    layout: RankLayout, texts: Sequence[str]
-) -> list[tuple[str, RankLayout, tuple[str, ...]]]:
+def read_views(layout: RankLayout, texts: Sequence[str]) -> Views:
     """Read views such as "expert:ep=2,rest=-1"; the second without a name is "view2".
 
     Dims that make the same groups in the layout and the view are shared.
@@ -115,8 +110,8 @@ def read_views(
 
     Example:
         >>> dense = RankLayout.parse("tp=2,dp=2,pp=2")
-        >>> [(name, str(view), shared) for name, view, shared in read_views(dense, ["ep=4,pp=2"])]
-        [('view1', 'ep=4,pp=2', ('pp',))]
+        >>> str(read_views(dense, ["ep=4,pp=2"])["view1"])
+        'ep=4,pp=2 sharing pp'
     """
     views = Views(layout)
     for number, text in enumerate(texts, 1):
@@ -125,21 +120,16 @@ def read_views(
             name, sizes = f"view{number}", text
         room = f"the layout {layout} has {layout.size}"
         closed = close_sizes(parse_sizes(sizes), layout.size, room)
-        other = RankLayout(tuple(closed.values()), tuple(closed))
-        both = [dim for dim in layout.dim_names if dim in other.dim_names]
-        renumbered = layout.renumber(other.shape, other.dim_names)
-        shared = [dim for dim in both if layout.groups(dim) == renumbered.groups(dim)]
-        if shared and layout.groups(*shared) != renumbered.groups(*shared):
+        other = layout.renumber(tuple(closed.values()), tuple(closed))
+        both = [dim for dim in layout.dim_names if dim in closed]
+        shared = [dim for dim in both if layout.groups(dim) == other.groups(dim)]
+        if shared and layout.groups(*shared) != other.groups(*shared):
             shared = shared[:1]
-        views.register(name.strip(), other.shape, other.dim_names, shared)
-    return [(view.name, view.layout, view.shared_dims) for view in views.values()]
+        views.register(name.strip(), closed, shared_dims=shared)
+    return views
 
 
-def read_keys(
-    layout: RankLayout,
-    views: AskedViews,
-    wanted: Sequence[tuple[str, ...]] | None,
-) -> list[Key]:
+def read_keys(views: Views, wanted: Sequence[tuple[str, ...]] | None) -> list[Key]:
     """Return the key of each set of dims; default: all combinations, shared ones only once.
 
     Raises:
@@ -147,24 +137,20 @@ def read_keys(
 
     Example:
         >>> dense = RankLayout.parse("tp=2,pp=2")
-        >>> views = read_views(dense, ["e:ep=2,pp=2"])
-        >>> print(*read_keys(dense, views, None))
+        >>> print(*read_keys(read_views(dense, ["e:ep=2,pp=2"]), None))
         tp pp tp+pp e:ep e:ep+pp
     """
-    if wanted is None:
-        own = (Key(None, layout.order_dims(dims)) for dims in combinations_of(layout))
-        others = (
-            Key(name, view.order_dims(dims))
-            for name, view, shared in views
-            for dims in combinations_of(view)
-            if not set(dims) <= set(shared)
-        )
-        return list(chain(own, others))
-    keys = []
-    for dims in wanted:
-        having = ((name, view) for name, view, _ in views if set(dims) <= set(view.dim_names))
-        name, owner = (
-            (None, layout) if set(dims) <= set(layout.dim_names) else next(having, (None, layout))
-        )
-        keys.append(Key(name, owner.order_dims(dims)))
-    return keys
+    layouts = {None: views.base} | {name: view.layout for name, view in views.items()}
+    if wanted is not None:
+        keys = []
+        for dims in wanted:
+            having = (name for name, one in layouts.items() if {*dims} <= {*one.dim_names})
+            name = next(having, None)
+            keys.append(Key(name, layouts[name].order_dims(dims)))
+        return keys
+    return [
+        Key(name, layout.order_dims(dims))
+        for name, layout in layouts.items()
+        for dims in combinations_of(layout)
+        if name is None or not {*dims} <= {*views[name].shared_dims}
+    ]

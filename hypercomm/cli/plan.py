@@ -62,7 +62,6 @@ def plan(
     """
     layout = _read_layout(sizes, world_size, rank_offset)
     others = read_views(layout, views)
-    by_name = {name: view for name, view, _ in others}
     if rank is None:
         rank = layout.rank_offset
     found: dict[str, Any] = {
@@ -74,14 +73,16 @@ def plan(
         "rank": rank,
         "coords": layout.coords(rank),
         "views": {
-            name: {"layout": str(view), "shared_dims": list(shared), "coords": view.coords(rank)}
-            for name, view, shared in others
+            name: {
+                "layout": str(view.layout),
+                "shared_dims": view.shared_dims,
+                "coords": view.layout.coords(rank),
+            }
+            for name, view in others.items()
         },
         "groups": [
-            _groups_over(
-                layout if key.view is None else by_name[key.view], key, rank, gpus_per_node
-            )
-            for key in read_keys(layout, others, wanted)
+            _groups_over(others.layout_of(key.view), key, rank, gpus_per_node)
+            for key in read_keys(others, wanted)
         ],
     }
     if as_json:

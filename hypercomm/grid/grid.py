@@ -58,7 +58,6 @@ from hypercomm.layout.views import View, Views
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement.calls import limit_of, refusing
 from hypercomm.process_groups.agreement.grid import GridAgreement
-from hypercomm.process_groups.create import abort, destroy
 from hypercomm.process_groups.explain import Explanation
 from hypercomm.process_groups.options import GroupOptions, check_timeout
 from hypercomm.process_groups.owner import Group, GroupOwner, Pool, create_all, reshaping
@@ -1116,7 +1115,7 @@ class HyperCommGrid(GridView):
             self._forget_meshes()
             state.views, state.owner, state.world_size = refactored, fresh, total
             self._dims = {}
-        owner.end(destroy if left is None else abort)
+        owner.end(c10d.destroy if left is None else c10d.abort)
         if pending is not None:
             raise pending
         logger.info("reshaped: %s", result)
@@ -1131,7 +1130,7 @@ class HyperCommGrid(GridView):
         answers questions about ranks, but has no groups and creates none.
         """
         self._forget_meshes()
-        self._owner.end(destroy)
+        self._owner.end(c10d.destroy)
 
     def abort(self) -> None:
         """Abort the groups that the grid created: collectives under way fail.
@@ -1149,7 +1148,7 @@ class HyperCommGrid(GridView):
             0
         """
         self._forget_meshes()
-        self._owner.end(abort)
+        self._owner.end(c10d.abort)
 
     def verify(self, timeout: timedelta | None = None) -> None:
         """Check that all ranks of the grid have the same process groups.

@@ -32,7 +32,8 @@ from unittest import mock
 
 import attrs
 
-from hypercomm.errors import LaunchError, MissingPackageError, NotInitializedError, RankFailedError
+from hypercomm import _required
+from hypercomm.errors import NotInitializedError, RankFailedError
 from hypercomm.layout.checks import positive
 
 T = TypeVar("T")
@@ -41,9 +42,6 @@ preloads = ["hypercomm.grid", "hypercomm.launch.run", "cloudpickle"]
 """Modules that the fork server imports before it starts the first rank; torch is among theirs."""
 
 _LOOPBACK = "127.0.0.1"
-
-_MOST_RANKS = 4096
-"""The most ranks on one machine: each is a process and several open files."""
 
 _LONGEST_S = 1e6
 """No wait is longer: the system counts milliseconds in a C int."""
@@ -115,7 +113,7 @@ def run_ranks(
 
     Args:
         function: The function that each rank runs.
-        nprocs: The number of ranks, at most 4096.
+        nprocs: The number of ranks.
         args: Arguments of `function`, the same on every rank.
         backend: Backend of the job: "gloo", or one with "nccl", which gives rank i device i.
         timeout: Seconds until ranks that have not returned are ended.
@@ -125,7 +123,6 @@ def run_ranks(
     Raises:
         RankFailedError: A rank raised, died, or did not return in time; the first one, with its
             traceback, or the place where it hangs.
-        LaunchError: There are more than 4096 ranks.
         MissingPackageError: cloudpickle is not installed.
         LayoutError: `nprocs` is not a positive int.
 
@@ -135,11 +132,7 @@ def run_ranks(
         >>> run_ranks(lambda offset: offset + dist.get_rank(), 3, args=[10])
         [10, 11, 12]
     """
-    if positive(nprocs, "nprocs") > _MOST_RANKS:
-        raise LaunchError(
-            f"nprocs must be at most {_MOST_RANKS}, got {nprocs}; use fake_world() or simulate() "
-            f"of hypercomm.testing for larger jobs"
-        )
+    positive(nprocs, "nprocs")
     call = dumps((function, tuple(args)))
     timeout = min(timeout, _LONGEST_S)
     _start_fork_server()
@@ -189,10 +182,7 @@ def dumps(value: object, kind: Any = None) -> bytes:
         >>> pickle.loads(dumps(lambda number: number + 1))(2)
         3
     """
-    try:
-        import cloudpickle
-    except ModuleNotFoundError:
-        raise MissingPackageError("run_ranks needs cloudpickle: pip install cloudpickle") from None
+    cloudpickle = _required("cloudpickle", "run_ranks")
     buffer, kind = io.BytesIO(), kind or cloudpickle.Pickler
     reducers = dict(kind.dispatch_table)
 
@@ -205,6 +195,17 @@ def dumps(value: object, kind: Any = None) -> bytes:
     table = {"dispatch_table": {**reducers, types.CodeType: reduce_code}}
     type(kind.__name__, (kind,), table)(buffer).dump(value)
     return buffer.getvalue()
+
+
+def most_ranks() -> int:
+    """Return the number of ranks that should be started on this machine at most.
+
+    Example:
+        >>> most_ranks() >= 8
+        True
+    """
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return max(8, 4 * (len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1))
 
 
 # ---- in the parent ------------------------------------------------------------------------------

@@ -17,9 +17,8 @@ import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
-from weakref import WeakSet
 
 import attrs
 import torch
@@ -41,8 +40,8 @@ from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement import protocol
 from hypercomm.process_groups.agreement.calls import Call, EndedError, Scope, ask, run, together
 from hypercomm.process_groups.agreement.protocol import Outcome, Record, Steps, Ticket, this_host
-from hypercomm.process_groups.create import destroy, discard
 from hypercomm.process_groups.options import GroupOptions, check_backend
+from hypercomm.process_groups.owner import discard
 from hypercomm.process_groups.torch_internals.store import LateError, in_time
 from hypercomm.process_groups.world import World, note
 
@@ -50,13 +49,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
 
 _ROOT = "hypercomm/worlds"
-_DIRECTORY = f"{_ROOT}/names"
-"""The key that lists the names of the worlds that have been joined in a store, as JSON texts."""
 
 _LAST_S = 5.0
 """How long the process that serves the store waits at its end until the others have left."""
 
-_MOST_NAMES = 8
 _PART = re.compile(r"[\w.-]+")
 
 TIMEOUT = timedelta(seconds=60)
@@ -158,9 +154,9 @@ class JoinedWorld(World):
         with contextlib.ExitStack() as ends:  # the last first, and each also after an error
             ends.callback(_served.pop, self.address, None)
             ends.callback(self._say_left)
-            ends.callback(destroy, [group])
+            ends.callback(c10d.destroy, [group])
             for owner in list(self.owners):
-                ends.callback(owner.end, destroy)
+                ends.callback(owner.end, c10d.destroy)
 
     def _check_not_default(self) -> None:
         """Raise within `as_default`, where torch would end every group of the process."""
@@ -271,10 +267,10 @@ def join_world(
         RankOutsideError: The part has no such rank.
         GroupOptionsError: The backend cannot run here, or the timeout is not positive.
         LaunchError: Nobody serves the address, something else does, or it cannot be served here.
-        PlanMismatchError: Processes have other parts, another backend, version or name; names two.
+        PlanMismatchError: Processes have other parts, another backend or version; names two.
         GroupCreationTimeout: Ranks have not joined in time; names them (`error.missing`).
-        CreationError: A rank failed, the store is gone, or this process is in a world of this name
-            in another store.
+        CreationError: A rank failed, or the store is gone.
+        ValueError: This process is in a world of this name in another store.
         WorldRestartedError: Another process has joined as this rank.
 
     Example:
@@ -301,7 +297,6 @@ def join_world(
         store = address
     else:
         raise LayoutError(f"address must be 'tcp://host:port' or a store, got {shown(address)}")
-    _check_no_other(name, at, store)
     world = JoinedWorld(
         number,
         sum(sizes.values()),
@@ -325,23 +320,7 @@ def join_world(
     except BaseException:  # also an interrupt after all have joined
         world._end_groups()
         raise
-    _joined.add(world)
     return world
-
-
-_joined: WeakSet[JoinedWorld] = WeakSet()
-"""The worlds that this process has joined."""
-
-
-def _check_no_other(name: str, address: str, store: Any) -> None:
-    """Raise if this process is in a world of this name elsewhere: torch names groups once."""
-    for other in list(_joined):
-        is_same = other.address == address if address else other.store is store
-        if other.name == name and not is_same and other._pg and c10d.is_registered(other._pg):
-            raise CreationError(
-                f"this process is in another world {name!r}, of {other.served}: give this one "
-                f"another name, or leave() the other first"
-            )
 
 
 # ---- arguments ----------------------------------------------------------------------------------
@@ -406,12 +385,10 @@ def _reach(address: str, serve: bool | None, limit_s: float) -> tuple[Any, bool]
         open_it = partial(_open, host, int(port), limit_s, is_server=False)
         return in_time(open_it, limit_s + 1.0), False
     except RuntimeError as error:
-        is_foreign = _answers(host, int(port))
-        how = "answers, but not as a store of torch" if is_foreign else "is not served"
         text = "" if isinstance(error, LateError) else f": {str(error).splitlines()[0]}"
         raise LaunchError(
-            f"{address} {how}, within {limit_s:.1f} s{text}; a process on {host!r} serves it by "
-            f"join_world(), unless all have serve=False"
+            f"no store of torch answers at {address} within {limit_s:.1f} s{text}; a process on "
+            f"{host!r} serves it by join_world(), unless all have serve=False"
             + (f"; this one does not, as {reason}" if reason else "")
         ) from error
 
@@ -432,14 +409,6 @@ def _why_not_served(host: str) -> str:
     except OSError as error:
         return f"{host!r} is not an address of this host ({error})"
     return ""
-
-
-def _answers(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), timeout=1.0).close()
-    except OSError:
-        return False
-    return True
 
 
 # ---- joining ------------------------------------------------------------------------------------
@@ -469,7 +438,7 @@ def _enter(world: JoinedWorld, limit_s: float, *, is_new: bool) -> None:
         },
     )
     title = f"join_world({world.name!r})"
-    scope = Scope(lobby, "join", range(world.size), look=lambda: run(_look(lobby), lobby.store))
+    scope = Scope(lobby, "join", range(world.size))
     while True:
         left_s = max(0.1, deadline - time.monotonic())
         claim = _claim(world, facts, is_new=is_new)
@@ -551,15 +520,13 @@ def _claim(world: JoinedWorld, facts: str, *, is_new: bool) -> Steps[int | None]
     record = yield from protocol.read_record(root)
     if not is_new and held is not None:  # else the store is a new one
         if held != world._claim:
+            host, pid, _ = json.loads(held)
             raise WorldRestartedError(
-                f"another process has joined world {world.name!r} as {me}: "
-                f"{_in_words(held)}; end this one"
+                f"another process has joined world {world.name!r} as {me}: process {pid} on host "
+                f"{host}; end this one"
             )
         return None
-    if record is None:
-        yield protocol.Append(_DIRECTORY, json.dumps(world.name) + "\n")
-        return -1
-    if held is None:
+    if record is None or held is None:
         return -1
     yield protocol.Write(f"{root}/again", f"{record.round} {me} (host {this_host()})")
     if record.outcome is not None:
@@ -579,55 +546,3 @@ def _claim_key(world: JoinedWorld) -> str:
 
 def _read_claim(world: JoinedWorld) -> Steps[str | None]:
     return (yield protocol.Read(_claim_key(world)))  # type: ignore[no-any-return]
-
-
-def _in_words(claim: str | None) -> str:
-    try:
-        host, pid, _ = json.loads(claim or "")
-    except ValueError:
-        return "it is not known which"
-    return f"process {pid} on host {host}"
-
-
-def _look(lobby: World) -> Steps[Outcome | None]:
-    """Return the outcome where ranks that wait for each other join worlds of other names."""
-    own, names = (yield from _open_round(lobby.name)), (yield protocol.Read(_DIRECTORY))
-    if own is None or names is None:
-        return None
-    for line in [*dict.fromkeys(names.splitlines())][-_MOST_NAMES:]:
-        name = json.loads(line)
-        other = None if name == lobby.name else (yield from _open_round(name))
-        if other is None or not (other.here & own.missing and own.here & other.missing):
-            continue
-        theirs, ours = other.ticket.record.first, own.ticket.record.first
-        text = (
-            f"{theirs.name} joins world {name!r}, and {ours.name} joins world {lobby.name!r}: they "
-            f"wait for each other; give all the same name"
-        )
-        return (yield from protocol.decide(other.ticket, Outcome("differs", text)))
-    return None
-
-
-class _Open(NamedTuple):
-    """A round in which ranks join a world: those that have arrived, and the others."""
-
-    ticket: Ticket
-    here: set[str]
-    missing: set[str]
-
-
-def _open_round(name: str) -> Steps[_Open | None]:
-    """Return who joins a world now; None if nobody does."""
-    root = f"{_ROOT}/{name}/join"
-    record = yield from protocol.read_record(root)
-    if record is None or record.outcome is not None or not record.first.entries:
-        return None
-    ticket = Ticket(root, record)
-    arrived = yield from protocol.read_arrivals(ticket)
-    sizes = record.first.entries[0].partition("\nparts: ")[2].partition("\n")[0]
-    ranks: list[str] = []
-    for part in sizes.split(", "):
-        label, _, size = part.rpartition("=")
-        ranks += [f"{label} rank {rank}" for rank in range(int(size))]
-    here = {rank for number, rank in enumerate(ranks) if number in arrived}
-    return _Open(ticket, here, {*ranks} - here)

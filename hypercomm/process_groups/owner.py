@@ -33,12 +33,12 @@ from hypercomm.process_groups.agreement.calls import (
     together,
 )
 from hypercomm.process_groups.agreement.grid import GridAgreement
-from hypercomm.process_groups.create import Ending, abort, destroy, discard
 from hypercomm.process_groups.explain import Explanation
 from hypercomm.process_groups.options import GroupOptions, check_backend
 from hypercomm.process_groups.spec import GroupKey, GroupSpec, check_once, specify
 from hypercomm.process_groups.strategies import ADOPTED, create
 from hypercomm.process_groups.torch_internals.gloo import one_device
+from hypercomm.process_groups.torch_internals.store import forget
 from hypercomm.process_groups.world import World, current, current_or_none, rank_in_world
 
 logger = logging.getLogger(__name__)
@@ -306,7 +306,7 @@ class GroupOwner:
                 if not group.users and pg is not None:
                     unused.append(pg)
         if unused:
-            destroy(unused)
+            c10d.destroy(unused)
 
     def release(self, keys: Iterable[GroupKey]) -> list[ProcessGroup]:
         """Remove keys; return the process groups that no key has any more."""
@@ -356,7 +356,7 @@ class GroupOwner:
         """Destroy one group, unless it serves other keys too."""
         self.get(key)
         self.check_steady()
-        destroy(self.release([key]))
+        c10d.destroy(self.release([key]))
 
     def explain(self, spec: GroupSpec) -> Explanation:
         """Return how a group was created, or would be, and why."""
@@ -423,7 +423,7 @@ class GroupOwner:
                 if pg is not None:
                     (isolated if stays else unused).append(pg)
         with contextlib.ExitStack() as endings:  # each is called, also after an error
-            endings.callback(abort, reversed(unused))
+            endings.callback(c10d.abort, reversed(unused))
             for pg in isolated:
                 endings.callback(c10d.isolate, pg)
 
@@ -434,7 +434,7 @@ class GroupOwner:
         self.ended = dict.fromkeys(self.ended)
         return unused
 
-    def end(self, ending: Ending) -> None:
+    def end(self, ending: Callable[[Iterable[ProcessGroup]], None]) -> None:
         """Destroy or abort the groups that no other grid has, the last one first."""
         with self.pool.lock:
             self.is_destroyed = True
@@ -446,7 +446,7 @@ class GroupOwner:
         """Abort all groups and release their keys: their world has another incarnation."""
         with self.pool.lock:
             unused = self._release_all()
-        abort(unused)
+        c10d.abort(unused)
 
     def live(self) -> list[GroupKey]:
         """Return the keys of the groups that this owner must end."""
@@ -486,6 +486,15 @@ class GroupOwner:
                 f"this grid ({self.layout}) has numbers of ranks from before WORLD was renewed; "
                 f"call reshape(target, ranks=...) with those of the new one"
             )
+
+
+def discard(groups: Iterable[ProcessGroup | None], world: World) -> None:
+    """Destroy what a call has made that fails on other ranks, the last one first."""
+    try:
+        c10d.destroy(reversed([group for group in groups if group is not None]))
+    finally:
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            forget(world.store, world.take_stale())
 
 
 # ---- several groups in one call ----------------------------------------------------------------

@@ -18,8 +18,7 @@ from hypercomm.layout.difference import Lost
 from hypercomm.layout.views import Views
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement.calls import Call, Scope, refusing, together
-from hypercomm.process_groups.create import discard
-from hypercomm.process_groups.owner import Group, GroupOwner
+from hypercomm.process_groups.owner import Group, GroupOwner, discard
 from hypercomm.process_groups.spec import GroupKey, GroupSpec, specify
 from hypercomm.process_groups.strategies import create
 from hypercomm.process_groups.world import World

@@ -7,10 +7,9 @@ other way round. Names resolve on first use.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hypercomm import _resolver
-from hypercomm.errors import MissingPackageError
 
 if TYPE_CHECKING:
     from hypercomm.launch import run_ranks as run_ranks
@@ -47,15 +46,4 @@ __all__ = sorted(_HOMES)  # noqa: PLE0605 - names of a table
 # pytest's --ranks-max, and the ranks of an example of `given_ranks` left out because of it.
 _bound = SimpleNamespace(most=None, left_out=0)
 
-_resolve = _resolver(__name__, _HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    try:
-        return _resolve(name)
-    except ModuleNotFoundError as error:
-        if error.name not in {"cloudpickle", "hypothesis", "pytest"}:
-            raise
-        raise MissingPackageError(
-            f"hypercomm.testing.{name} needs {error.name}: pip install 'hypercomm[testing]'"
-        ) from error
+__getattr__ = _resolver(__name__, _HOMES)

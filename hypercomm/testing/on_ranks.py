@@ -25,7 +25,7 @@ from hypothesis.strategies import SearchStrategy
 
 from hypercomm.errors import LaunchError, RankFailedError
 from hypercomm.launch import run_ranks
-from hypercomm.launch.run import dumps, preloads
+from hypercomm.launch.run import dumps, most_ranks, preloads
 from hypercomm.layout import RankLayout, RankMapping
 from hypercomm.layout.text import shown
 from hypercomm.testing import _bound
@@ -46,17 +46,6 @@ _LONGEST_OUTPUT = 100_000
 
 class BodyFailedError(RankFailedError):
     """A test's body failed on a rank; pytest shows the traceback of the rank alone."""
-
-
-def most_ranks() -> int:
-    """Return the number of ranks that a test should start on this machine at most.
-
-    Example:
-        >>> most_ranks() >= 8
-        True
-    """
-    has_affinity = hasattr(os, "sched_getaffinity")
-    return max(8, 4 * (len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1))
 
 
 def given_ranks(
@@ -105,9 +94,12 @@ def given_ranks(
     """
 
     def decorated(function: Callable[..., None]) -> Callable[..., None]:
-        def on_ranks(drawn: Mapping[str, Any]) -> None:
+        name, signature = function.__qualname__, inspect.signature(function)
+
+        @functools.wraps(function)
+        def on_ranks(*args: Any, **kwargs: Any) -> None:
             __tracebackhide__ = True
-            name = function.__qualname__
+            drawn = signature.bind(*args, **kwargs).arguments
             needed = _ranks_of(drawn, name) if ranks is None else ranks
             option = _bound.most
             if option is not None and needed > option:
@@ -123,7 +115,7 @@ def given_ranks(
                 )
             run_body(function, drawn, needed, timeout=timeout)
 
-        test = hypothesis.given(*strategies, **named)(_by_name(function, on_ranks))
+        test = hypothesis.given(*strategies, **named)(on_ranks)
         made: Callable[..., None] = hypothesis.settings(
             max_examples=max_examples,
             deadline=None,
@@ -134,20 +126,6 @@ def given_ranks(
         return made
 
     return decorated
-
-
-def _by_name(
-    body: Callable[..., None], run: Callable[[Mapping[str, Any]], None]
-) -> Callable[..., None]:
-    """Return a function with the signature of a body that calls `run` with its arguments."""
-    signature = inspect.signature(body)
-
-    @functools.wraps(body)
-    def call(*args: Any, **kwargs: Any) -> None:
-        __tracebackhide__ = True
-        run(signature.bind(*args, **kwargs).arguments)
-
-    return call
 
 
 def _ranks_of(drawn: Mapping[str, Any], test: str) -> int:
@@ -163,31 +141,6 @@ def _ranks_of(drawn: Mapping[str, Any], test: str) -> int:
             f"layout, as from layouts(max_ranks=4, max_offset=0), or give ranks="
         )
     return max(max(layout.ranks) for layout in layouts) + 1
-
-
-def run_test(
-    test: Callable[..., Any], fixtures: Mapping[str, Any], nprocs: int, **options: Any
-) -> None:
-    """Run a test on real ranks; hypothesis draws in this process and runs each example there.
-
-    Args:
-        test: The test, as pytest has found it.
-        fixtures: The values of its fixtures, by name.
-        nprocs: The number of ranks.
-        options: As for `run_body`.
-    """
-    __tracebackhide__ = True
-    handle = getattr(test, "hypothesis", None)
-    if handle is None:
-        run_body(test, fixtures, nprocs, **options)
-        return
-    inner = handle.inner_test  # documented by hypothesis for plugins like this one
-    run = functools.partial(run_body, inner, nprocs=nprocs, **options)
-    handle.inner_test = _by_name(inner, run)
-    try:
-        test(**fixtures)
-    finally:
-        handle.inner_test = inner
 
 
 def run_body(

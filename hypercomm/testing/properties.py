@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from hypercomm.errors import LayoutError
 from hypercomm.grid.grid import GridView
+from hypercomm.layout.checks import check_choice
 from hypercomm.layout.parsing import Dims
 from hypercomm.layout.text import format_coords
 
@@ -194,12 +195,10 @@ def linear(
     shapes = {"input": (2 * size, 3 * size, inner), "weight": (outer, inner)}
     if bias:
         shapes["bias"] = (outer,)
+    check_choice("cut", cut, ("column", "row"), LayoutError)
+    cuts: dict[str, int | None] = {"input": 2, "weight": 1, "output": sequence}
     if cut == "column":
         cuts = {"input": sequence, "weight": 0, "bias": 0, "output": 2}
-    elif cut == "row":
-        cuts = {"input": 2, "weight": 1, "output": sequence}
-    else:
-        raise LayoutError(f"cut must be 'column' or 'row', got {cut!r}")
     cuts = {name: axis for name, axis in cuts.items() if name in {*shapes, "output"}}
     layer(grid, dim, sharded, functional.linear, shapes, cuts=cuts, **options)
 
@@ -308,8 +307,7 @@ def loss(
     if padded:
         targets[::3] = -100
     tensors: dict[str, Any] = {"logits": (tokens, vocabulary), "targets": targets}
-    if cut not in {"vocabulary", "tokens"}:
-        raise LayoutError(f"cut must be 'vocabulary' or 'tokens', got {cut!r}")
+    check_choice("cut", cut, ("vocabulary", "tokens"), LayoutError)
     cuts = {"logits": 0, "targets": 0, "output": 0} if cut == "tokens" else {"logits": 1}
     layer(grid, dim, sharded, dense, tensors, cuts=cuts, **options)
 

@@ -42,16 +42,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the marker, and check the options."""
+    """Declare the marker."""
     config.addinivalue_line(
         "markers",
         "ranks(*sizes, timeout=60, backend='gloo'): run the test's body on so many real ranks, "
         "once for each size. Its fixtures are made in pytest's process, and travel by pickle.",
     )
-    for name in ("--ranks-max", "--ranks-timeout"):
-        value = config.getoption(name)
-        if value is not None and not value > 0:
-            raise pytest.UsageError(f"{name} must be larger than 0, got {value:g}")
 
 
 # ---- the marker ---------------------------------------------------------------------------------
@@ -86,12 +82,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _most(config: pytest.Config) -> int:
-    asked: int | None = config.getoption("--ranks-max")
-    if asked is not None:
-        return asked
-    from hypercomm.testing.on_ranks import most_ranks
+    from hypercomm.launch.run import most_ranks
 
-    return most_ranks()
+    asked: int | None = config.getoption("--ranks-max")
+    return asked or most_ranks()
 
 
 def _too_many(size: int, limit: int) -> str:
@@ -108,15 +102,18 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if inspect.iscoroutinefunction(pyfuncitem.obj):
         wrong = "is async, and ranks have no event loop: call asyncio.run() in a plain function"
         pytest.fail(f"{pyfuncitem.name} {wrong}", pytrace=False)
+    if hasattr(pyfuncitem.obj, "hypothesis"):
+        wrong = "draws with hypothesis: write @given_ranks(..., ranks=2) without this marker"
+        pytest.fail(f"{pyfuncitem.name} {wrong}", pytrace=False)
     from hypercomm.errors import LaunchError
-    from hypercomm.testing.on_ranks import run_test
+    from hypercomm.testing.on_ranks import run_body
 
     fixtures = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     options = {"timeout": pyfuncitem.config.getoption("--ranks-timeout"), **marker.kwargs}
     try:
         with _output_shown(pyfuncitem) as output:
             size: Any = pyfuncitem.callspec.params["ranks"]
-            run_test(pyfuncitem.obj, fixtures, size, output=output, **options)
+            run_body(pyfuncitem.obj, fixtures, size, output=output, **options)
     except LaunchError as error:
         wrong = str(error)
     else:
@@ -160,7 +157,7 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, An
 # ---- fixtures -----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")  # hypothesis wants no other in its tests
+@pytest.fixture
 def ranks(request: pytest.FixtureRequest) -> int:
     """The number of ranks of a test marked `@pytest.mark.ranks(2, 4)`."""
     size: int | None = getattr(request, "param", None)
@@ -193,22 +190,3 @@ def run_ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
             return run_function(call, nprocs, module=module, output=output, **options)
 
     return run
-
-
-@pytest.fixture
-def fake_world() -> Iterator[Callable[..., contextlib.ExitStack]]:
-    """`hypercomm.testing.fake_world`, left at the end of the test, or of a `with` block.
-
-    `fake_world(4096, rank=7)` makes this process one rank of a large job; another call makes it
-    one of another job.
-    """
-    with contextlib.ExitStack() as stack:
-
-        def enter(world_size: int, rank: int = 0, **options: Any) -> contextlib.ExitStack:
-            from hypercomm.testing import fake_world as world
-
-            stack.close()
-            stack.enter_context(world(world_size, rank, **options))
-            return stack
-
-        yield enter

@@ -16,23 +16,21 @@ import attrs
 
 from hypercomm.compat.ezpz import tp as ezpz
 from hypercomm.compat.megatron import state as megatron
-from hypercomm.errors import LaunchError, LayoutError, RankFailedError, SimulationError
+from hypercomm.errors import RankFailedError, SimulationError
 from hypercomm.launchers import VARIABLES
-from hypercomm.layout.checks import as_int, as_tuple, as_world_size, check_duration
-from hypercomm.layout.text import counted, shown, some_of
-from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.layout.checks import as_ranks, as_world_size, check_duration
+from hypercomm.layout.text import counted, some_of
 from hypercomm.process_groups.options import check_known
 from hypercomm.testing.recording import CREATE, Book, Collective, Creation, Step
 from hypercomm.testing.simulated_group import RecordingGroup
 from hypercomm.testing.worlds import OtherWorld, other_worlds
-from hypercomm.tools.blame.analysis import find_differences, find_waits
+from hypercomm.tools.blame.analysis import ANSWERS, find_differences, find_waits
 from hypercomm.tools.blame.evidence import Call, Evidence, Group, Record
 
 Result = TypeVar("Result")
 
 
 _NEVER = {CREATE: "never creates it", "send": "never receives it", "recv": "never sends it"}
-_OTHER_WAYS = {"send": "recv", "recv": "send"}
 
 
 @attrs.frozen
@@ -97,13 +95,7 @@ class Simulation(Generic[Result]):
             SimulationError: They do not agree (an AssertionError); shows the first disagreements.
         """
         if self.disagreements:
-            raise SimulationError("\n".join(self._lines()))
-
-    def _lines(self) -> list[str]:
-        found = self.disagreements
-        more = [f"  and {len(found) - 5:,} more"] if len(found) > 5 else []
-        lines = [f"  {one}" for one in found[:5]] + more
-        return [f"{counted(len(found), 'disagreement')}:", *lines]
+            raise SimulationError(str(self))
 
     def __repr__(self) -> str:
         return f"<Simulation: {str(self).splitlines()[0]}>"
@@ -116,9 +108,10 @@ class Simulation(Generic[Result]):
         )
         if any(self.collectives.values()):
             headline += f"; {_range(self.collectives)} collectives on each"
-        return "\n".join(
-            [headline, *(self._lines() if self.disagreements else ["all ranks agree"])]
-        )
+        found = self.disagreements
+        verdict = f"{counted(len(found), 'disagreement')}:" if found else "all ranks agree"
+        more = [f"  and {len(found) - 5:,} more"] if len(found) > 5 else []
+        return "\n".join([headline, verdict, *(f"  {one}" for one in found[:5]), *more])
 
 
 def _range(every: Mapping[int, Sequence[object]]) -> str:
@@ -181,7 +174,6 @@ def simulate(
         RankFailedError: The function raised; names the rank, and holds the traceback.
         LayoutError: `world_size` or a rank is not an int, or is out of range.
         GroupOptionsError: torch does not know the backend, or `timeout` is not a duration.
-        LaunchError: `args` is not a sequence, or the function calls `simulate`.
 
     Example:
         >>> import torch.distributed as dist
@@ -212,23 +204,13 @@ def simulate(
         (2, 'all_reduce', ((5,),), ((4,),))
     """
     as_world_size(world_size)
-    if not isinstance(args, Sequence) or isinstance(args, str):
-        raise LaunchError(f"args must be a sequence of arguments, got {shown(args)}")
     check_duration(timeout)
     wanted: Sequence[int] = range(world_size)
     if ranks is not None:
-        wanted = sorted({as_int(rank, "rank") for rank in as_tuple(ranks, "ranks")})
-    outside = [rank for rank in wanted if not 0 <= rank < world_size]
-    if outside:
-        raise LayoutError(f"ranks must be in range({world_size}), got {outside[0]}")
+        wanted = as_ranks(sorted(set(ranks)), "ranks", world_size)
     check_known(backend)
-    if c10d.is_other_world():
-        raise LaunchError(
-            "simulate() was called inside simulate(); call it outside of the simulated function"
-        )
     book, everyone = Book(set(wanted)), {rank: rank for rank in range(world_size)}
     returned: dict[int, Result] = {}
-    job = OtherWorld(lambda: None, everyone, backend, lambda *_: None)
     with other_worlds(lambda: job), mock.patch.dict(os.environ):
         for name in VARIABLES:  # of a launcher
             os.environ.pop(name, None)
@@ -323,7 +305,7 @@ def _evidence(steps: Programs) -> Evidence:
 def _other_end(call: Call) -> Point:
     """Return the other end of a message; of a collective, the same point."""
     way, _, route = call.channel.partition(" ")
-    other = f"{_OTHER_WAYS[way]} {route}" if way in _OTHER_WAYS else call.channel
+    other = f"{ANSWERS[way]} {route}" if way in ANSWERS else call.channel
     return call.group, other, call.number
 
 

@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 
-from hypercomm.errors import LayoutError, UnknownDimError
 from hypercomm.layout import RankLayout, RankMapping
-from hypercomm.layout.checks import as_int, as_strings, as_tuple
 from hypercomm.layout.parsing import divisors
-from hypercomm.layout.text import did_you_mean
 
 if TYPE_CHECKING:
     from hypercomm.grid import HyperCommGrid
@@ -59,7 +56,7 @@ def layouts(
 
     Raises:
         InvalidArgument: No layout can satisfy the bounds.
-        LayoutError: A bound is not an int, or `dim_names` is not a sequence of names.
+        LayoutError: `dim_names` is not a sequence of names.
         UnknownDimError: A required dim is not among `dim_names`.
 
     Example:
@@ -67,13 +64,11 @@ def layouts(
         >>> str(find(layouts(min_dims=2), lambda layout: layout.size > 2))
         'tp=1,cp=3'
     """
-    known = _unique_names(dim_names, "dim_names")
-    required = _unique_names(dims_required, "dims_required", known)
+    named = _named(dim_names)
+    known, required = named.dim_names, named.order_dims(dims_required) if dims_required else ()
     max_dims = len(known) if max_dims is None else max_dims
     bounds = {"min_dims": min_dims, "max_dims": max_dims, "min_size": min_size}
     bounds |= {"max_size": max_size, "max_ranks": max_ranks, "max_offset": max_offset}
-    for name, bound in bounds.items():
-        as_int(bound, name)
     counts = range(max(min_dims, len(required)), max_dims + 1)
     fitting = [count for count in counts if min_size**count <= max_ranks]
     has_names = min_dims >= 1 and max_dims <= len(known)
@@ -164,7 +159,7 @@ def orders(dim_names: Sequence[str] = DIM_NAMES) -> st.SearchStrategy[str]:
         >>> find(orders(), lambda order: True)
         'tp-cp-ep-dp-pp'
     """
-    return st.permutations(_unique_names(dim_names, "dim_names")).map("-".join)
+    return st.permutations(_named(dim_names).dim_names).map("-".join)
 
 
 @st.composite
@@ -230,7 +225,7 @@ def views_of(
 
     Raises:
         InvalidArgument: There are too few names, or a name is also shared.
-        LayoutError: `layout` is not a layout, or the names are not a sequence of names.
+        LayoutError: The names are not a sequence of names.
         UnknownDimError: A shared dim is not a dim of the layout.
 
     Example:
@@ -240,8 +235,8 @@ def views_of(
         >>> print(find(views, lambda view: len(view.dim_names) > 2))
         ep=2,expt_tp=4,pp=2
     """
-    shared = _unique_names(shared_dims, "shared_dims", RankLayout(layout).dim_names)
-    names = _unique_names(dim_names, "dim_names")
+    shared = layout.order_dims(shared_dims) if shared_dims else ()
+    names = _named(dim_names).dim_names
     runs = [1]  # the products of the sizes between shared dims
     for dim in layout.dim_names:
         if dim in shared:
@@ -311,7 +306,7 @@ def mappings(
 
     Raises:
         InvalidArgument: No layouts can satisfy the bounds.
-        LayoutError: A bound is not an int, or `dim_names` is not a sequence of names.
+        LayoutError: `dim_names` is not a sequence of names.
         UnknownDimError: `along` is not among `dim_names`.
 
     Example:
@@ -319,26 +314,24 @@ def mappings(
         >>> print(find(mappings(beside=True), lambda mapping: mapping.kind == "fan-out"))
         dp=1 at 0 -> dp=2 at 1: fan-out 1 -> 2 along dp
     """
-    names = _unique_names(dim_names, "dim_names")
-    batch = _unique_names(() if along is None else [along], "along", names)
+    batch = () if along is None else (along,)
     drawn = layouts(
-        max_size=max_size, max_ranks=max_ranks, max_offset=0, dim_names=names, dims_required=batch
+        max_size=max_size,
+        max_ranks=max_ranks,
+        max_offset=0,
+        dim_names=dim_names,
+        dims_required=batch,
     )
     source, target = draw(drawn), draw(drawn)
-    for dim in batch:  # one size must divide the other: take the largest smaller size that does
-        own = source.size_of(dim)
-        fitting = next(
-            size
-            for size in range(target.size_of(dim), 0, -1)
-            if not max(own, size) % min(own, size)
-        )
-        sizes = [fitting if name == dim else target.size_of(name) for name in target.dim_names]
-        target = RankLayout(sizes, target.dim_names)
+    for dim in batch:  # one size must divide the other
+        own, size = source.size_of(dim), target.size_of(dim)
+        if max(own, size) % min(own, size):
+            target = RankLayout({**target.sizes, dim: math.gcd(own, size)})
     is_beside = draw(st.booleans()) if beside is None else beside
     target = RankLayout(target.shape, target.dim_names, source.size if is_beside else 0)
     if along is not None:
         return RankMapping(source, target, along)
-    cutting = [dim for dim in names if dim in {*source.dim_names, *target.dim_names} - {"pp"}]
+    cutting = [dim for dim in dim_names if dim in {*source.dim_names, *target.dim_names} - {"pp"}]
     shards = draw(shardings((1, 1), dim_names=cutting)) if cutting else {}
     return RankMapping(source, target, None, shards=shards)
 
@@ -358,37 +351,21 @@ def shardings(
     Returns:
         A strategy for dicts from dims to axes.
 
-    Raises:
-        InvalidArgument: A dim is named twice.
-        LayoutError: `shape` is not a sequence of lengths, or `dim_names` not one of names.
-
     Example:
         >>> from hypothesis import find
         >>> find(shardings([12, 8]), lambda cut: len(cut) == 2)
         {'tp': 0, 'cp': 0}
     """
-    lengths = [as_int(length, "a length of shape") for length in as_tuple(shape, "shape")]
-    if any(length < 0 for length in lengths):
-        raise LayoutError(f"the lengths of shape must be 0 or more, got {lengths}")
-    names = _unique_names(dim_names, "dim_names")
-    axes = [axis for axis, length in enumerate(lengths) if length > 0]
-    if not axes or not names:
+    axes = [axis for axis, length in enumerate(shape) if length > 0]
+    if not axes or not dim_names:
         return st.just({})
-    pair = st.tuples(st.sampled_from(names), st.sampled_from(axes))
-    return st.lists(pair, unique_by=lambda cut: cut[0], max_size=len(names)).map(dict)
+    pair = st.tuples(st.sampled_from(dim_names), st.sampled_from(axes))
+    return st.lists(pair, unique_by=lambda cut: cut[0], max_size=len(dim_names)).map(dict)
 
 
-def _unique_names(value: object, what: str, known: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Return names as a tuple; each is named once, and is among those known."""
-    names = as_strings(value, what)
-    if len(set(names)) < len(names):
-        raise InvalidArgument(f"{what} must name each dim once, got {names}")
-    for name in names:
-        if known is not None and name not in known:
-            raise UnknownDimError(
-                f"{what} contains {name!r}, which is not one of {known}{did_you_mean(name, known)}"
-            )
-    return names
+def _named(dim_names: Sequence[str]) -> RankLayout:
+    """Return a layout of one rank with these dims, which checks their names."""
+    return RankLayout([1] * len(dim_names), dim_names)
 
 
 st.register_type_strategy(RankLayout, layouts())

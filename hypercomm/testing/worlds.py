@@ -10,10 +10,9 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 
-from hypercomm.errors import CreationError, LayoutError, WorldSizeError
+from hypercomm.errors import LayoutError
 from hypercomm.layout.checks import as_int, as_world_size
 from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
@@ -97,7 +96,7 @@ class OtherWorld(_c10d._World):  # type: ignore[misc]
         self.pg_map[group] = (backend, self._store)
         self.pg_names[group] = name
         self.pg_group_ranks[group] = ranks
-        self.pg_backend_config[group] = _config(backend, *dist.Backend.backend_list)
+        self.pg_backend_config[group] = backend_config(backend)
         self.pg_to_tag[group] = f"ptd:{name}"
         self.tags_to_pg[f"ptd:{name}"] = [group]
 
@@ -121,12 +120,6 @@ class OtherWorld(_c10d._World):  # type: ignore[misc]
         group = self._create(unique, members, str(backend), timeout, description or "undefined")
         self._register(group, name, str(backend), positions)
         return group, None
-
-
-@functools.lru_cache(maxsize=64)
-def _config(backend: str, *_known: str) -> Any:
-    """Return the config of a backend, which depends on the registered backends."""
-    return backend_config(backend)
 
 
 @functools.cache
@@ -196,8 +189,8 @@ def fake_world(
         LayoutError: `world_size` or `rank` is not an int, or is out of range, or the parts have
             other ranks.
         GroupOptionsError: `timeout` is not a duration.
-        WorldSizeError: torch.distributed is already initialised.
-        CreationError: The installed torch has no fake backend.
+        ValueError: torch.distributed is already initialised.
+        ImportError: The installed torch has no fake backend.
 
     Example:
         >>> import torch.distributed as dist
@@ -215,23 +208,11 @@ def fake_world(
     """
     as_world_size(world_size)
     check_timeout(timeout)
-    if not 0 <= as_int(rank, "rank") < world_size:
-        raise LayoutError(f"rank must be in range({world_size}), got {rank}")
+    as_int(rank, "rank", 0, world_size - 1)
     if parts is not None and sum(parts.values()) != world_size:
         raise LayoutError(f"parts {shown(parts)} have not the {world_size} ranks of the world")
-    if dist.is_initialized():
-        raise WorldSizeError(
-            f"torch.distributed is already initialised, with {dist.get_world_size()} ranks; "
-            f"leave or destroy that world before entering a fake one"
-        )
-    try:  # importing the module registers the backend
-        fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")
-        store = fake.FakeStore()
-    except (AttributeError, ImportError) as error:
-        raise CreationError(
-            f"torch {torch.version.__version__} has no fake backend ({error}); use "
-            f"hypercomm.testing.run_ranks, whose ranks are real, or another release of torch"
-        ) from error
+    fake: Any = importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    store = fake.FakeStore()  # importing the module has registered the backend
     dist.init_process_group("fake", store=store, world_size=world_size, rank=rank, timeout=timeout)
     world = current()
     world.parts = dict(parts or {})

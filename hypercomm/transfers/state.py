@@ -133,8 +133,11 @@ def transfer_state(
     try:
         is_verified = as_verified(verify)
         limit = as_int(bucket_bytes, "bucket_bytes", LEAST_BUCKET)
+        patterns = {"*": mapping}
+        if shards is not None:
+            patterns = {name: attrs.evolve(mapping, shards=cuts) for name, cuts in shards.items()}
         model = _read(
-            _read_patterns(mapping, shards),
+            patterns,
             _read_tensors(state, "state", world.rank) if is_source else {},
             _read_tensors(into, "into", world.rank) if is_target else {},
             world.rank,
@@ -201,18 +204,6 @@ def _read(
             )
     _check_overlaps(sent, received, mappings, rank)
     return _Model(here or there, sent, received)
-
-
-def _read_patterns(mapping: RankMapping, shards: object) -> dict[str, RankMapping]:
-    """Return the mapping of the parameters that match each pattern."""
-    if shards is None:
-        return {"*": mapping}
-    if not isinstance(shards, Mapping):
-        raise LayoutError(
-            f"shards must map patterns of names to dims and axes, such as "
-            f"{{'*.qkv.weight': {{'tp': 0}}, '*': {{}}}}, got {shown(shards)}"
-        )
-    return {pattern: attrs.evolve(mapping, shards=cuts) for pattern, cuts in shards.items()}
 
 
 def _match(patterns: Mapping[str, RankMapping], names: Sequence[str]) -> dict[str, RankMapping]:
@@ -302,18 +293,13 @@ class _Piece:
         segment: The segment.
         tensor: Its elements.
         buffer: The bytes that are sent or received: those of the tensor, or bytes of a pool.
-        is_packed: Whether the bytes are in a pool.
+        packed: The elements in the pool; None if the bytes are those of the tensor.
     """
 
     segment: Segment
     tensor: Tensor
     buffer: Tensor
-    is_packed: bool
-
-    @property
-    def packed(self) -> Tensor:
-        """The elements in the pool."""
-        return self.buffer[: self.tensor.nbytes].view(self.tensor.dtype).view(self.tensor.shape)
+    packed: Tensor | None = None
 
 
 class _Mover:
@@ -363,17 +349,17 @@ class _Mover:
         at = 0
         for segment in (*received, *sent):
             tensor = self._part(segment, is_sent=segment.source == self.rank)
-            is_packed = self.is_verified or not tensor.is_contiguous()
-            buffer = self.pools[number % 2][at : at + segment.room]
-            if not is_packed:
-                buffer = tensor.view(-1).view(torch.uint8)
-            elif not self.is_verified:
-                buffer = buffer[: segment.nbytes]
-            pieces.append(_Piece(segment, tensor, buffer, is_packed))
+            if tensor.is_contiguous() and not self.is_verified:
+                pieces.append(_Piece(segment, tensor, tensor.view(-1).view(torch.uint8)))
+                continue
+            room = segment.room if self.is_verified else segment.nbytes
+            buffer = self.pools[number % 2][at : at + room]
+            packed = buffer[: segment.nbytes].view(tensor.dtype).view(tensor.shape)
+            pieces.append(_Piece(segment, tensor, buffer, packed))
             at += segment.room
         incoming, outgoing = pieces[: len(received)], pieces[len(received) :]
         for piece in outgoing:
-            if piece.is_packed:
+            if piece.packed is not None:
                 piece.packed.copy_(piece.tensor)
             if self.is_verified:
                 piece.buffer[piece.segment.nbytes :].zero_()
@@ -393,7 +379,7 @@ class _Mover:
         for piece in received:
             if self.is_verified:
                 self._compare(piece.segment, piece.buffer)
-            if piece.is_packed:
+            if piece.packed is not None:
                 piece.tensor.copy_(piece.packed)
 
     def _compare(self, segment: Segment, buffer: Tensor) -> None:
@@ -418,13 +404,12 @@ class _Mover:
 def _share_damage(world: World, mapping: RankMapping, damage: StateTransferError | None) -> None:
     """Raise on all ranks if one of them received damaged data."""
     title, effect = "the end of a state", "the received data may be incomplete"
-    if damage is not None:
-        consent(world, mapping, title, damage, effect=effect)
-        raise damage
     try:
-        consent(world, mapping, title, effect=effect)
+        consent(world, mapping, title, damage, effect=effect)
     except OutcomeUnknownError:
         raise
     except CreationError as error:
         found = re.search(r"\(start=(\d+)\)", str(error))
         raise StateTransferError(str(error), bucket=int(found[1]) if found else 0) from error
+    if damage is not None:
+        raise damage

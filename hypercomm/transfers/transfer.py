@@ -50,21 +50,6 @@ class _Role:
     receives: tuple[Message, ...]
 
 
-@attrs.frozen
-class _Moves:
-    """The operations of one rank: messages to receive and to send, and the group to broadcast in.
-
-    Attributes:
-        description: The transfer as a whole, described identically on all ranks.
-    """
-
-    description: str
-    received: Tensor | None
-    receives: Pieces
-    sends: Pieces
-    group: ProcessGroup | None
-
-
 def transfer(
     mapping: RankMapping,
     tensor: Tensor | None,
@@ -133,21 +118,22 @@ def transfer(
     if not role.is_source and not role.siblings:
         return None
     try:
-        moves = _check(mapping, role, tensor, groups, out)
+        description, received, receives, sends = _check(mapping, role, tensor, out)
+        group = _check_group(groups, role, leaders=mapping.leaders)
     except LayoutError as error:
         if is_verified:
             consent(world, mapping, "", error)
         raise
-    interrupt = consent(world, mapping, moves.description) if is_verified else None
+    interrupt = consent(world, mapping, description) if is_verified else None
     with torch.no_grad():
-        _exchange(moves, world)
-        if moves.group is not None and moves.received is not None:
-            _broadcast(moves.received.detach(), role.siblings[0], moves.group)
-    if moves.received is not None:
-        mark_written(moves.received)
+        _exchange(receives, sends, world)
+        if group is not None and received is not None:
+            _broadcast(received.detach(), role.siblings[0], group)
+    if received is not None:
+        mark_written(received)
     if interrupt is not None:
         raise interrupt  # only now, because the other ranks had this rank's consent
-    return moves.received
+    return received
 
 
 @lru_cache(maxsize=128)
@@ -183,10 +169,14 @@ def check_mapping(mapping: object, size: int) -> None:
 
 
 def _check(
-    mapping: RankMapping, role: _Role, tensor: object, groups: object, out: object
-) -> _Moves:
-    """Check the arguments of this rank, and return its operations."""
-    group = _check_group(groups, role, leaders=mapping.leaders)
+    mapping: RankMapping, role: _Role, tensor: object, out: object
+) -> tuple[str, Tensor | None, Pieces, Pieces]:
+    """Check the tensors of this rank, and return its operations.
+
+    Returns:
+        A description of the transfer that is identical on all ranks, the tensor that is received,
+        and the messages to receive and to send.
+    """
     given = as_tensor(tensor, "tensor")
     shapes = shapes_of(mapping, tuple(given.shape), is_source=role.is_source)
     received = None
@@ -208,7 +198,7 @@ def _check(
         whole = given.detach()
         sends = [(m.target, whole[m.source_slices(shapes[0])]) for m in role.sends]
     description = f"parts {shapes[0]} to parts {shapes[1]} of {given.dtype}"
-    return _Moves(description, received, receives, sends, group)
+    return description, received, receives, sends
 
 
 def _check_out(out: object, tensor: Tensor, shape: Shape) -> Tensor:
@@ -295,12 +285,12 @@ def mark_written(tensor: Tensor) -> None:
         increment_version(tensor)
 
 
-def _exchange(moves: _Moves, world: World) -> None:
+def _exchange(receiving: Pieces, sending: Pieces, world: World) -> None:
     """Receive and send everything, and copy the pieces that stay on this rank."""
-    kept = (piece for target, piece in moves.sends if target == world.rank)
+    kept = (piece for target, piece in sending if target == world.rank)
     receives: Pieces = []
     copies: list[tuple[Tensor, Tensor]] = []
-    for source, piece in moves.receives:
+    for source, piece in receiving:
         if source == world.rank:
             piece.copy_(next(kept))
             continue
@@ -309,7 +299,7 @@ def _exchange(moves: _Moves, world: World) -> None:
             packed = torch.empty_like(piece, memory_format=torch.contiguous_format)
             copies.append((piece, packed))
         receives.append((source, packed))
-    sends = [(target, piece.contiguous()) for target, piece in moves.sends if target != world.rank]
+    sends = [(target, piece.contiguous()) for target, piece in sending if target != world.rank]
     for work in post(receives, sends, world.pg):
         work.wait()
     for piece, packed in copies:

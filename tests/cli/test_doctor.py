@@ -10,7 +10,6 @@ from test_cli import hypercomm
 
 from hypercomm import __version__
 from hypercomm.cli.doctor import matters
-from hypercomm.testing import fake_world
 
 UNTOUCHED = {name: value for name, value in os.environ.items() if not matters(name)}
 PROGRAM = "import sys; from hypercomm.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -85,11 +84,3 @@ def test_without_torch():
     [problem] = found["problems"]
     assert problem.startswith("torch cannot be loaded: ModuleNotFoundError: ")
     assert found["versions"]["torch"] == metadata.version("torch")
-
-
-# A process that has a world already is left alone, with exit code 2.
-def test_in_a_world(in_process):
-    with fake_world(4, rank=1):
-        done = in_process("doctor")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "torch.distributed is initialised in this process, with 4 ranks" in done.stderr

@@ -235,5 +235,5 @@ def test_a_caller_that_ends(number):
 
 def test_without_cloudpickle(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(MissingPackageError, match="pip install cloudpickle"):
+    with pytest.raises(MissingPackageError, match="needs cloudpickle: pip install"):
         run_ranks(print, 1)

@@ -13,7 +13,6 @@ FACTS = {
     "parts": {"parts": {**PARTS, "engine": 2}},
     "order": {"parts": dict(reversed(PARTS.items()))},
     "backend": {"backend": "cpu:gloo"},
-    "name": {"name": "others"},
 }
 """What one process says otherwise."""
 

@@ -14,13 +14,13 @@ from launched import run_python
 
 from hypercomm import HyperCommGrid, RankLayout, RankMapping
 from hypercomm.errors import LaunchError, RankFailedError
+from hypercomm.launch.run import most_ranks
 from hypercomm.testing import given_ranks, grids, layouts, on_ranks, pytest_plugin
-from hypercomm.testing.on_ranks import most_ranks
 
 TESTS = """
     import functools, os, sys, threading, time, unittest
     import pytest, torch, torch.distributed as dist
-    from hypothesis import assume, given, settings, strategies as st
+    from hypothesis import assume, given, strategies as st
     from busy import patience_s
     from hypercomm import RankLayout
     from hypercomm.testing import given_ranks
@@ -66,6 +66,11 @@ TESTS = """
     async def test_async():
         pass
 
+    @pytest.mark.ranks(1)
+    @given(st.booleans())
+    def test_given(drawn):
+        pass
+
     def doubled(test):
         @functools.wraps(test)
         def twice(*args, number, **kwargs):
@@ -75,16 +80,14 @@ TESTS = """
     class TestOfClass:
         word = "mine"
 
-        @pytest.mark.ranks(2)
-        @settings(deadline=None, max_examples=8, database=None)
-        @given(number=st.integers(0, 9))
+        @given_ranks(ranks=2, max_examples=8, number=st.integers(0, 9))
         @doubled
-        def test_drawn(self, ranks, number):
+        def test_drawn(self, number):
             assume(number != 12)
             total = torch.tensor([number])
             dist.all_reduce(total)
             assert self.word == "mine"
-            assert total.item() <= 11 * ranks
+            assert total.item() <= 22
 
         @staticmethod
         @pytest.mark.ranks(1)
@@ -122,13 +125,6 @@ TESTS = """
 
     def test_unmarked(ranks):
         pass
-
-    def test_fake(fake_world):
-        fake_world(64, rank=3)
-        with fake_world(32, rank=5):
-            assert (dist.get_rank(), dist.get_world_size()) == (5, 32)
-        assert not dist.is_initialized()
-        fake_world(16)
 """
 
 pytestmark = pytest.mark.full
@@ -166,7 +162,7 @@ def about(report, test):
 # of given_ranks no example starts that is too large, and a test without any other is skipped.
 def test_sizes(report):
     for test in (
-        *("test_sum[ranks=1]", "test_sum[ranks=2]", "test_some_left_out", "test_fake"),
+        *("test_sum[ranks=1]", "test_sum[ranks=2]", "test_some_left_out"),
         *("TestOfClass::test_static[ranks=1]", "TestCase::test_of_unittest", "test_function"),
     ):
         assert f"PASSED test_all.py::{test}\n" in report, report
@@ -196,7 +192,7 @@ def test_failures(report):
     assert re.match(r"\nrank 0 failed: it had not returned after [\d.]+ s\n", told)
     assert len(re.findall(r'test_all.py", line \d+ in test_hang\n', told)) == 2
     assert told.count("before\n") == 2
-    told = about(report, "TestOfClass.test_drawn[ranks=2]")
+    told = about(report, "TestOfClass.test_drawn")
     assert "    number=7,\n" in told
     assert "deprecated" not in told
 
@@ -207,12 +203,13 @@ def test_what_cannot_work(report):
     told = about(report, "test_lock[ranks=2]")
     assert told.startswith("\nargument 'lock' of test_lock cannot be pickled for its ranks: <unl")
     assert about(report, "test_async[ranks=1]").startswith("\ntest_async[ranks=1] is async")
+    assert about(report, "test_given[ranks=1]").startswith("\ntest_given[ranks=1] draws with")
     assert "the fixture 'ranks' needs a test that is marked" in about(report, "test_unmarked")
     assert "not today\n" in report
     assert "XFAIL test_all.py::test_xfail[ranks=1] - known\n" in report
 
 
-# Markers that cannot work, and options: nothing runs. Without an option, the machine bounds ranks.
+# Markers that cannot work: nothing runs. Without an option, the machine bounds ranks.
 def test_bad_markers(tmp_path):
     markers = ["()", "('2')", "(2.0)", "(True)", "(0)", "(2, 2)", "(2, tiemout=3)", "(4096)"]
     for number, marker in enumerate(markers):
@@ -222,8 +219,6 @@ def test_bad_markers(tmp_path):
     told = re.findall(r"^the marker ranks of test_it takes .*; got .*$", report, re.MULTILINE)
     assert len(told) == len(markers) - 1
     assert f"4096 ranks are more than {most_ranks()}; " in report
-    for option in ("--ranks-max", "--ranks-timeout"):
-        assert f"{option} must be larger than 0" in run_pytest(tmp_path, f"{option}=-1")
 
 
 # So do those of given_ranks, before a rank starts.

@@ -144,7 +144,6 @@ class Scope:
         layout: The layout in whose coordinates errors name ranks.
         grid: The grid, as text that is compared where ranks wait for each other; "" without one.
         is_fenced: Whether ranks that agree go on without all others, whose next calls fail.
-        look: Returns how the round has ended for all, from what else the store holds, if it has.
     """
 
     world: World
@@ -153,7 +152,6 @@ class Scope:
     layout: RankLayout | None = None
     grid: str = ""
     is_fenced: bool = False
-    look: Callable[[], Outcome | None] = lambda: None
 
     @property
     def key(self) -> str:
@@ -554,8 +552,6 @@ class Call(Generic[T]):
         ticket, world = self._round, self.scope.world
         if reason := world.why_ended():
             raise EndedError(Outcome("restarted", reason))
-        if found := self.scope.look():
-            raise EndedError(self._decide(found))
         outcome = self._follow(protocol.read_outcome(ticket))
         if outcome is not None:
             raise EndedError(outcome)

@@ -17,7 +17,7 @@ from hypercomm.tools.blame.evidence import Call, Evidence
 
 _T = TypeVar("_T")
 
-_ANSWERS = {"send": "recv", "recv": "send"}
+ANSWERS = {"send": "recv", "recv": "send"}
 
 
 @attrs.frozen(eq=False)
@@ -155,7 +155,7 @@ def _message_wait(evidence: Evidence, rank: int, call: Call) -> Iterator[Wait]:
         return  # gloo reports the end of a send only to a rank that waits for it
     absent: tuple[int, ...] = ()
     if peer is not None and all(evidence.has_channels(one, group) for one in (rank, peer)):
-        answered = evidence.last(peer, group, f"{_ANSWERS[way]} {route}")
+        answered = evidence.last(peer, group, f"{ANSWERS[way]} {route}")
         absent = (peer,) if answered < call.number else ()
     yield Wait({rank: call}, absent)
 
@@ -224,7 +224,7 @@ def _explains(one: Deviation, leaving: set[int], trouble: Wait) -> bool:
     group = trouble.call.group
     is_missed = one.rank in trouble.absent and group.title == one.usual.group.title
     if one.usual.channel:
-        return is_missed and trouble.call.op == _ANSWERS.get(one.usual.op)
+        return is_missed and trouble.call.op == ANSWERS.get(one.usual.op)
     if is_missed and not leaving.issuperset(group.ranks):
         return leaving.isdisjoint(trouble.calls.keys() - set(trouble.absent))
     is_extra = one.rank in trouble.calls and group.title == one.own.group.title

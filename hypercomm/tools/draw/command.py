@@ -43,9 +43,9 @@ def draw(
         return  # --on live: the first rank of the job draws
     what: str | RankMapping | LayoutDifference = sizes
     if target is not None:
-        what = RankMapping(*read(sizes, target, None, 0, 0))
+        what = RankMapping(*read(sizes, target))
     elif after is not None:
-        what = difference(*read(sizes, after, None, 0, 0))
+        what = difference(*read(sizes, after))
     drawing = draw_picture(what, where, groups)
     if output is None:
         console().print(drawing)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from hypercomm.errors import LayoutError, MissingPackageError
+from hypercomm import _required
+from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout, RankMapping
 from hypercomm.layout.checks import as_tuple, as_world_size
 from hypercomm.layout.difference import LayoutDifference
@@ -61,11 +61,7 @@ class Drawing:
         Raises:
             MissingPackageError: resvg-py is not installed.
         """
-        try:
-            resvg = importlib.import_module("resvg_py")
-        except ImportError as error:
-            advice = "pip install 'hypercomm[draw]', or save the picture as SVG"
-            raise MissingPackageError(f"Drawing.png() needs resvg-py: {advice}") from error
+        resvg = _required("resvg_py", "Drawing.png()")
         font = "DejaVu Sans"
         return bytes(resvg.svg_to_bytes(svg_string=self.svg(), zoom=2, sans_serif_family=font))
 
@@ -85,14 +81,9 @@ class Drawing:
             >>> print(picture.text(width=60).splitlines()[0])
             tp=2,dp=3  6 ranks; the first dim varies fastest
         """
-        try:
-            from rich.console import Console
-        except ImportError as error:
-            raise MissingPackageError(
-                "Drawing.text() needs rich: pip install 'hypercomm[cli]'"
-            ) from error
-        colors: Any = "truecolor" if color else None
-        console = Console(width=width, force_terminal=color, color_system=colors)
+        colors = "truecolor" if color else None
+        rich = _required("rich.console", "Drawing.text()")
+        console = rich.Console(width=width, force_terminal=color, color_system=colors)
         with console.capture() as capture:
             console.print(self)
         return "\n".join(line.rstrip() for line in capture.get().rstrip().split("\n"))
@@ -123,11 +114,9 @@ class Drawing:
         try:
             with file.open("wb" if force else "xb") as target:
                 target.write(content)
-        except FileExistsError as error:
-            advice = "force=True (--force) replaces it"
-            raise LayoutError(f"{name} exists, and is kept; {advice}") from error
         except (OSError, ValueError) as error:
-            raise LayoutError(f"{name} cannot be written: {error}") from error
+            advice = "; force=True (--force) replaces it" * isinstance(error, FileExistsError)
+            raise LayoutError(f"{name} cannot be written: {error}{advice}") from error
 
     def __rich_console__(self, console: Any, options: Any) -> Iterable[Any]:
         from hypercomm.tools.draw.terminal import lines_of

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
 
 from hypercomm.cli import options
-from hypercomm.cli.printing import print_json
-from hypercomm.cli.printing import write as write_text
-from hypercomm.errors import LayoutError
+from hypercomm.cli.printing import print_json, write
 from hypercomm.tools.place.live import machine
 from hypercomm.tools.place.placing import place
-
-_WRITTEN = (click.Choice(["rankfile"]), click.Path(dir_okay=False))
 
 
 @click.command("place", short_help="Show which groups cross hosts and domains, and a better order.")
@@ -32,20 +27,10 @@ _WRITTEN = (click.Choice(["rankfile"]), click.Path(dir_okay=False))
 )
 @click.option("--weights", default="", help="Cost of a byte that crosses a level: host=1,leaf=7.")
 @click.option("--groups", default="", metavar="DIMS", help="More groups to report, as in tp+dp.")
-@click.option(
-    "--gpus-per-node",
-    "gpus_per_host",
-    type=int,
-    help="GPUs of hosts that are listed without a number.",
-)
-@click.option("--write", type=_WRITTEN, multiple=True, help="Write an Open MPI rankfile.")
-@click.option("--force", is_flag=True, help="Replace files that exist.")
 @options.as_json
 def place_command(
     sizes: str,
     on: tuple[str, ...],
-    write: tuple[tuple[str, str], ...],
-    force: bool,
     as_json: bool,
     **given: Any,
 ) -> int:
@@ -59,20 +44,9 @@ def place_command(
     if where is None:
         return 0
     found = place(sizes, where, **given)
-    for _, path in write:
-        _save(found.rankfile(), path, force)
     if as_json:
         better = found.better and {"advice": found.advice, **found.better.to_dict()}
         print_json({**found.to_dict(), "notes": found.notes, "better": better})
     else:
-        write_text(f"{found}\n")
+        write(f"{found}\n")
     return 0
-
-
-def _save(text: str, path: str, force: bool) -> None:
-    if Path(path).exists() and not force:
-        raise LayoutError(f"{path} exists, and is kept; --force replaces it")
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise LayoutError(f"{path} cannot be written: {error.strerror}") from error

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hypercomm.errors import LaunchError, LayoutError, NotInitializedError
+from hypercomm.errors import LaunchError, LayoutError
 from hypercomm.tools.place.reading import place_of, tier
 from hypercomm.tools.place.topology import Level, Topology
 
@@ -43,13 +43,11 @@ def live_topology() -> Topology:
     """
     import torch.distributed as dist
 
-    if not dist.is_available() or not dist.is_initialized():
-        raise NotInitializedError(
-            "torch.distributed is not initialised: call hypercomm.join() first"
-        )
+    from hypercomm.process_groups.world import current
+
+    every: list[Any] = [None] * current().size
     own = {"host": socket.gethostname(), **slurm_units(os.environ)}
     domain = _nvlink_domain()
-    every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, own | ({"domain": domain} if domain else {}))
     names = [name for name in every[0] if all(name in units for units in every)]
     return Topology(

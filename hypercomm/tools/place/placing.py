@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from operator import mul
@@ -25,12 +24,9 @@ from hypercomm.layout.layout import read_layout
 from hypercomm.layout.parsing import OPEN, check_one_open, parse_sizes
 from hypercomm.layout.text import aligned, counted, shown
 from hypercomm.tools.place import traffic as traffics
-from hypercomm.tools.place.reading import On, read_machine, read_topology
+from hypercomm.tools.place.reading import On, read_topology
 from hypercomm.tools.place.topology import Level, Topology
 from hypercomm.tools.place.traffic import Dims, Traffic
-
-MOST_DIMS = 8
-"""The most dims larger than 1 for which all orders are compared: 40,320 orders."""
 
 COLUMNS = ("dims", "level", "across", "units per group", "bytes across")
 """The titles of `Spread.cells`."""
@@ -108,7 +104,6 @@ class Placed:
         weights: The cost of a byte that crosses a level, by level.
         groups: More dims whose groups are reported.
         is_assumed: Whether no traffic was given. No bytes are shown in this case.
-        unitless: The parts of the traffic that were given without a unit.
 
     Example:
         >>> from hypercomm import place
@@ -125,7 +120,6 @@ class Placed:
     weights: Mapping[str, float]
     groups: Sequence[Dims]
     is_assumed: bool
-    unitless: Sequence[str] = ()
 
     @cached_property
     def spreads(self) -> tuple[Spread, ...]:
@@ -174,8 +168,6 @@ class Placed:
     def better(self) -> Placed | None:
         """The same dims in the best order; None if no order costs less."""
         layout = self.layout
-        if not self.is_searched:
-            return None
         ranks = np.asarray(layout.ranks)
         order, least = best_order(
             layout.sizes, self.traffic, lambda groups, sent: self._cost_of(ranks[groups], sent)
@@ -194,11 +186,6 @@ class Placed:
     def best(self) -> Placed:
         """The same dims in the best order; this object if no order costs less."""
         return self.better or self
-
-    @property
-    def is_searched(self) -> bool:
-        """Whether all orders of the dims are compared: at most 8 dims are larger than 1."""
-        return sum(size > 1 for size in self.layout.shape) <= MOST_DIMS
 
     def on(self, level: str) -> tuple[Spread, ...]:
         """Return how the groups are spread over one level.
@@ -235,28 +222,6 @@ class Placed:
             "warnings": self.warnings,
         }
 
-    def rankfile(self) -> str:
-        r"""Return Open MPI's rankfile, which gives the host of each rank.
-
-        A slot is a processor core, not a GPU; a rank takes the GPU of its number on its host.
-
-        Raises:
-            LayoutError: The machine has no hosts.
-
-        Example:
-            >>> from hypercomm import place
-            >>> place("dp=2", {"a": "s1", "b": "s1"}).rankfile()
-            'rank 0=a slot=0\nrank 1=b slot=0\n'
-        """
-        level = self.topology.level("host")
-        used: Counter[str] = Counter()
-        text = ""
-        for rank, gpu in enumerate(sorted(self.layout.ranks)):
-            host = level.name_of(gpu)
-            text += f"rank {rank}={host} slot={used[host]}\n"
-            used[host] += 1
-        return text
-
     @property
     def headline(self) -> str:
         """The layout and its machine in one sentence."""
@@ -274,11 +239,7 @@ class Placed:
             hidden = ["+".join(dims) for dims, one in self.traffic.items() if one.overlapped]
             waits = f"no step waits for {', '.join(hidden)}; " if hidden else ""
             notes = [f"bytes across: of all groups in a step; {waits}{order}"]
-        if self.unitless:
-            notes.append(f"{', '.join(self.unitless)}: bytes, as no unit (k, M, G, T) is given")
-        if not self.is_searched:
-            notes.append(f"orders are not compared: more than {MOST_DIMS} dims are larger than 1")
-        elif self.better is None:
+        if self.better is None:
             notes.append("no order of the dims is better on this machine")
         return notes
 
@@ -367,11 +328,10 @@ def place(
     overlapped: str | Iterable[str] = (),
     weights: str | Mapping[str, float] = "",
     groups: str | Iterable[str] = (),
-    gpus_per_host: int | None = None,
 ) -> Placed:
     """Return which groups of a layout cross hosts, domains and switches, and the best order.
 
-    The best order is exact: of all orders of up to 8 dims, no other costs less. Traffic that steps
+    The best order is exact: of all orders, no other costs less. Traffic that steps
     wait for counts first, then traffic that overlaps with computation.
 
     Args:
@@ -385,7 +345,6 @@ def place(
         weights: The cost of a byte that crosses a level, as "domain=1,leaf=7" or by level.
             Default: 1, and 0 for hosts within an NVLink domain.
         groups: More groups to report, as "tp+dp" or a list.
-        gpus_per_host: The GPUs of hosts for which `on` does not give a number.
 
     Returns:
         The report; `print` shows it.
@@ -412,12 +371,10 @@ def place(
     """
     sizes = parse_sizes(layout) if isinstance(layout, str) else {}
     gpus = None
-    if dim := check_one_open([name for name, size in sizes.items() if size == OPEN]):
-        advice = "give the size, or a machine that names its hosts"
-        unknown = f"the size of dim {shown(dim)} cannot be inferred from on={shown(on)}; {advice}"
-        gpus = read_machine(on, None, gpus_per_host, unknown).world_size
+    if check_one_open([name for name, size in sizes.items() if size == OPEN]):
+        gpus = read_topology(on).world_size
     layout = read_layout(layout, world_size=gpus)
-    topology = read_topology(on, layout.last_rank + 1, gpus_per_host=gpus_per_host)
+    topology = read_topology(on, layout.last_rank + 1)
     if overlapped and traffic is None:
         raise LayoutError("overlapped (--overlap) needs traffic (--traffic)")
     sent = traffics.usual_traffic(layout)
@@ -425,8 +382,7 @@ def place(
         sent = traffics.read_traffic(traffic, layout, overlapped)
     more = traffics.read_dims(groups, layout)
     costs = _weights(weights, topology)
-    unitless = traffics.without_unit(traffic)
-    return Placed(layout, topology, sent, costs, more, traffic is None, unitless)
+    return Placed(layout, topology, sent, costs, more, traffic is None)
 
 
 def _weights(given: str | Mapping[str, float], topology: Topology) -> dict[str, float]:
@@ -435,12 +391,7 @@ def _weights(given: str | Mapping[str, float], topology: Topology) -> dict[str, 
     weights: dict[str, float] = dict.fromkeys(names, 1)
     if {"host", "domain"} <= {*names}:
         weights["host"] = 0
-    pairs = (
-        traffics.parse_amounts(given, "weights", "domain=1,leaf=7")
-        if isinstance(given, str)
-        else given
-    )
-    for name, weight in pairs.items():
+    for name, weight in traffics.read_amounts(given, "weights", "domain=1,leaf=7").items():
         if name not in names or not 0 <= weight < 10**9:
             text = f"weights (--weights) has {shown(name)}={weight}"
             raise LayoutError(f"{text}; give a level of {names}, and a number from 0 to 10**9")
@@ -507,50 +458,43 @@ CostOf = Callable[[NDArray[np.int64], Traffic], Cost]
 def best_order(
     sizes: Mapping[str, int], traffic: Mapping[Dims, Traffic], cost_of: CostOf
 ) -> tuple[Dims, Cost]:
-    """Return the order of dims that costs least; of equal orders, the most similar to the given.
+    """Return the order of dims that costs least; of equal orders, the first in the given one.
 
     Branch and bound: an order is built dim by dim, and dropped when it costs as much as the best
     one. The groups over some dims are known once the last of these dims is placed.
 
     Args:
-        sizes: The size of each dim, in the order given. At most `MOST_DIMS` are larger than 1.
+        sizes: The size of each dim, in the order given.
         traffic: The traffic, by dims.
         cost_of: The cost of groups.
 
     Returns:
-        The order, the first dim varying fastest, and its cost. A dim of size 1 stays after the dim
-        that it followed.
+        The order, the first dim varying fastest, dims of size 1 last, and its cost.
     """
-    given = list(sizes)
-    names = [dim for dim in given if sizes[dim] > 1]
+    names = [dim for dim in sizes if sizes[dim] > 1]
     sent = [({*dims} & {*names}, one) for dims, one in traffic.items()]
-    best: tuple[Cost, int, Dims] | None = None
+    best: tuple[Cost, Dims] | None = None
 
     @cache
     def cost_at(axes: Axes, one: Traffic) -> Cost:
         return cost_of(groups_at(math.prod(sizes.values()), axes), one)
 
-    def extend(order: Dims, cost: Cost, inversions: int) -> None:
+    def extend(order: Dims, cost: Cost) -> None:
         """Search all orders that begin with the given one."""
         nonlocal best
-        if best is not None and (cost, inversions) >= best[:2]:
+        if best is not None and cost >= best[0]:
             return
         if len(order) == len(names):
-            best = cost, inversions, order
-        for position, dim in enumerate(names):
+            best = cost, order
+        for dim in names:
             if dim not in order:
                 completed = _completed((*order, dim), sizes, sent)
                 added = sum((cost_at(axes, one) for axes, one in completed), Cost())
-                turned = sum(names.index(other) > position for other in order)
-                extend((*order, dim), cost + added, inversions + turned)
+                extend((*order, dim), cost + added)
 
-    extend((), Cost(), 0)
-    least, _, order = best or (Cost(), 0, ())
-    whole: list[str] = []
-    for dim in order:
-        following = given[given.index(dim) + 1 :]
-        whole += [dim, *itertools.takewhile(lambda other: sizes[other] == 1, following)]
-    return (*(dim for dim in given if dim not in whole), *whole), least
+    extend((), Cost())
+    least, order = best or (Cost(), ())
+    return (*order, *(dim for dim in sizes if dim not in order)), least
 
 
 def _completed(

@@ -21,8 +21,9 @@ from typing import Any
 import attrs
 import numpy as np
 
-from hypercomm.errors import LayoutError, MissingPackageError
-from hypercomm.layout.checks import check_choice
+from hypercomm import _required
+from hypercomm.errors import LayoutError
+from hypercomm.layout.checks import as_world_size, check_choice
 from hypercomm.layout.text import counted, plural, shown
 from hypercomm.tools.place.topology import Level, Topology
 
@@ -30,17 +31,11 @@ Source = int | str | os.PathLike[str] | Mapping[str, str]
 On = Source | Topology | Sequence[Source]
 """The sources that `read_topology` accepts."""
 
-MOST_GPUS = 2**24
-"""The most GPUs that are read."""
-
-_MOST_HOSTS = 2**18
-_LARGEST_FILE = 2**22
 _MOST_LEVELS = 20
 
 _SWITCHES = ("leaf", "spine", "core")
 _LEVELS = ("host", "domain", *_SWITCHES)
 _Names = Mapping[str, str]
-_INSTALL = "pip install 'hypercomm[place]'"
 _KINDS = (
     "GPUs per host (8, '8,72' or 'host=8,domain=72'), a hostfile, a node list such as "
     "'node[01-09]', SLURM's topology.conf or topology.yaml, or a mapping of hosts to switches"
@@ -64,9 +59,7 @@ class _Found:
     sizes: Mapping[str, int] = attrs.field(factory=dict)
 
 
-def read_topology(
-    on: On, world_size: int | None = None, *, gpus_per_host: int | None = None
-) -> Topology:
+def read_topology(on: On, world_size: int | None = None) -> Topology:
     """Return the host, NVLink domain and switches of each rank of a world.
 
     Ranks fill the hosts in the order in which the source names them, as launchers do.
@@ -76,10 +69,10 @@ def read_topology(
             of a hostfile or of SLURM's topology.conf or topology.yaml; a node list as SLURM writes
             it; a mapping of hosts to leaf switches, or a YAML file of one; or a list of several of
             these. The first of several sources that names hosts sets their order, and an earlier
-            source wins over a later one. A `Topology` is cut to `world_size`.
+            source wins over a later one: ["hostfile", 8] gives 8 GPUs to hosts that are listed
+            without a number; if no source gives one, ranks are spread evenly. A `Topology` is cut
+            to `world_size`.
         world_size: The number of ranks. Default: one for each GPU of the machine.
-        gpus_per_host: The GPUs of hosts for which no source gives a number. Default: ranks are
-            spread evenly.
 
     Returns:
         The known levels, innermost first.
@@ -97,9 +90,8 @@ def read_topology(
         ('host', 'domain')
     """
     if world_size is not None:
-        _check_gpus(world_size, "world_size")
-    unknown = f"on={shown(on)} does not give the number of GPUs: give world_size"
-    topology = read_machine(on, world_size, gpus_per_host, unknown)
+        as_world_size(world_size, "world_size")
+    topology = _read_machine(on, world_size)
     if world_size is None or world_size == topology.world_size:
         return topology
     if world_size > topology.world_size:
@@ -108,19 +100,11 @@ def read_topology(
     return topology.select(range(world_size))
 
 
-def read_machine(on: Any, world_size: int | None, per_host: int | None, unknown: str) -> Topology:
-    """Return the whole machine that `on` describes.
-
-    Raises:
-        LayoutError: As for `read_topology`; with the message `unknown` if `world_size` is None
-            and no source names hosts.
-    """
+def _read_machine(on: Any, world_size: int | None) -> Topology:
+    """Return the whole machine that `on` describes."""
     if isinstance(on, Topology):
         return on
     sources = [_read(one) for one in (on if isinstance(on, (list, tuple)) else [on])]
-    if per_host is not None:
-        _check_gpus(per_host, "gpus_per_host (--gpus-per-node)")
-        sources.append(_Found("gpus_per_host", sizes={"host": per_host}))
     sizes = _merged_sizes(sources)
     named = [source for source in sources if source.slots]
     levels: dict[str, Level] = {}
@@ -136,7 +120,10 @@ def read_machine(on: Any, world_size: int | None, per_host: int | None, unknown:
                 levels.setdefault(name, Level.of(name, [unit_of[host] for host in hosts]))
         world_size = len(hosts)
     elif world_size is None:
-        raise LayoutError(unknown)
+        raise LayoutError(
+            f"on={shown(on)} does not give the number of GPUs: give all sizes or the number of "
+            f"ranks, or a machine that names its hosts"
+        )
     for name, size in sizes.items():
         if name not in levels:
             units = np.arange(world_size)
@@ -171,9 +158,9 @@ def _slots(named: Sequence[_Found], per_host: int | None, world_size: int | None
         per_host, rest = divmod(left, len(unknown))
         if per_host < 1 or rest:
             text = f"{named[0].source} gives no number of GPUs for {unknown[0]!r}"
-            raise LayoutError(f"{text}; give gpus_per_host (--gpus-per-node), or slots=8 there")
+            raise LayoutError(f"{text}; add their number, as in on=[..., 8] (--on 8)")
     slots = {host: known.get(host, per_host or 0) for host in named[0].slots}
-    _check_gpus(sum(slots.values()), f"the number of GPUs of all hosts of {named[0].source}")
+    as_world_size(sum(slots.values()), f"the number of GPUs of all hosts of {named[0].source}")
     return slots
 
 
@@ -200,18 +187,12 @@ def place_of(level: str) -> int:
     return order.index(level if level in order else "")
 
 
-def _check_gpus(count: object, what: str) -> None:
-    is_number = isinstance(count, (int, np.integer)) and not isinstance(count, bool)
-    if not is_number or not 1 <= count <= MOST_GPUS:  # type: ignore[operator]
-        raise LayoutError(f"{what} must be from 1 to {MOST_GPUS:,}, got {shown(count)}")
-
-
 # ---- one source ---------------------------------------------------------------------------------
 
 
 def _read(on: object) -> _Found:
     if isinstance(on, int):
-        _check_gpus(on, "the number of GPUs per host")
+        as_world_size(on, "the number of GPUs per host")
         return _Found(f"on={on}", sizes={"host": on})
     if isinstance(on, Mapping):
         return _of_content(on, "on")
@@ -243,14 +224,12 @@ def _read_sizes(text: str) -> _Found:
         if place_of(name) == place_of(""):
             check_choice(f"the level in on={shown(text)}", name, _LEVELS, LayoutError)
         sizes[name] = int(number)
-        _check_gpus(sizes[name], f"the size in {shown(part)}")
+        as_world_size(sizes[name], f"the size in {shown(part)}")
     return _Found(f"on={shown(text)}", sizes=sizes)
 
 
 def _read_file(path: str) -> _Found:
     try:
-        if Path(path).stat().st_size > _LARGEST_FILE:
-            raise LayoutError(f"{path} has more than {_LARGEST_FILE:,} bytes")
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise LayoutError(f"{path} cannot be read: {error}") from error
@@ -298,30 +277,20 @@ def _read_hostfile(text: str, source: str) -> _Found:
 
 def _expand_hosts(text: str, where: str = "") -> list[str]:
     """Return the hosts of a node list such as "node[01-09,12]-ib,login"."""
-    hosts: list[str] = []
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\]?)+", text):
-        hosts += _expand_brackets(part.strip(), where)
-        if len(hosts) > _MOST_HOSTS:
-            raise LayoutError(f"{where}{shown(text)} names more than {_MOST_HOSTS:,} hosts")
-    if len({*hosts}) < len(hosts):
-        raise LayoutError(f"{where}{shown(text)} names a host twice")
+    text = re.sub(r"\s*,\s*", ",", text.strip())
+    hosts = _expand_brackets(text, where) if re.search(r"[\[\]]", text) else text.split(",")
+    hosts = [host for host in hosts if host]
+    if re.search(r"\s", text) or len({*hosts}) < len(hosts):
+        raise LayoutError(f"{where}{shown(text)} has a space, or names a host twice")
     return hosts
 
 
-def _expand_brackets(part: str, where: str) -> list[str]:
-    """Return the hosts of one name with brackets."""
-    if re.search(r"\s|\[[^\[\]]*[0-9]{10}", part):
-        raise LayoutError(f"{where}{shown(part)} has a space, or a number of more than 9 digits")
-    if not re.search(r"[\[\]]", part):
-        return [part]
+def _expand_brackets(text: str, where: str) -> list[str]:
+    hostlist = _required("hostlist", shown(text))
     try:
-        import hostlist
-    except ImportError as error:
-        raise MissingPackageError(f"{shown(part)} needs python-hostlist: {_INSTALL}") from error
-    try:
-        return list(hostlist.expand_hostlist(part, allow_duplicates=True))
-    except (hostlist.BadHostlist, RecursionError) as error:
-        raise LayoutError(f"{where}{shown(part)} is not a node list: {error}") from error
+        return list(hostlist.expand_hostlist(text, allow_duplicates=True))
+    except (hostlist.BadHostlist, RecursionError, ValueError) as error:
+        raise LayoutError(f"{where}{shown(text)} is not a node list: {error}") from error
 
 
 # ---- SLURM's topology files ---------------------------------------------------------------------
@@ -358,22 +327,10 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _read_yaml(text: str, source: str) -> _Found:
+    yaml = _required("yaml", source)
     try:
-        import yaml
-    except ImportError as error:
-        raise MissingPackageError(f"{source} needs pyyaml: {_INSTALL}") from error
-
-    try:
-        depth = 0
-        for event in yaml.parse(text):
-            depth += isinstance(event, yaml.CollectionStartEvent)
-            depth -= isinstance(event, yaml.CollectionEndEvent)
-            # Nested aliases make a value of gigabytes from a kilobyte of text, and the time to read
-            # nested lists grows with the square of their depth.
-            if isinstance(event, yaml.AliasEvent) or depth > _MOST_LEVELS:
-                raise LayoutError(f"{source} has a YAML alias, or more than {_MOST_LEVELS} levels")
         # A BaseLoader makes texts, lists and dicts only.
-        content = yaml.load(text, yaml.BaseLoader)  # noqa: S506
+        content = yaml.load(text, yaml.BaseLoader)
     except (yaml.YAMLError, RecursionError) as error:
         text = " ".join(str(error).split())
         raise LayoutError(f"{source} is not valid YAML: {text}") from error

@@ -13,10 +13,6 @@ from hypercomm.layout.checks import as_ranks
 from hypercomm.layout.text import aligned, counted, did_you_mean, shown
 
 
-def _as_units(value: Iterable[int]) -> NDArray[np.int64]:
-    return np.asarray(value, np.int64)
-
-
 def _as_names(value: Iterable[str]) -> tuple[str, ...]:
     return tuple(value)
 
@@ -32,7 +28,7 @@ class Level:
         names: The name of each unit, in the order of their numbers. Default: host0, host1, ...
 
     Raises:
-        LayoutError: A unit has no name, or a name holds characters that cannot be printed.
+        LayoutError: A unit has no name.
 
     Example:
         >>> level = Level("host", [0, 0, 1, 1], ["a", "b"])
@@ -43,7 +39,7 @@ class Level:
     """
 
     name: str
-    of_rank: NDArray[np.int64] = attrs.field(converter=_as_units, eq=np.ndarray.tobytes)
+    of_rank: NDArray[np.int64] = attrs.field(converter=np.asarray, eq=np.ndarray.tobytes)
     _names: tuple[str, ...] = attrs.field(default=(), converter=_as_names)
     units: int = attrs.field(init=False, eq=False)
     """The number of units."""
@@ -52,9 +48,6 @@ class Level:
         object.__setattr__(self, "units", int(self.of_rank.max()) + 1)
         if len(self._names) not in {0, self.units}:
             raise LayoutError(f"level {self.name!r} needs a name for each of its units")
-        for name in (self.name, *self._names):
-            if not name or not name.isprintable():
-                raise LayoutError(f"the name {shown(name)} is empty or cannot be printed")
 
     @classmethod
     def of(cls, name: str, units: Sequence[Hashable]) -> Level:
@@ -169,9 +162,9 @@ class Topology:
         wanted = np.array(as_ranks(ranks, "ranks", self.world_size))
         levels = []
         for level in self.levels:
-            units = level.of_rank[wanted].tolist()
-            names = tuple(level.names[unit] for unit in dict.fromkeys(units))
-            levels.append(Level(level.name, Level.of(level.name, units).of_rank, names))
+            names = level.names
+            units = [names[unit] for unit in level.of_rank[wanted].tolist()]
+            levels.append(Level.of(level.name, units))
         return Topology(levels)
 
     def __str__(self) -> str:

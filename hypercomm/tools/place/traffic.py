@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Literal, TypeVar
 
 import attrs
 
@@ -15,6 +15,7 @@ from hypercomm.layout.text import shown
 
 Dims = tuple[str, ...]
 Pattern = Literal["ring", "chain", "all-to-all"]
+Amount = TypeVar("Amount")
 
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?)([kMGT]?)B?")
@@ -105,10 +106,9 @@ def read_traffic(
         >>> found.bytes, found.pattern
         (500000, 'chain')
     """
-    pairs = parse_amounts(given, "traffic", "tp=40G,dp=6.5G") if isinstance(given, str) else given
     hidden = read_dims(overlapped, layout)
     found: dict[Dims, Traffic] = {}
-    for name, value in pairs.items():
+    for name, value in read_amounts(given, "traffic", "tp=40G,dp=6.5G").items():
         dims = layout.order_dims(name)
         if dims in found:
             raise LayoutError(f"the traffic of {'+'.join(dims)} is given twice")
@@ -133,31 +133,24 @@ def read_dims(text: str | Iterable[str], layout: RankLayout) -> list[Dims]:
     return [layout.order_dims(part) for part in parts if part]
 
 
-def parse_amounts(text: str, what: str, example: str) -> dict[str, float]:
-    """Return the names and numbers of a text such as "tp=40G,dp+cp=6.5G"; "" has none.
+def read_amounts(
+    given: str | Mapping[str, Amount], what: str, example: str
+) -> Mapping[str, float | Amount]:
+    """Return the names and numbers of a mapping, or a text such as "tp=40G,dp+cp=6.5G".
 
     Raises:
         LayoutError: A part cannot be read, or a name is given twice.
     """
+    if not isinstance(given, str):
+        return given
     found: dict[str, float] = {}
-    for part in text.split(",") if text else []:
+    for part in given.split(",") if given else []:
         name, _, number = (piece.strip() for piece in part.partition("="))
         amount = _AMOUNT.fullmatch(number)
         if not name or amount is None or name in found:
             raise LayoutError(f"{shown(part)} in --{what} cannot be read; write {example!r}")
         found[name] = float(amount[1]) * _UNITS[amount[2]]
     return found
-
-
-def without_unit(given: object) -> list[str]:
-    """Return the parts of a text of traffic that have no unit.
-
-    Example:
-        >>> without_unit("tp=40,dp=6G,pp=1B")
-        ['tp=40']
-    """
-    parts = given.split(",") if isinstance(given, str) else []
-    return [part.strip() for part in parts if re.fullmatch(r"[^=]+=\s*[0-9.]+\s*", part)]
 
 
 def usual_traffic(layout: RankLayout) -> dict[Dims, Traffic]:

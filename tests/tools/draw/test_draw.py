@@ -158,7 +158,7 @@ def test_names_are_text():
             }
             assert "href" not in text
             assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)
-    with_hosts = draw(layout, on=read_topology(names, gpus_per_host=2))
+    with_hosts = draw(layout, on=read_topology([names, 2]))
     assert "<script" not in with_hosts.svg()
     assert "d]]>[red]p" in with_hosts.text(width=120)
 
