@@ -12,6 +12,7 @@ from oracle import parallel_state as theirs
 from oracle import process_groups_config
 
 from hypercomm.compat.megatron import parallel_state as ours
+from hypercomm.compat.megatron import version
 from hypercomm.testing import fake_world
 
 UNLIKE = {
@@ -42,6 +43,17 @@ GLOBALS = [
     for name, value in vars(theirs).items()
     if name.startswith("_") and (name.isupper() or name == "_global_process_group_list")
 ]
+
+
+@contextmanager
+def following(release):
+    """Follow another release within a block."""
+    before = version._chosen and version.get()
+    version.set(release)
+    try:
+        yield
+    finally:
+        version.set(before)
 
 
 @contextmanager

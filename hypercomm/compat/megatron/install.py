@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import re
 import warnings
-from pathlib import Path
 
 from hypercomm.compat import aliases
 from hypercomm.compat.megatron import version
@@ -23,8 +20,8 @@ def install() -> None:
     """Make `megatron.core`'s parallel_state, mpu, hyper_comm_grid and process_groups_config ours.
 
     Call it before `megatron.core` is imported. It works with megatron-core installed or not, and a
-    second call changes nothing. If the installed megatron-core is newer than every known release,
-    a warning lists the names that ours lacks.
+    second call changes nothing. A warning is issued if the installed megatron-core is newer than
+    every known release.
 
     Raises:
         StateError: `megatron.core` was imported before; nothing was changed.
@@ -37,33 +34,15 @@ def install() -> None:
     """
     if aliases.install(_HOMES, ("megatron", "megatron.core"), loaded="megatron.core"):
         version.changes.cache_clear()
-        _warn_of_newer()
+        theirs = version.installed()
+        if theirs is not None and theirs[:2] > version.NEWEST[:2]:
+            known, newer = (".".join(map(str, each)) for each in (version.NEWEST[:2], theirs))
+            warnings.warn(
+                f"megatron-core {newer} is newer than the newest that hypercomm knows, {known}, "
+                f"and hypercomm lacks the names that it added",
+                stacklevel=2,
+            )
 
 
 class MegatronNotReplacedWarning(UserWarning):
     """megatron.core has its own parallel state, in which its layers find no groups."""
-
-
-_PUBLIC = re.compile(r"^(?:def|class) ([A-Za-z]\w*)", re.MULTILINE)
-
-
-def _warn_of_newer() -> None:
-    theirs, folder = version.installed(), version.source_folder()
-    if theirs is None or folder is None or theirs[:2] <= version.NEWEST[:2]:
-        return
-    lacking = [
-        f"{name}.{missing}"
-        for name in ("parallel_state", "process_groups_config", "hyper_comm_grid")
-        for missing in _PUBLIC.findall(_text_of(folder / f"{name}.py"))
-        if not hasattr(importlib.import_module(f"{_OURS}.{name}"), missing)
-    ]
-    known, newer = (".".join(map(str, release)) for release in (version.NEWEST[:2], theirs))
-    warnings.warn(
-        f"megatron-core {newer} is newer than the newest that hypercomm knows, {known}; names that "
-        f"hypercomm lacks: {', '.join(lacking) or 'none'}",
-        stacklevel=3,
-    )
-
-
-def _text_of(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""

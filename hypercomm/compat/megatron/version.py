@@ -6,11 +6,9 @@ Every name and argument of all releases exists in any case. `CHANGES` lists what
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
@@ -36,16 +34,17 @@ CHANGES: dict[str, Version] = {
 _FORM = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.?(?:a|b|rc|dev|post|\+).*)?", re.ASCII)
 _NUMBER = re.compile(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d+)", re.MULTILINE)
 
-_chosen: str | None = None
+_chosen: Version | None = None
 
 
 def get() -> str:
     """Return the release that is followed.
 
     Example:
-        >>> with use("0.16.1"):
-        ...     get()
+        >>> set("0.16.1")
+        >>> get()
         '0.16.1'
+        >>> set(None)
     """
     return ".".join(map(str, current()))
 
@@ -61,33 +60,13 @@ def set(version: str | None) -> None:  # noqa: A001 - `version.set(...)` is how 
         ConfigurationError: It is not a version.
     """
     global _chosen  # noqa: PLW0603 - one setting for the process
-    if version is not None:
-        _parse(version)
-    _chosen = version
+    _chosen = None if version is None else _parse(version)
     changes.cache_clear()
-
-
-@contextlib.contextmanager
-def use(version: str) -> Iterator[None]:
-    """Follow another release within a `with` block, in all threads.
-
-    Example:
-        >>> from hypercomm.compat.megatron.process_groups_config import ProcessGroupCollection
-        >>> with use("0.16.1"):
-        ...     hasattr(ProcessGroupCollection(), "tp")
-        False
-    """
-    before = _chosen
-    set(version)
-    try:
-        yield
-    finally:
-        set(before)
 
 
 def current() -> Version:
     """Return the release that is followed, as numbers."""
-    return (installed() or NEWEST) if _chosen is None else _parse(_chosen)
+    return _chosen or installed() or NEWEST
 
 
 @functools.cache
@@ -104,24 +83,18 @@ def has(change: str) -> bool:
 
 def installed() -> Version | None:
     """Return the version of the megatron-core that can be imported, without importing it."""
-    folder = source_folder()
-    if folder is None:
-        return None
-    try:
-        numbers = dict(_NUMBER.findall((folder / "package_info.py").read_text(encoding="utf-8")))
-        return int(numbers["MAJOR"]), int(numbers["MINOR"]), int(numbers.get("PATCH", 0))
-    except (OSError, ValueError, KeyError):
-        return NEWEST
-
-
-def source_folder() -> Path | None:
-    """Return the folder of the megatron-core that can be imported, or None."""
     try:
         spec = importlib.util.find_spec("megatron.core")
     except Exception:  # noqa: BLE001 - a package that cannot be imported is not there
         return None
-    places = [] if spec is None else list(spec.submodule_search_locations or [])
-    return next((Path(place) for place in places if (Path(place) / "__init__.py").exists()), None)
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = Path(spec.origin).with_name("package_info.py").read_text(encoding="utf-8")
+        numbers = dict(_NUMBER.findall(text))
+        return int(numbers["MAJOR"]), int(numbers["MINOR"]), int(numbers.get("PATCH", 0))
+    except (OSError, ValueError, KeyError):
+        return NEWEST
 
 
 def _parse(text: str) -> Version:

@@ -90,9 +90,9 @@ def test_unset_is_none(name):
     other = "tp" if name != "tp" else "pp"
     collections = ProcessGroupCollection(), ProcessGroupCollection(**{other: object()})
     for release in ("0.17.0", "0.20"):
-        with version.use(release):
+        with facts.following(release):
             assert [getattr(collection, name) for collection in collections] == [None] * 2
-    with version.use("0.16.1"):
+    with facts.following("0.16.1"):
         assert not any(hasattr(collection, name) for collection in collections)
         with pytest.raises(ValueError, match=f"field '{name}' was not set.*0.16.1.*'{other}'"):
             getattr(collections[1], name)

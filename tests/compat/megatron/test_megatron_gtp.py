@@ -75,7 +75,7 @@ INSTANCES = {"num_distributed_optimizer_instances": 2}
 @pytest.fixture(params=["0.16.1", "0.19.2"], name="release")
 def in_a_release(request):
     """Any version may be asked for sizes above 1, and then means the same."""
-    with version.use(request.param):
+    with facts.following(request.param):
         yield request.param
 
 
