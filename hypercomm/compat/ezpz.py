@@ -31,7 +31,6 @@ from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import positive
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
 
     def __getattr__(name: str) -> Any:
         """Return a global, or a getter that is generated at the end of this module."""
@@ -84,23 +83,8 @@ class TensorParallelState(ModuleState):
         tp=2,cp=1,pp=1,dp=4 4
     """
 
-    def __init__(self) -> None:
-        super().__init__(dict.fromkeys(_GLOBALS, lambda: None))
-        self.grid: HyperCommGrid | None = None
-
-    @classmethod
-    def create(cls, **arguments: Any) -> Self:
-        """Return a new state; every rank must call this, in the same order.
-
-        Args:
-            arguments: The arguments of `initialize_tensor_parallel`, by name.
-
-        Raises:
-            AssertionError: As for `initialize_tensor_parallel`.
-        """
-        state = cls()
-        state.initialize(**arguments)
-        return state
+    empty = dict.fromkeys(_GLOBALS, lambda: None)
+    grid: HyperCommGrid | None = None
 
     def initialize(self, **arguments: Any) -> None:
         """Create the groups of all dims; arguments and errors of `initialize_tensor_parallel`."""

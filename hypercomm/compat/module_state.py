@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from types import CellType, ModuleType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch.distributed as dist
 
@@ -26,32 +26,43 @@ if TYPE_CHECKING:
 class ModuleState:
     """The values of the globals of a legacy module.
 
-    Args:
-        empty: For each global, a function that returns its empty value.
+    A subclass has a method `initialize` that creates groups.
 
     Attributes:
+        empty: For each global, a function that returns its empty value.
         values: The value of each global.
-        strict: Whether a call outside `use` is an error while several states are alive.
         changed: Called after each change.
 
     Example:
-        >>> state = ModuleState({"_SIZE": lambda: None})
+        >>> class Sizes(ModuleState):
+        ...     empty = {"_SIZE": lambda: None}
+        >>> state = Sizes()
         >>> state.write("_SIZE", 4)
         >>> state.delete("_SIZE")
         >>> state.values
         {}
     """
 
-    strict = False
+    empty: ClassVar[Mapping[str, Callable[[], Any]]] = {}
+    initialize: Callable[..., None]
 
-    def __init__(self, empty: Mapping[str, Callable[[], Any]]) -> None:
-        self._empty = empty
+    def __init__(self) -> None:
         self.changed: Callable[[], None] = lambda: None
         self.reset()
 
+    @classmethod
+    def create(cls, *args: Any, **kwargs: Any) -> Self:
+        """Return a new state; every rank must call this, in the same order.
+
+        Takes the arguments of `initialize`, and raises the same errors.
+        """
+        state = cls()
+        state.initialize(*args, **kwargs)
+        return state
+
     def reset(self) -> None:
         """Set every global to its empty value."""
-        self.values: dict[str, Any] = {name: make() for name, make in self._empty.items()}
+        self.values: dict[str, Any] = {name: make() for name, make in self.empty.items()}
         self.fill(self.values)
 
     def destroy(self) -> None:
@@ -162,31 +173,25 @@ class CurrentState(Generic[State]):
                 cell.cell_contents = values[name] if name in values else None  # noqa: SIM401
 
     def get(self) -> State:
-        """Return the current state.
-
-        Raises:
-            StateError: Several states are alive, no block is open, and one of them is strict.
-        """
+        """Return the current state."""
         state = self.alone or self._scoped.get()
         if state is None:
             state = self.default
-            if len(self._alive) > 1 and state in self._alive:
+            if not self._warned and len(self._alive) > 1 and state in self._alive:
                 self._ambiguous()
         return state
 
     def _ambiguous(self) -> None:
-        """Warn once, or raise, that the default state answers while others are alive."""
+        """Warn once that the default state answers while others are alive."""
         others = "; ".join(str(state) for state in self._alive if state is not self.default)
-        problem = (
+        warnings.warn(
             f"{self._name} has {len(self._alive)} states alive, and a call outside a "
             f"`with use(state):` block acts on the default one ({self.default}), not on: {others}; "
-            f"put the call into a block"
+            f"put the call into a block",
+            RuntimeWarning,
+            stacklevel=5,
         )
-        if any(state.strict for state in self._alive):
-            raise StateError(problem)
-        if not self._warned:
-            self._warned = True
-            warnings.warn(problem, RuntimeWarning, stacklevel=5)
+        self._warned = True
 
     @contextlib.contextmanager
     def use(self, state: State) -> Iterator[State]:

@@ -18,7 +18,6 @@ from megatron_facts import ours, theirs
 
 from hypercomm.compat.megatron import ParallelState, version
 from hypercomm.compat.megatron.state import current
-from hypercomm.errors import StateError
 from hypercomm.testing import fake_world
 
 WORLD_SIZE, RANK = 16, 5
@@ -261,17 +260,18 @@ def test_the_default_state_beside_others(states):
         assert sizes() == (4, 4)
 
 
-# With strict=True in any of the states it is an error.
-def test_strict(states):
+# It is an error each time if the warning is made one.
+@pytest.mark.filterwarnings("error:parallel_state has:RuntimeWarning")
+def test_the_warning_as_an_error(states):
     four, _ = states
-    ours.initialize_model_parallel(**SIZES, strict=True)
+    ours.initialize_model_parallel(**SIZES)
     for ask in (
         ours.get_tensor_model_parallel_rank,
         ours.get_data_parallel_world_size,
         ours.get_tensor_model_parallel_group,
         lambda: ours._TENSOR_MODEL_PARALLEL_GROUP,
     ):
-        with pytest.raises(StateError, match="3 states alive"):
+        with pytest.raises(RuntimeWarning, match="3 states alive"):
             ask()
     with ours.use(four):
         assert sizes() == (4, 4)

@@ -28,10 +28,10 @@ from torch.distributed import ProcessGroup
 from hypercomm.compat.megatron import state as _states
 from hypercomm.compat.megatron import table
 from hypercomm.compat.megatron.install import MegatronNotReplacedWarning
-from hypercomm.compat.megatron.state import NO_PART, RANK, SIZE, STAGE, STAGES, current
+from hypercomm.compat.megatron.state import NO_PART, RANK, SIZE, STAGE, STAGES, current, words_of
 from hypercomm.compat.megatron.table import DP, DP_CP, EXPERT_DP, GLOO
 from hypercomm.compat.module_state import name_functions
-from hypercomm.errors import GroupMissingError, GroupOptionsError, NotInitializedError, StateError
+from hypercomm.errors import GroupMissingError, NotInitializedError, StateError
 from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.options import check_given_timeout
@@ -61,7 +61,8 @@ def use(state: ParallelState) -> contextlib.AbstractContextManager[ParallelState
     """Make the functions and globals of this module act on `state` within a `with` block.
 
     Each thread and each asyncio task has its own blocks. A backward pass on a GPU runs in a thread
-    of autograd, outside the block; with `strict=True` a getter that is called there raises.
+    of autograd, outside the block; a getter that is called there warns while several states are
+    alive.
     `initialize_model_parallel` and `destroy_model_parallel` always act on the default state.
 
     Raises:
@@ -118,8 +119,6 @@ def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
         local_world_size: The number of ranks of the model; default: that of the job.
         share: "identical" creates one group for each distinct set of ranks, except those that
             exist to overlap.
-        strict: Raise if a getter is called outside `use(state)` while several states are alive;
-            default: a warning, once.
 
     Raises:
         LayoutError: A size is not a positive int (a ValueError).
@@ -146,7 +145,7 @@ def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
             MegatronNotReplacedWarning,
             stacklevel=2,
         )
-    current.default.initialize(table.Configuration(*args, **kwargs))
+    current.default.initialize(*args, **kwargs)
 
 
 _sign(initialize_model_parallel, table.Configuration)
@@ -220,7 +219,7 @@ def _getter(name: str, required: bool = True) -> Callable[..., Any]:
         return _state().require(name, check_initialized) if held is None else held
 
     current.show(get, held=name)
-    get.__doc__ = f"Return the {_words(name)} of the calling rank."
+    get.__doc__ = f"Return the {words_of(name)} of the calling rank."
     return get
 
 
@@ -231,7 +230,7 @@ def _first(name: str) -> Callable[[], int]:
         return (_state().require(name) if held is None else held)[0]
 
     current.show(get, held=name)
-    get.__doc__ = f"Return the first of the {_words(name)}."
+    get.__doc__ = f"Return the first of the {words_of(name)}."
     return get
 
 
@@ -242,7 +241,7 @@ def _fact(name: str, fact: str) -> Callable[[], int]:
         return _state().ask(key) if held is None else held
 
     current.show(get, held=key)
-    get.__doc__ = f"Return the {_FACTS[fact]} {_words(name)}."
+    get.__doc__ = f"Return the {_FACTS[fact]} {words_of(name)}."
     return get
 
 
@@ -256,10 +255,6 @@ def _setter(name: str) -> Callable[[int | None], None]:
     setter = set_rank if name.endswith(RANK) else set_world_size
     setter.__doc__ = f"Set {name}, which getters prefer to what the group answers."
     return setter
-
-
-def _words(name: str) -> str:
-    return name.strip("_").replace("_", " ").lower()
 
 
 def _functions_of_rows() -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -650,11 +645,9 @@ def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> Non
 
     Raises:
         StateError: No group is given and there is none.
-        GroupOptionsError: The timeout is not a timedelta, or `pg` is not a group of this process.
+        GroupOptionsError: The timeout is not a timedelta.
     """
     check_given_timeout(timeout)
-    if pg is not None and not (isinstance(pg, ProcessGroup) and c10d.is_registered(pg)):
-        raise GroupOptionsError(f"pg must be a process group that exists, got {shown(pg)}")
     groups = [pg] if pg is not None else _held("_global_process_group_list")
     dist.barrier(pg)
     if torch.cuda.is_available():

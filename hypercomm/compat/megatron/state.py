@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from pathlib import Path
@@ -29,8 +29,6 @@ from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from hypercomm.grid.grid import GridView
 
 logger = logging.getLogger(__name__)
@@ -73,6 +71,11 @@ FACTS = {
     for fact in (SIZE, RANK)
 }
 """The facts that a state has beside its globals: the group, what it is, what overrides it."""
+
+
+def words_of(name: str) -> str:
+    """Return the words for a global in documentation and errors."""
+    return name.strip("_").replace("_", " ").lower()
 
 
 class GlobalMemoryBuffer:
@@ -158,10 +161,6 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any
     own = nccl_comm_cfgs.get(pg_name)
     if own is None:
         return None
-    if not hasattr(dist, "ProcessGroupNCCL"):
-        raise ConfigurationError(
-            f"group {pg_name!r} has NCCL options, and this torch was built without NCCL"
-        )
     try:
         given = dict(own)
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=given.pop(_PRIORITY, False))
@@ -234,9 +233,8 @@ def overwrite_nccl_comm_cfgs(
     nccl_comm_cfgs.setdefault(pg_name, {})[key] = value
 
 
-@contextlib.contextmanager
-def environment(pipeline_backend: str | None) -> Iterator[None]:
-    """Set the environment variables of the backends; restore them if the block fails.
+def _set_environment(pipeline_backend: str | None) -> None:
+    """Set the environment variables of the backends.
 
     Raises:
         ConfigurationError: UCC would have only one hardware queue.
@@ -246,16 +244,14 @@ def environment(pipeline_backend: str | None) -> Iterator[None]:
         raise ConfigurationError(
             "pipeline_model_parallel_comm_backend='ucc' needs CUDA_DEVICE_MAX_CONNECTIONS above 1"
         )
-    before = dict(os.environ)
     os.environ.pop(_COLLNET, None)
     if ucc:
         os.environ.update({**_UCC_DEFAULTS, **os.environ, **_UCC_ENVIRONMENT})
-    try:
-        yield
-    except BaseException:
-        os.environ.clear()
-        os.environ.update(before)
-        raise
+
+
+def _restore_environment(variables: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
 
 
 # ---- the state ----------------------------------------------------------------------------------
@@ -281,15 +277,13 @@ class ParallelState(ModuleState):
         tp=2,cp=1,ep=1,dp=8,pp=1 8
     """
 
-    def __init__(self) -> None:
-        super().__init__(GLOBALS)
+    empty = GLOBALS
 
     def reset(self) -> None:
         """Set every global to its empty value."""
         self.configuration: table.Configuration | None = None
         self.grids: dict[str, GridView] = {}
         self.answers_gtp = "gtp_remat" in version.changes()
-        self.strict = False
         super().reset()
 
     def fill(self, values: Mapping[str, Any]) -> None:
@@ -324,43 +318,28 @@ class ParallelState(ModuleState):
             return self.values[FACTS[f"{table.TP}_{fact}"][2]]
         raise self.missing(name)
 
-    @classmethod
-    def create(cls, **arguments: Any) -> Self:
-        """Return a new state; every rank must call this, in the same order.
-
-        Args:
-            arguments: The arguments of `parallel_state.initialize_model_parallel`, by name.
-
-        Raises:
-            HyperCommError: As for `initialize_model_parallel`.
-        """
-        state = cls()
-        state.initialize(table.Configuration(**arguments))
-        return state
-
-    def initialize(self, configuration: table.Configuration) -> None:
+    def initialize(self, *args: Any, **kwargs: Any) -> None:
         """Create all groups of a configuration; a failure leaves everything unchanged.
 
-        Raises:
-            HyperCommError: As for `parallel_state.initialize_model_parallel`.
+        Takes the arguments of `parallel_state.initialize_model_parallel`, and raises the same
+        errors.
         """
+        configuration = table.Configuration(*args, **kwargs)
         check_job()
         layouts = configuration.layouts(dist.get_world_size())
         options = options_by_key(configuration)
         self._check_empty()
         wanted = list(table.rows(configuration, layouts, options))
-        with environment(configuration.pipeline_model_parallel_comm_backend):
-            grid, (_, expert) = HyperCommGrid(layouts.dense, name="megatron"), layouts
-            grid.register_view(table.EXPERT, list(expert.shape), expert.dim_names)
-            try:
-                groups = _create(grid, wanted, configuration)
-            except BaseException:
-                grid.destroy()
-                raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(_restore_environment, dict(os.environ))
+            _set_environment(configuration.pipeline_model_parallel_comm_backend)
+            grid = undo.enter_context(HyperCommGrid(layouts.dense, name="megatron"))
+            grid.register_view(table.EXPERT, layouts.expert.shape, layouts.expert.dim_names)
+            groups = _create(grid, wanted, configuration)
+            undo.pop_all()
         self.configuration = configuration
         self.grids = {"dense": grid, "expert": grid.view(table.EXPERT)}
         self.answers_gtp = configuration.answers_gtp
-        self.strict = bool(configuration.strict)
         values: dict[str, Any] = {"_GLOBAL_MEMORY_BUFFER": GlobalMemoryBuffer()}
         if configuration.virtual_pipeline_model_parallel_size is not None:
             values[STAGES] = configuration.virtual_pipeline_model_parallel_size
@@ -407,7 +386,7 @@ class ParallelState(ModuleState):
 
     def missing(self, name: str) -> StateError:
         """Return the error for a global that is None."""
-        words, row = name.strip("_").replace("_", " ").lower(), table.ROWS.get(name)
+        row = table.ROWS.get(name)
         if name.removesuffix(table.GLOO) == NO_PART:
             reason = "partial_data_parallel=True needs with_context_parallel=True"
         elif self.configuration is None:
@@ -420,7 +399,7 @@ class ParallelState(ModuleState):
             reason = f"the state was initialised without {row.option}"
         else:
             reason = f"rank {dist.get_rank()} is in none of these groups"
-        return StateError(f"{words} is not initialized: {reason}")
+        return StateError(f"{words_of(name)} is not initialized: {reason}")
 
     def _check_empty(self) -> None:
         taken = [name for name in (*table.ROWS, "_GLOBAL_MEMORY_BUFFER") if self.values[name]]

@@ -20,7 +20,7 @@ from hypercomm.compat.megatron import version
 from hypercomm.errors import ConfigurationError, LayoutError, UnknownDimError, WorldSizeError
 from hypercomm.grid.arguments import SHARES, GroupArguments, Share
 from hypercomm.layout import RankGroups, RankLayout
-from hypercomm.layout.checks import as_ordered, as_world_size, check_choice, positive
+from hypercomm.layout.checks import as_world_size, check_choice, positive
 from hypercomm.layout.groups import ArrayGroups
 from hypercomm.layout.parsing import misfit, parse_order
 from hypercomm.process_groups.options import check_given_timeout
@@ -91,7 +91,6 @@ class Configuration:
     rank_offset: int = attrs.field(default=0, kw_only=True)
     local_world_size: int | None = attrs.field(default=None, kw_only=True)
     share: Share = attrs.field(default="never", kw_only=True)
-    strict: bool = attrs.field(default=False, kw_only=True)
     changes: frozenset[str] = attrs.field(factory=version.changes, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -432,8 +431,6 @@ def default_position_embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
         >>> default_position_embedding_ranks([0, 4, 8])
         [0]
     """
-    if not as_ordered(pp_ranks, "pp_ranks"):
-        raise LayoutError("pp_ranks is empty; give the ranks of a pipeline")
     return [pp_ranks[0]]
 
 
@@ -662,7 +659,7 @@ def own_dims(layout: RankLayout, dims: str, grid: Side) -> tuple[str, ...]:
     return tuple(compress(named, map(dims.split("-").__contains__, named.values())))
 
 
-def _megatron_dims(layout: RankLayout, grid: Side) -> dict[str, str]:
+def _megatron_dims(layout: RankLayout, grid: str) -> dict[str, str]:
     """Return the dim of Megatron's that each dim of a layout corresponds to."""
     names, found = layout.dim_names, {}
     for name, size in zip(names, layout.shape, strict=True):
@@ -721,11 +718,8 @@ def rows(
     """
     extra, layout_of = _options(config, options), layouts._asdict()
     chosen = config.given()
-    has_gloo = {"dense": config.creates_gloo("dense"), "expert": config.creates_gloo("expert")}
-    named = {
-        "dense": _megatron_dims(layouts.dense, "dense"),
-        "expert": _megatron_dims(layouts.expert, "expert"),
-    }
+    has_gloo = {side: config.creates_gloo(side) for side in layout_of}
+    named = {side: _megatron_dims(layout, side) for side, layout in layout_of.items()}
     for row in table:
         layout, own = layout_of[row.grid], named[row.grid]
         is_cut = row.derive is whole_instance and _INSTANCES in chosen
