@@ -24,7 +24,6 @@ from hypercomm import (
     torchtitan_grids,
 )
 from hypercomm.compat.deepspeed import Mpu, process_topology
-from hypercomm.compat.torchtitan import torchtitan_meshes
 from hypercomm.errors import (
     GridDestroyedError,
     GroupExistsError,
@@ -272,7 +271,6 @@ GRIDS = [
     (lambda: GridSet.tile(8, **{"a.b": "tp"}), LayoutError, "'a_b'"),
     (lambda: torchtitan_grids(tp=2, ep=3, world_size=8), WorldSizeError, "ep=3"),
     (lambda: torchtitan_grids(tp=-1, world_size=8), LayoutError, "tp"),
-    (lambda: torchtitan_meshes({}), LayoutError, "{}"),
     (lambda: Mpu(LAYOUT), LayoutError, "HyperCommGrid"),
     *(
         (lambda given=given, dp=dp: process_topology(given, dp=dp), LayoutError, words)

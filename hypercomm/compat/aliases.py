@@ -35,7 +35,9 @@ def install(homes: Mapping[str, str], packages: Sequence[str], loaded: str) -> b
             f"{loaded} was imported before install(), and what it imported cannot be replaced; "
             f"call install() before the first import of {loaded}"
         )
-    for package in filter(_is_missing, packages):
+    for package in packages:
+        if importlib.util.find_spec(package) is not None:
+            continue
         module = sys.modules[package] = ModuleType(package)
         module.__path__ = []
         parent, _, name = package.rpartition(".")
@@ -43,13 +45,6 @@ def install(homes: Mapping[str, str], packages: Sequence[str], loaded: str) -> b
             setattr(sys.modules[parent], name, module)
     sys.meta_path.insert(0, _Aliases(homes))
     return True
-
-
-def _is_missing(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is None
-    except Exception:  # noqa: BLE001 - it is there, and its parent raises when it is imported
-        return False
 
 
 class _Aliases(MetaPathFinder, Loader):

@@ -163,10 +163,6 @@ class Mpu:
         ]
         grid.create_pgs(missing, share="identical")
 
-    def __repr__(self) -> str:
-        roles = ", ".join(f"{part}={'+'.join(dims) or 1}" for part, dims in self.roles.items())
-        return f"Mpu({roles}) of {self.grid.layout}"
-
     def _find(self, parts: tuple[str, ...]) -> ProcessGroup:
         """Return the calling rank's group over the dims of some roles."""
         dims, name = self._key(parts)

@@ -196,8 +196,6 @@ class CurrentState(Generic[State]):
     @contextlib.contextmanager
     def use(self, state: State) -> Iterator[State]:
         """Make `state` the current one within a `with` block."""
-        if not isinstance(state, type(self.default)):
-            raise StateError(f"use() takes a {type(self.default).__name__}, got {state!r}")
         self._count(1)
         token = self._scoped.set(state)
         try:

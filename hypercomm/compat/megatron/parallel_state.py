@@ -65,9 +65,6 @@ def use(state: ParallelState) -> contextlib.AbstractContextManager[ParallelState
     alive.
     `initialize_model_parallel` and `destroy_model_parallel` always act on the default state.
 
-    Raises:
-        StateError: `state` is not a ParallelState.
-
     Example:
         >>> from hypercomm.testing import fake_world
         >>> with fake_world(8), ParallelState.create(tensor_model_parallel_size=4) as state:

@@ -41,13 +41,13 @@ class Layouts(NamedTuple):
 
 RanksFunction = Callable[[list[int]], Sequence[int]]
 
-_DENSE = {
+DENSE_SIZES = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
     "cp": "context_parallel_size",
     GTP: "gtp_remat_size",
 }
-_EXPERT = {
+EXPERT_SIZES = {
     "tp": "expert_tensor_parallel_size",
     "ep": "expert_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -103,10 +103,6 @@ class Configuration:
                 f"GTP sizes above 1 work with one optimizer instance only, got {name}={instances}"
             )
 
-    def given(self) -> set[str]:
-        """Return the arguments that have another value than their default."""
-        return {name for name, value in _DEFAULTS.items() if getattr(self, name) != value}
-
     @property
     def has_gtp(self) -> bool:
         """Whether dense layers or experts have GTP peers."""
@@ -143,8 +139,8 @@ class Configuration:
         self._check_sharp()
         if self.local_world_size is not None:
             world_size = as_world_size(self.local_world_size, "local_world_size")
-        dense = self._sizes(_DENSE, names or {}, world_size)
-        expert = self._sizes(_EXPERT, names or {}, world_size)
+        dense = self._sizes(DENSE_SIZES, names or {}, world_size)
+        expert = self._sizes(EXPERT_SIZES, names or {}, world_size)
         if (stages := self.virtual_pipeline_model_parallel_size) is not None:
             positive(stages, "virtual_pipeline_model_parallel_size")
             if dense["pp"] == 1:
@@ -717,7 +713,7 @@ def rows(
         ('_DATA_PARALLEL_GROUP_WITH_CP', {'dims': ('cp', 'dp')})
     """
     extra, layout_of = _options(config, options), layouts._asdict()
-    chosen = config.given()
+    chosen = {name for name, value in _DEFAULTS.items() if getattr(config, name) != value}
     has_gloo = {side: config.creates_gloo(side) for side in layout_of}
     named = {side: _megatron_dims(layout, side) for side, layout in layout_of.items()}
     for row in table:
