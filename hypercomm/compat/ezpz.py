@@ -84,7 +84,6 @@ class TensorParallelState(ModuleState):
     """
 
     empty = dict.fromkeys(_GLOBALS, lambda: None)
-    grid: HyperCommGrid | None = None
 
     def initialize(self, **arguments: Any) -> None:
         """Create the groups of all dims; arguments and errors of `initialize_tensor_parallel`."""
@@ -116,14 +115,6 @@ class TensorParallelState(ModuleState):
         for (dim, (_, name, ranks)), group in zip(_GROUPS.items(), groups, strict=True):
             self.fill({name: group, ranks: own[dim]})
         current.keep(self)
-
-    def destroy(self) -> None:
-        """Destroy the groups that the state created, and empty it; may be called twice."""
-        grid, self.grid = self.grid, None
-        self.reset()
-        current.drop(self)
-        if grid is not None:
-            grid.destroy()
 
 
 def _fitting_layout(given: dict[str, Any]) -> RankLayout:

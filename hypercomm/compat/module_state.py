@@ -22,6 +22,8 @@ from hypercomm.errors import StateError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from hypercomm.grid import HyperCommGrid
+
 
 class ModuleState:
     """The values of the globals of a legacy module.
@@ -31,6 +33,8 @@ class ModuleState:
     Attributes:
         empty: For each global, a function that returns its empty value.
         values: The value of each global.
+        grid: The grid that the state created; None while it is empty.
+        current: What the functions of the module act on.
         changed: Called after each change.
 
     Example:
@@ -44,6 +48,8 @@ class ModuleState:
     """
 
     empty: ClassVar[Mapping[str, Callable[[], Any]]] = {}
+    current: ClassVar[CurrentState[Any]]
+    grid: HyperCommGrid | None = None
     initialize: Callable[..., None]
 
     def __init__(self) -> None:
@@ -66,8 +72,12 @@ class ModuleState:
         self.fill(self.values)
 
     def destroy(self) -> None:
-        """Empty the state, and destroy what it owns; may be called twice."""
+        """Destroy the groups that the state created, and empty it; may be called twice."""
+        grid, self.grid = self.grid, None
         self.reset()
+        self.current.drop(self)
+        if grid is not None:
+            grid.destroy()
 
     def __enter__(self) -> Self:
         return self
@@ -124,9 +134,10 @@ class CurrentState(Generic[State]):
             None. `torch.compile` cannot trace the rest of `get`.
     """
 
-    def __init__(self, name: str, kind: Callable[[], State]) -> None:
+    def __init__(self, name: str, kind: type[State]) -> None:
         self._name = name
         self._kind = kind
+        kind.current = self
         self._scoped: ContextVar[State | None] = ContextVar(name, default=None)
         self._lock = threading.RLock()
         self._shown: list[tuple[str, CellType]] = []

@@ -180,7 +180,7 @@ def options_by_key(config: table.Configuration) -> dict[str, Any]:
     of WORLD does not take are left out with a warning in the log.
 
     Raises:
-        OSError: The file cannot be read.
+        OSError, YAMLError: The file cannot be read.
         ConfigurationError: It has other content than group keys and NCCL options; or pyyaml, which
             the extra `nccl-config` installs, is missing.
         NotInitializedError: There are options, but no job, whose backend decides if they have an
@@ -205,14 +205,12 @@ def options_by_key(config: table.Configuration) -> dict[str, Any]:
 def _read(path: str) -> NcclConfig:
     try:
         import yaml
-
-        content = yaml.safe_load(Path(path).read_bytes())
     except ImportError as error:
         raise ConfigurationError(
             f"{path} needs pyyaml; pip install 'hypercomm[nccl-config]'"
         ) from error
-    except yaml.YAMLError as error:
-        raise ConfigurationError(f"{path} is not yaml: {error}") from error
+    with Path(path).open("rb") as file:  # whose name is then in yaml's errors
+        content = yaml.safe_load(file)
     if not isinstance(content, dict):
         raise ConfigurationError(f"{path} must map groups to options, got {shown(content)}")
     return content
@@ -337,9 +335,9 @@ class ParallelState(ModuleState):
             grid.register_view(table.EXPERT, layouts.expert.shape, layouts.expert.dim_names)
             groups = _create(grid, wanted, configuration)
             undo.pop_all()
-        self.configuration = configuration
+        self.configuration, self.grid = configuration, grid
         self.grids = {"dense": grid, "expert": grid.view(table.EXPERT)}
-        self.answers_gtp = configuration.answers_gtp
+        self.answers_gtp = configuration.has_gtp or "gtp_remat" in configuration.changes
         values: dict[str, Any] = {"_GLOBAL_MEMORY_BUFFER": GlobalMemoryBuffer()}
         if configuration.virtual_pipeline_model_parallel_size is not None:
             values[STAGES] = configuration.virtual_pipeline_model_parallel_size
@@ -347,14 +345,6 @@ class ParallelState(ModuleState):
         self.fill(values | _values_of(wanted, groups))
         self.list_groups(groups)
         current.keep(self)
-
-    def destroy(self) -> None:
-        """Destroy the groups that the state created, and empty it; may be called twice."""
-        grid = self.grids.get("dense")
-        self.reset()
-        current.drop(self)
-        if isinstance(grid, HyperCommGrid):
-            grid.destroy()
 
     def __str__(self) -> str:
         if not self.grids:
@@ -431,15 +421,13 @@ def _create(
     place = [each.name for each in wanted].index(sharp)
     before = grid.create_pgs(requests[:place])
     os.environ[_COLLNET] = "1"
-    try:
-        (group,) = grid.create_pgs([requests[place] | {"share": "never"}])
-        if group is not None:
-            device = [torch.cuda.current_device()] if torch.cuda.is_available() else None
-            dist.barrier(group=group, device_ids=device)
-            if device is not None:
-                torch.cuda.synchronize()
-    finally:
-        os.environ.pop(_COLLNET, None)
+    (group,) = grid.create_pgs([requests[place] | {"share": "never"}])
+    if group is not None:
+        device = [torch.cuda.current_device()] if torch.cuda.is_available() else None
+        dist.barrier(group=group, device_ids=device)
+        if device is not None:
+            torch.cuda.synchronize()
+    del os.environ[_COLLNET]
     return [*before, group, *grid.create_pgs(requests[place + 1 :])]
 
 

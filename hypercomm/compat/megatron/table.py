@@ -108,11 +108,6 @@ class Configuration:
         """Whether dense layers or experts have GTP peers."""
         return self.gtp_remat_size > 1 or self.expert_gtp_remat_size > 1
 
-    @property
-    def answers_gtp(self) -> bool:
-        """Whether data parallel getters return groups with GTP peers by default."""
-        return self.has_gtp or "gtp_remat" in self.changes
-
     def creates_gloo(self, grid: str) -> bool:
         """Whether the "dense" or "expert" layers have gloo groups; with GTP there are none."""
         with_gtp = self.gtp_remat_size > 1 or (grid == "expert" and self.has_gtp)

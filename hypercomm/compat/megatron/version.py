@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 from hypercomm.errors import ConfigurationError
-from hypercomm.layout.text import shown
 
 Version: TypeAlias = tuple[int, int, int]
 
@@ -60,7 +59,16 @@ def set(version: str | None) -> None:  # noqa: A001 - `version.set(...)` is how 
         ConfigurationError: It is not a version.
     """
     global _chosen  # noqa: PLW0603 - one setting for the process
-    _chosen = None if version is None else _parse(version)
+    if version is None:
+        _chosen = None
+    else:
+        found = _FORM.fullmatch(version)
+        if found is None:
+            raise ConfigurationError(
+                f"version must be one of megatron-core, such as '0.16.1' or '0.19', got {version!r}"
+            )
+        major, minor, patch = (int(number or 0) for number in found.groups())
+        _chosen = major, minor, patch
     changes.cache_clear()
 
 
@@ -95,13 +103,3 @@ def installed() -> Version | None:
         return int(numbers["MAJOR"]), int(numbers["MINOR"]), int(numbers.get("PATCH", 0))
     except (OSError, ValueError, KeyError):
         return NEWEST
-
-
-def _parse(text: str) -> Version:
-    found = _FORM.fullmatch(text) if isinstance(text, str) else None
-    if found is None:
-        raise ConfigurationError(
-            f"version must be one of megatron-core, such as '0.16.1' or '0.19', got {shown(text)}"
-        )
-    major, minor, patch = (int(number or 0) for number in found.groups())
-    return major, minor, patch
