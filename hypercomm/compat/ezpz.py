@@ -90,15 +90,6 @@ class TensorParallelState(ModuleState):
         check_job()
         call = inspect.signature(initialize_tensor_parallel).bind(**arguments)
         call.apply_defaults()
-        try:
-            self._create(call.arguments)
-        except AssertionError:
-            raise
-        except HyperCommError as error:
-            raise ConfigurationError(str(error)) from error
-
-    def _create(self, given: dict[str, Any]) -> None:
-        layout = _fitting_layout(given)
         taken = [name for name in _GLOBALS if self.values[name] is not None]
         if taken:
             raise StateError(
@@ -106,6 +97,13 @@ class TensorParallelState(ModuleState):
                 f"destroy_tensor_parallel() first, or hold a second state with "
                 f"TensorParallelState.create() and use()"
             )
+        try:
+            self._create(call.arguments)
+        except HyperCommError as error:
+            raise ConfigurationError(str(error)) from error
+
+    def _create(self, given: dict[str, Any]) -> None:
+        layout = _fitting_layout(given)
         backends = {dim: given[f"{name}_backend"] for dim, (name, *_) in _GROUPS.items()}
         own = {dim: list(layout.groups(dim).of(dist.get_rank())) for dim in _GROUPS}
         grid = HyperCommGrid(layout, name="ezpz.tp", cover="exact")

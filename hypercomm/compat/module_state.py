@@ -236,11 +236,6 @@ class CurrentState(Generic[State]):
     def bind(self, module: ModuleType, names: Iterable[str]) -> None:
         """Give a module one attribute for each name, which reads and writes the current state."""
         members: dict[str, Any] = {name: _global(name, self.get) for name in names}
-        own = members.copy()
-        members["__dir__"] = lambda module: [
-            *ModuleType.__dir__(module),
-            *filter(self.get().values.__contains__, own),
-        ]
         # Functions that use the module travel to other processes by cloudpickle.
         members["__reduce__"] = lambda module: (importlib.import_module, (module.__name__,))
         module.__class__ = type("LegacyModule", (ModuleType,), members)

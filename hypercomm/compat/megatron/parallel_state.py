@@ -34,7 +34,6 @@ from hypercomm.compat.module_state import name_functions
 from hypercomm.errors import GroupMissingError, NotInitializedError, StateError
 from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.options import check_given_timeout
 
 if TYPE_CHECKING:
 
@@ -642,9 +641,7 @@ def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> Non
 
     Raises:
         StateError: No group is given and there is none.
-        GroupOptionsError: The timeout is not a timedelta.
     """
-    check_given_timeout(timeout)
     groups = [pg] if pg is not None else _held("_global_process_group_list")
     dist.barrier(pg)
     if torch.cuda.is_available():

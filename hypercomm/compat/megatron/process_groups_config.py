@@ -85,16 +85,15 @@ class ProcessGroupCollection:
 
     def __getattr__(self, name: str) -> None:
         _check_fields(type(self), "Unknown attribute", name)
-        if not version.has("unset_is_none"):
+        if "unset_is_none" not in version.changes():
             raise UnknownFieldError(
                 f"field {name!r} was not set, which is an error in megatron-core {version.get()}; "
                 f"the collection has {list(vars(self)) or 'nothing'}"
             )
 
     def __repr__(self) -> str:
-        hidden = None if version.has("unset_is_none") else self
-        groups = {item.name: vars(self).get(item.name, hidden) for item in fields(self)}
-        shown = [f"{name}({_size(pg)})" for name, pg in groups.items() if pg is not hidden]
+        groups = {item.name: vars(self).get(item.name) for item in fields(self)}
+        shown = [f"{name}({_size(pg)})" for name, pg in groups.items() if pg is not None]
         return f"ProcessGroupCollection({', '.join(shown) or 'empty'})"
 
     @classmethod
@@ -262,8 +261,6 @@ def _check_fields(kind: type[ProcessGroupCollection], complaint: str, *names: st
 
 
 def _size(group: Any) -> object:
-    if group is None:
-        return None
     return [item.size() for item in group] if isinstance(group, list) else group.size()
 
 

@@ -327,7 +327,7 @@ class RankGenerator:
         self.name_to_size = {
             dim: positive(getattr(self, dim), f"the size of dim {dim!r}") for dim in DIMS
         }
-        if self.gtp_remat == 1 and not version.has("gtp_remat"):
+        if self.gtp_remat == 1 and "gtp_remat" not in version.changes():
             del self.name_to_size[GTP]
         if self.ep > 1 and self.cp > 1:
             raise ConfigurationError(
@@ -355,7 +355,7 @@ class RankGenerator:
         return self._layout.groups(*dict.fromkeys(token.split("-"))).to_lists()
 
     def get_gtp_ranks(self, gtp_remat_size: int) -> list[list[int]]:
-        """Enumerate the groups of GTP peers; with a size of 1, each rank is a group.
+        """Enumerate the groups of GTP peers.
 
         Raises:
             ConfigurationError: `gtp_remat_size` is not that of the generator.
@@ -364,9 +364,7 @@ class RankGenerator:
             raise ConfigurationError(
                 f"gtp_remat_size must be that of the generator, {self.gtp_remat}"
             )
-        if GTP in self.name_to_size:
-            return self.get_ranks(GTP)
-        return [[rank] for rank in self._layout.ranks]
+        return self.get_ranks(GTP)
 
 
 # ---- names --------------------------------------------------------------------------------------
@@ -602,13 +600,8 @@ TABLE = (
 ROWS = {row.name: row for row in TABLE} | {row.name + GLOO: row for row in TABLE if row.gloo}
 """The row of each global that holds a group."""
 
-EXPERT_ALL_GATHER = attrs.evolve(
-    ROWS[DP_CP_AG],
-    grid="expert",
-    dims="dp",
-    key="ep_dp",
-    field="expt_dp_ag",
-    name=EXPERT_DP + "_AG",
+EXPERT_ALL_GATHER = _expert(
+    "dp", "ep_dp", "expt_dp_ag", f"{EXPERT_DP}_AG", option="create_all_gather_group", overlaps=True
 )
 """The expert group of `create_all_gather_groups`, which no global holds."""
 

@@ -84,11 +84,6 @@ def changes() -> frozenset[str]:
     return frozenset(change for change, first in CHANGES.items() if release >= first)
 
 
-def has(change: str) -> bool:
-    """Return whether the release that is followed has one of the `CHANGES`."""
-    return change in changes()
-
-
 def installed() -> Version | None:
     """Return the version of the megatron-core that can be imported, without importing it."""
     try:
