@@ -109,12 +109,11 @@ _SIZES = {dim: _DEFAULTS[dim] for dim in _DEFAULTS if dim in _NAMES.values()}
 def _layouts(sizes: Mapping[str, int | None], order: str, world_size: int) -> table.Layouts:
     """Return the layouts of a model's dense and expert layers."""
     given: dict[str, Any] = {argument: sizes[name] for argument, name in _NAMES.items()}
-    dense, expert = table.Configuration(**given, order=order).layouts(world_size, _NAMES)
-    experts = {_EXPERT_DIMS.get(dim, dim): size for dim, size in expert.sizes.items()}
-    return table.Layouts(
-        RankLayout({dim: size for dim, size in dense.sizes.items() if dim != "ep"}),
-        RankLayout({dim: size for dim, size in experts.items() if dim != "cp"}),
-    )
+    layouts = table.Configuration(**given, order=order).layouts(world_size, _NAMES)
+    dense, expert = (dict(layout.sizes) for layout in layouts)
+    del dense["ep"], expert["cp"]
+    experts = {_EXPERT_DIMS.get(dim, dim): size for dim, size in expert.items()}
+    return table.Layouts(RankLayout(dense), RankLayout(experts))
 
 
 # ---- all groups of a grid -----------------------------------------------------------------------

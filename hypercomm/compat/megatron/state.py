@@ -11,10 +11,9 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -24,12 +23,10 @@ from hypercomm.compat.megatron import table, version
 from hypercomm.compat.module_state import CurrentState, ModuleState, check_job
 from hypercomm.errors import ConfigurationError, StateError
 from hypercomm.grid import HyperCommGrid
+from hypercomm.grid.grid import GridView
 from hypercomm.layout.checks import as_ordered, check_choice
 from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
-
-if TYPE_CHECKING:
-    from hypercomm.grid.grid import GridView
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +94,7 @@ class GlobalMemoryBuffer:
         tensor_shape: Sequence[int],
         dtype: torch.dtype,
         name: str,
-        mem_alloc_context: Callable[[], AbstractContextManager[Any]] | None = None,
+        mem_alloc_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
     ) -> torch.Tensor:
         """Return a tensor of this shape on the current device; its content is undefined.
 
@@ -326,7 +323,12 @@ class ParallelState(ModuleState):
         check_job()
         layouts = configuration.layouts(dist.get_world_size())
         options = options_by_key(configuration)
-        self._check_empty()
+        taken = [name for name in (*table.ROWS, "_GLOBAL_MEMORY_BUFFER") if self.values[name]]
+        if taken:
+            raise StateError(
+                f"the parallel state is already initialized: {taken[0]} is set; call "
+                f"destroy_model_parallel() first, or use ParallelState.create() for a second one"
+            )
         wanted = list(table.rows(configuration, layouts, options))
         with contextlib.ExitStack() as undo:
             undo.callback(_restore_environment, dict(os.environ))
@@ -390,14 +392,6 @@ class ParallelState(ModuleState):
         else:
             reason = f"rank {dist.get_rank()} is in none of these groups"
         return StateError(f"{words_of(name)} is not initialized: {reason}")
-
-    def _check_empty(self) -> None:
-        taken = [name for name in (*table.ROWS, "_GLOBAL_MEMORY_BUFFER") if self.values[name]]
-        if taken:
-            raise StateError(
-                f"the parallel state is already initialized: {taken[0]} is set; call "
-                f"destroy_model_parallel() first, or use ParallelState.create() for a second one"
-            )
 
 
 def _create(
