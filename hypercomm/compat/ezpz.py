@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from hypercomm.compat import aliases
-from hypercomm.compat.module_state import CurrentState, ModuleState, check_job, name_functions
+from hypercomm.compat.module_state import CurrentState, ModuleState, name_functions
 from hypercomm.errors import ConfigurationError, HyperCommError, StateError
 from hypercomm.grid import HyperCommGrid
 from hypercomm.layout import RankLayout
@@ -87,16 +87,9 @@ class TensorParallelState(ModuleState):
 
     def initialize(self, **arguments: Any) -> None:
         """Create the groups of all dims; arguments and errors of `initialize_tensor_parallel`."""
-        check_job()
+        self.check_new(_GLOBALS, "destroy_tensor_parallel")
         call = inspect.signature(initialize_tensor_parallel).bind(**arguments)
         call.apply_defaults()
-        taken = [name for name in _GLOBALS if self.values[name] is not None]
-        if taken:
-            raise StateError(
-                f"tensor parallel is already initialized: {taken[0]} is set; call "
-                f"destroy_tensor_parallel() first, or hold a second state with "
-                f"TensorParallelState.create() and use()"
-            )
         try:
             self._create(call.arguments)
         except HyperCommError as error:

@@ -71,6 +71,26 @@ class ModuleState:
         self.values: dict[str, Any] = {name: make() for name, make in self.empty.items()}
         self.fill(self.values)
 
+    def check_new(self, names: Iterable[str], destroy: str) -> None:
+        """Raise unless there is a job and the state can be initialised.
+
+        Args:
+            names: The globals that must be empty.
+            destroy: The function that empties them.
+
+        Raises:
+            StateError: torch.distributed is not initialised, or one of the globals is set.
+        """
+        if not dist.is_initialized():
+            raise StateError(
+                "torch.distributed is not initialised; call torch.distributed.init_process_group()"
+            )
+        if taken := list(filter(self.values.get, names)):
+            raise StateError(
+                f"{self.current.name} is already initialized: {taken[0]} is set; call {destroy}() "
+                f"first, or hold a second state with {type(self).__name__}.create() and use()"
+            )
+
     def destroy(self) -> None:
         """Destroy the groups that the state created, and empty it; may be called twice."""
         grid, self.grid = self.grid, None
@@ -108,18 +128,6 @@ class ModuleState:
         self.changed()
 
 
-def check_job() -> None:
-    """Raise unless torch.distributed is initialised.
-
-    Raises:
-        StateError: It is not.
-    """
-    if not dist.is_initialized():
-        raise StateError(
-            "torch.distributed is not initialised; call torch.distributed.init_process_group()"
-        )
-
-
 State = TypeVar("State", bound=ModuleState)
 
 
@@ -129,13 +137,14 @@ class CurrentState(Generic[State]):
     Each thread and each asyncio task has its own blocks.
 
     Attributes:
+        name: The name of the module.
         default: The state outside every block.
         alone: The default state as long as no block is open and no other state is alive, else
             None. `torch.compile` cannot trace the rest of `get`.
     """
 
     def __init__(self, name: str, kind: type[State]) -> None:
-        self._name = name
+        self.name = name
         self._kind = kind
         kind.current = self
         self._scoped: ContextVar[State | None] = ContextVar(name, default=None)
@@ -196,7 +205,7 @@ class CurrentState(Generic[State]):
         """Warn once that the default state answers while others are alive."""
         others = "; ".join(str(state) for state in self._alive if state is not self.default)
         warnings.warn(
-            f"{self._name} has {len(self._alive)} states alive, and a call outside a "
+            f"{self.name} has {len(self._alive)} states alive, and a call outside a "
             f"`with use(state):` block acts on the default one ({self.default}), not on: {others}; "
             f"put the call into a block",
             RuntimeWarning,

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.compat.megatron import table, version
-from hypercomm.compat.module_state import CurrentState, ModuleState, check_job
+from hypercomm.compat.module_state import CurrentState, ModuleState
 from hypercomm.errors import ConfigurationError, StateError
 from hypercomm.grid import HyperCommGrid
 from hypercomm.grid.grid import GridView
@@ -320,15 +320,9 @@ class ParallelState(ModuleState):
         errors.
         """
         configuration = table.Configuration(*args, **kwargs)
-        check_job()
+        self.check_new((*table.ROWS, "_GLOBAL_MEMORY_BUFFER"), "destroy_model_parallel")
         layouts = configuration.layouts(dist.get_world_size())
         options = options_by_key(configuration)
-        taken = [name for name in (*table.ROWS, "_GLOBAL_MEMORY_BUFFER") if self.values[name]]
-        if taken:
-            raise StateError(
-                f"the parallel state is already initialized: {taken[0]} is set; call "
-                f"destroy_model_parallel() first, or use ParallelState.create() for a second one"
-            )
         wanted = list(table.rows(configuration, layouts, options))
         with contextlib.ExitStack() as undo:
             undo.callback(_restore_environment, dict(os.environ))
