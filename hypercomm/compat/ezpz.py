@@ -96,15 +96,13 @@ class TensorParallelState(ModuleState):
             raise ConfigurationError(str(error)) from error
 
     def _create(self, given: dict[str, Any]) -> None:
-        layout = _fitting_layout(given)
+        grid = HyperCommGrid(_fitting_layout(given), name="ezpz.tp", cover="exact")
         backends = {dim: given[f"{name}_backend"] for dim, (name, *_) in _GROUPS.items()}
-        own = {dim: list(layout.groups(dim).of(dist.get_rank())) for dim in _GROUPS}
-        grid = HyperCommGrid(layout, name="ezpz.tp", cover="exact")
-        requests = [{"dims": dim, "backend": backends[dim]} for dim in _GROUPS]
+        requests = [{"dims": dim, "backend": backend} for dim, backend in backends.items()]
         groups = grid.create_pgs(requests, timeout=given["timeout"])
         self.grid = grid
-        for (dim, (_, name, ranks)), group in zip(_GROUPS.items(), groups, strict=True):
-            self.fill({name: group, ranks: own[dim]})
+        for (_, name, ranks), group in zip(_GROUPS.values(), groups, strict=True):
+            self.fill({name: group, ranks: dist.get_process_group_ranks(group)})
         current.keep(self)
 
 
