@@ -542,7 +542,6 @@ def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
 # ---- memory buffers ---------------------------------------------------------------------------
 
 _MEMORY, _SYMMETRIC = "_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER"
-_SYMMETRIC_MIB = 256
 
 get_global_memory_buffer = _getter(_MEMORY)
 get_global_symmetric_memory_buffer = _getter(_SYMMETRIC)
@@ -553,10 +552,9 @@ def _set_global_memory_buffer() -> None:
 
 
 def _set_global_symmetric_memory_buffer() -> None:
-    """Set the buffer of Megatron's own class, which is in `megatron.core.utils` up to 0.16."""
+    """Set the buffer, of 256 MiB; its class is in `megatron.core.utils` up to 0.16."""
     utils: Any = importlib.import_module("megatron.core.utils")
-    group = _held(table.TP)
-    _fill_once(_SYMMETRIC, lambda: utils.GlobalSymmetricMemoryBuffer(_SYMMETRIC_MIB, group))
+    _fill_once(_SYMMETRIC, lambda: utils.GlobalSymmetricMemoryBuffer(256, _held(table.TP)))
 
 
 def _fill_once(name: str, make: Callable[[], Any]) -> None:

@@ -173,8 +173,8 @@ def megatron_requests(
     Example:
         >>> grid = HyperCommGrid([2, 4, 2], ["tp", "dp", "pp"], world_size=16)
         >>> wanted = megatron_requests(grid)
-        >>> [request["dims"] for request in wanted if "name" not in request][:5]
-        ['dp', ('tp', 'pp'), 'tp', 'pp', ('tp', 'dp')]
+        >>> [request["dims"] for request in wanted if request["name"] is None][:5]
+        [('dp',), ('tp', 'pp'), ('tp',), ('pp',), ('tp', 'dp')]
     """
     check_keywords("megatron_requests", choices, MegatronChoices.__annotations__)
     view = table.EXPERT if table.EXPERT in grid.views else None
@@ -200,7 +200,7 @@ def megatron_requests(
     requests: dict[object, GroupArguments] = {}
     for wanted in table.rows(configuration, layouts, options, view=view, table=asked):
         given = wanted.arguments
-        key, _ = grid._key(given["dims"], given.get("name"), given.get("view"))
+        key, _ = grid._key(given["dims"], given["name"], given.get("view"))
         requests.setdefault(key, given)
     return list(requests.values())
 

@@ -20,7 +20,6 @@ from hypercomm.errors import ConfigurationError, UnknownDimError, UnknownFieldEr
 from hypercomm.grid import HyperCommGrid
 from hypercomm.grid.grid import GridView
 from hypercomm.layout.checks import as_strings
-from hypercomm.process_groups import torch_internals as c10d
 
 logger = logging.getLogger(__name__)
 
@@ -217,8 +216,7 @@ class ProcessGroupCollection:
             groups["intra_dist_opt"] = given["intra_dist_opt"] if is_sharded else None
         if groups["expt_dp"] is None:
             logger.warning("no expt_dp group was given; creating one with this rank alone")
-            alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-            groups["expt_dp"] = c10d.as_member(alone)
+            groups["expt_dp"] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
             if ddp_config.num_distributed_optimizer_instances == 1:
                 groups["intra_expt_dp"] = groups["expt_dp"]
         return {f"{name}_group": group for name, group in groups.items()}

@@ -244,11 +244,6 @@ def _set_environment(pipeline_backend: str | None) -> None:
         os.environ.update({**_UCC_DEFAULTS, **os.environ, **_UCC_ENVIRONMENT})
 
 
-def _restore_environment(variables: Mapping[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(variables)
-
-
 # ---- the state ----------------------------------------------------------------------------------
 
 
@@ -325,7 +320,8 @@ class ParallelState(ModuleState):
         options = options_by_key(configuration)
         wanted = list(table.rows(configuration, layouts, options))
         with contextlib.ExitStack() as undo:
-            undo.callback(_restore_environment, dict(os.environ))
+            undo.callback(os.environ.update, dict(os.environ))
+            undo.callback(os.environ.clear)  # called before update
             _set_environment(configuration.pipeline_model_parallel_comm_backend)
             grid = undo.enter_context(HyperCommGrid(layouts.dense, name="megatron"))
             grid.register_view(table.EXPERT, layouts.expert.shape, layouts.expert.dim_names)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import compress
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import attrs
 import numpy as np
@@ -698,7 +698,7 @@ def rows(
         >>> config = Configuration(tensor_model_parallel_size=2)
         >>> wanted = list(rows(config, config.layouts(8), {}))
         >>> wanted[0].name, wanted[0].arguments
-        ('_DATA_PARALLEL_GROUP_WITH_CP', {'dims': ('cp', 'dp')})
+        ('_DATA_PARALLEL_GROUP_WITH_CP', {'dims': ('cp', 'dp'), 'name': None})
     """
     extra, layout_of = _options(config, options), layouts._asdict()
     chosen = {name for name, value in _DEFAULTS.items() if getattr(config, name) != value}
@@ -717,22 +717,20 @@ def rows(
             is_needed = bool(dims) or row.field is not None
         if not is_needed:
             continue
-        spanned = dims or layout.dim_names[:1]
-        common: dict[str, Any] = {"dims": spanned if len(spanned) > 1 else spanned[0]}
+        common: dict[str, Any] = {"dims": dims or layout.dim_names[:1]}
         if view is not None and row.grid == "expert":
             common["view"] = view
         if not dims or (config.share == "identical" and not row.overlaps):
             common["share"] = "identical"
         for part in row.parts(config, layout.size_of(*dims, default=1)) if row.parts else (None,):
-            name, given = row.name_in_grid(dims, part), common.copy()
+            name = row.name_in_grid(dims, part)
+            given: Any = {**common, "name": name}
             if not dims or row.derive is not None:
                 given["derive"] = partial(_derive, row, config, not dims, part)
-            named_group = given if name is None else {**given, "name": name}
-            arguments = cast("GroupArguments", named_group | extra.get(row.key, {}))
-            yield WantedGroup(row, part, row.name, arguments)
+            yield WantedGroup(row, part, row.name, given | extra.get(row.key, {}))
             if row.gloo and has_gloo[row.grid]:
                 given |= {"name": f"{name}_gloo" if name else "gloo", "backend": "gloo"}
-                yield WantedGroup(row, part, row.name + GLOO, cast("GroupArguments", given))
+                yield WantedGroup(row, part, row.name + GLOO, given)
 
 
 def _options(config: Configuration, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
