@@ -105,6 +105,9 @@ class ModuleState:
     def __exit__(self, *_: object) -> None:
         self.destroy()
 
+    def __str__(self) -> str:
+        return "an empty state" if self.grid is None else str(self.grid.layout)
+
     def read(self, name: str) -> Any:
         """Return the value of a global, as `module.name` does."""
         try:
@@ -193,25 +196,21 @@ class CurrentState(Generic[State]):
                 cell.cell_contents = values[name] if name in values else None  # noqa: SIM401
 
     def get(self) -> State:
-        """Return the current state."""
+        """Return the current state; warn once if it is the default one while others are alive."""
         state = self.alone or self._scoped.get()
-        if state is None:
-            state = self.default
-            if not self._warned and len(self._alive) > 1 and state in self._alive:
-                self._ambiguous()
-        return state
-
-    def _ambiguous(self) -> None:
-        """Warn once that the default state answers while others are alive."""
-        others = "; ".join(str(state) for state in self._alive if state is not self.default)
-        warnings.warn(
-            f"{self.name} has {len(self._alive)} states alive, and a call outside a "
-            f"`with use(state):` block acts on the default one ({self.default}), not on: {others}; "
-            f"put the call into a block",
-            RuntimeWarning,
-            stacklevel=5,
-        )
-        self._warned = True
+        if state is not None:
+            return state
+        if not self._warned and len(self._alive) > 1 and self.default in self._alive:
+            others = "; ".join(str(state) for state in self._alive if state is not self.default)
+            warnings.warn(
+                f"{self.name} has {len(self._alive)} states alive, and a call outside a "
+                f"`with use(state):` block acts on the default one ({self.default}), not on: "
+                f"{others}; put the call into a block",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            self._warned = True
+        return self.default
 
     @contextlib.contextmanager
     def use(self, state: State) -> Iterator[State]:

@@ -338,12 +338,6 @@ class ParallelState(ModuleState):
         self.list_groups(groups)
         current.keep(self)
 
-    def __str__(self) -> str:
-        if not self.grids:
-            return "an empty state"
-        dense, expert = (grid.layout for grid in self.grids.values())
-        return f"{dense}, experts {expert}"
-
     def list_groups(self, groups: Iterable[ProcessGroup | None]) -> None:
         """Register groups whose timeout `update_pg_timeout` is to change."""
         listed = self.values[_LIST]
