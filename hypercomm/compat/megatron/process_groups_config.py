@@ -148,7 +148,21 @@ class ProcessGroupCollection:
         """
         if expert is None and isinstance(grid, HyperCommGrid) and table.EXPERT in grid.views:
             expert = grid.view(table.EXPERT)
-        return cls(**_fields_of(grid, expert))
+        held: dict[str, dict[Any, Group]] = {}
+        used = []
+        for row in table.FIELD_ROWS.values():
+            source = grid if row.grid == "dense" else expert
+            groups = {} if source is None else _groups_of(source, row)
+            if groups:
+                held[row.name] = groups
+            elif row.gtp and source and table.own_dims(source.layout, table.GTP, row.grid):
+                continue  # the group of the peers was not created
+            elif row.gtp and not row.otherwise:
+                held[row.name] = {None: None}  # there are no peers
+            used.append(row)
+        values = table.values_of(held, used)
+        names = table.FIELDS.items()
+        return cls(**{field: values[name] for field, name in names if name in values})
 
     @classmethod
     def setup_process_groups_for_optimizer(
@@ -266,29 +280,6 @@ _PEERS = ("gtp_remat", "expt_gtp_remat")
 """The fields of the groups of GTP peers."""
 
 # ---- the groups of a grid -----------------------------------------------------------------------
-
-
-def _fields_of(grid: GridView, expert: GridView | None) -> dict[str, object]:
-    """Return the groups that grids have created, by field.
-
-    Args:
-        grid: The dense layers.
-        expert: The expert layers; None without them.
-    """
-    held: dict[str, dict[Any, Group]] = {}
-    used = []
-    for row in table.FIELD_ROWS.values():
-        source = grid if row.grid == "dense" else expert
-        groups = {} if source is None else _groups_of(source, row)
-        if groups:
-            held[row.name] = groups
-        elif row.gtp and source is not None and table.own_dims(source.layout, table.GTP, row.grid):
-            continue  # the group of the peers was not created
-        elif row.gtp and not row.otherwise:
-            held[row.name] = {None: None}  # there are no peers
-        used.append(row)
-    values = table.values_of(held, used)
-    return {field: values[name] for field, name in table.FIELDS.items() if name in values}
 
 
 def _groups_of(grid: GridView, row: table.Row) -> dict[Any, Group]:

@@ -351,7 +351,6 @@ class RankGenerator:
 
     def get_ranks(self, token: str) -> list[list[int]]:
         """Enumerate the groups over the dims that `token` names, such as "tp-dp"."""
-        self.get_mask(self.order, token)
         return self._layout.groups(*dict.fromkeys(token.split("-"))).to_lists()
 
     def get_gtp_ranks(self, gtp_remat_size: int) -> list[list[int]]:
