@@ -12,6 +12,7 @@ from oracle import parallel_state as theirs
 from oracle import process_groups_config
 
 from hypercomm.compat.megatron import parallel_state as ours
+from hypercomm.compat.megatron import version
 from hypercomm.testing import fake_world
 
 UNLIKE = {
@@ -42,6 +43,21 @@ GLOBALS = [
     for name, value in vars(theirs).items()
     if name.startswith("_") and (name.isupper() or name == "_global_process_group_list")
 ]
+
+
+_followed: list[str | None] = [None]
+
+
+@contextmanager
+def following(release):
+    """Follow another release within a block."""
+    version.set(release)
+    _followed.append(release)
+    try:
+        yield
+    finally:
+        _followed.pop()
+        version.set(_followed[-1])
 
 
 @contextmanager

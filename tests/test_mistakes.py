@@ -24,7 +24,6 @@ from hypercomm import (
     torchtitan_grids,
 )
 from hypercomm.compat.deepspeed import Mpu, process_topology
-from hypercomm.compat.torchtitan import torchtitan_meshes
 from hypercomm.errors import (
     GridDestroyedError,
     GroupExistsError,
@@ -270,8 +269,6 @@ GRIDS = [
     (lambda: GridSet.tile(8, **{"a.b": "tp"}), LayoutError, "'a_b'"),
     (lambda: torchtitan_grids(tp=2, ep=3, world_size=8), WorldSizeError, "ep=3"),
     (lambda: torchtitan_grids(tp=-1, world_size=8), LayoutError, "tp"),
-    (lambda: torchtitan_meshes({}), LayoutError, "{}"),
-    (lambda: Mpu(LAYOUT), LayoutError, "HyperCommGrid"),
     *(
         (lambda given=given, dp=dp: process_topology(given, dp=dp), LayoutError, words)
         for given, dp, words in (
@@ -280,7 +277,6 @@ GRIDS = [
             (RankLayout([2, 2], ["dp", "pp"], ranks=[0, 1, 3, 2]), "dp", "ranks=(0, 1, 3, 2)"),
             (RankLayout("dp=2,pp=2,cp=2"), ["dp", "cp"], "'data': ('dp', 'cp')"),
             (RankLayout("dp=2,pp=2,cp=2"), "dp", "'cp' of size 2 has no role"),
-            ("dp=2,pp=2", "dp", "'dp=2,pp=2'"),
         )
     ),
     (lambda: run_ranks(print, 2, args=[threading.Lock()]), TypeError, "cannot pickle"),

@@ -64,9 +64,8 @@ class _Aliases(MetaPathFinder, Loader):
         if fullname not in self.homes:
             return None
         spec = ModuleSpec(fullname, self)
-        others = (
-            finder for finder in sys.meta_path if finder is not self
-        )  # also of editable installs
+        # Also the finders of editable installs.
+        others = (finder for finder in sys.meta_path if finder is not self)
         found = (finder.find_spec(fullname, path, target) for finder in others)
         theirs = next(filter(None, found), None)
         if theirs is not None:  # its submodules, such as ezpz.tp.layers, stay importable

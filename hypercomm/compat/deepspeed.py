@@ -121,8 +121,7 @@ class Mpu:
         roles: The dims of each role, by argument.
 
     Raises:
-        LayoutError: `grid` is not a grid, an argument is not a dim, a dim has two roles, or one
-            larger than 1 has none.
+        LayoutError: An argument is not a dim, a dim has two roles, or one larger than 1 has none.
         CreationError, GroupOptionsError, NotInitializedError, GridDestroyedError: As for
             `create_pgs`; nothing was created.
 
@@ -150,8 +149,6 @@ class Mpu:
         dp: Dims = "dp",
         sp: Dims = None,
     ) -> None:
-        if not isinstance(grid, GridView):
-            raise LayoutError(f"Mpu() takes a HyperCommGrid or a view of one, got {shown(grid)}")
         self.grid = grid
         given = {"tp": tp, "pp": pp, "dp": dp, "sp": sp}
         self.roles: Mapping[str, tuple[str, ...]] = _read_roles(grid.layout, given)
@@ -162,10 +159,6 @@ class Mpu:
             if (dims, name) not in held
         ]
         grid.create_pgs(missing, share="identical")
-
-    def __repr__(self) -> str:
-        roles = ", ".join(f"{part}={'+'.join(dims) or 1}" for part, dims in self.roles.items())
-        return f"Mpu({roles}) of {self.grid.layout}"
 
     def _find(self, parts: tuple[str, ...]) -> ProcessGroup:
         """Return the calling rank's group over the dims of some roles."""
@@ -246,9 +239,7 @@ def topology_axes(
         >>> topology_axes(RankLayout.parse("dp=4"))
         {'pipe': 1, 'data': 4}
     """
-    layout = layout.layout if isinstance(layout, GridView) else layout
-    if not isinstance(layout, RankLayout):
-        raise LayoutError(f"layout must be a RankLayout or a grid, got {shown(layout)}")
+    layout = layout.layout if isinstance(layout, GridView) else RankLayout(layout)
     roles = _read_roles(layout, {"pp": pp, "dp": dp, "tp": tp})
     axes = {_AXES[part]: dims for part, dims in roles.items() if dims or part != "tp"}
     sizes = {axis: math.prod(map(layout.size_of, dims)) for axis, dims in axes.items()}

@@ -24,14 +24,13 @@ import torch
 import torch.distributed as dist
 
 from hypercomm.compat import aliases
-from hypercomm.compat.module_state import CurrentState, ModuleState, check_job, name_functions
+from hypercomm.compat.module_state import CurrentState, ModuleState, name_functions
 from hypercomm.errors import ConfigurationError, HyperCommError, StateError
 from hypercomm.grid import HyperCommGrid
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import positive
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
 
     def __getattr__(name: str) -> Any:
         """Return a global, or a getter that is generated at the end of this module."""
@@ -84,65 +83,31 @@ class TensorParallelState(ModuleState):
         tp=2,cp=1,pp=1,dp=4 4
     """
 
-    def __init__(self) -> None:
-        super().__init__(dict.fromkeys(_GLOBALS, lambda: None))
-        self.grid: HyperCommGrid | None = None
-
-    @classmethod
-    def create(cls, **arguments: Any) -> Self:
-        """Return a new state; every rank must call this, in the same order.
-
-        Args:
-            arguments: The arguments of `initialize_tensor_parallel`, by name.
-
-        Raises:
-            AssertionError: As for `initialize_tensor_parallel`.
-        """
-        state = cls()
-        state.initialize(**arguments)
-        return state
+    empty = dict.fromkeys(_GLOBALS, lambda: None)
 
     def initialize(self, **arguments: Any) -> None:
         """Create the groups of all dims; arguments and errors of `initialize_tensor_parallel`."""
-        check_job()
+        self.check_new(_GLOBALS, "destroy_tensor_parallel")
         call = inspect.signature(initialize_tensor_parallel).bind(**arguments)
         call.apply_defaults()
         try:
             self._create(call.arguments)
-        except AssertionError:
-            raise
         except HyperCommError as error:
             raise ConfigurationError(str(error)) from error
 
     def _create(self, given: dict[str, Any]) -> None:
         layout = _fitting_layout(given)
-        taken = [name for name in _GLOBALS if self.values[name] is not None]
-        if taken:
-            raise StateError(
-                f"tensor parallel is already initialized: {taken[0]} is set; call "
-                f"destroy_tensor_parallel() first, or hold a second state with "
-                f"TensorParallelState.create() and use()"
-            )
         backends = {dim: given[f"{name}_backend"] for dim, (name, *_) in _GROUPS.items()}
         own = {dim: list(layout.groups(dim).of(dist.get_rank())) for dim in _GROUPS}
-        if dist.group.WORLD is None:  # a unit test has put a mock in the place of torch.distributed
+        if dist.group.WORLD is None:  # a unit test has replaced functions of torch.distributed
             groups = [dist.new_group(own[dim], given["timeout"], backends[dim]) for dim in _GROUPS]
         else:
-            grid = HyperCommGrid(layout, name="ezpz.tp", cover="exact")
-            requests = [{"dims": dim, "backend": backends[dim]} for dim in _GROUPS]
+            self.grid = grid = HyperCommGrid(layout, name="ezpz.tp", cover="exact")
+            requests = [{"dims": dim, "backend": backend} for dim, backend in backends.items()]
             groups = grid.create_pgs(requests, timeout=given["timeout"])
-            self.grid = grid
         for (dim, (_, name, ranks)), group in zip(_GROUPS.items(), groups, strict=True):
             self.fill({name: group, ranks: own[dim]})
         current.keep(self)
-
-    def destroy(self) -> None:
-        """Destroy the groups that the state created, and empty it; may be called twice."""
-        grid, self.grid = self.grid, None
-        self.reset()
-        current.drop(self)
-        if grid is not None:
-            grid.destroy()
 
 
 def _fitting_layout(given: dict[str, Any]) -> RankLayout:

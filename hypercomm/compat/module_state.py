@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from types import CellType, ModuleType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch.distributed as dist
 
@@ -22,47 +22,93 @@ from hypercomm.errors import StateError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from hypercomm.grid import HyperCommGrid
+
 
 class ModuleState:
     """The values of the globals of a legacy module.
 
-    Args:
-        empty: For each global, a function that returns its empty value.
+    A subclass has a method `initialize` that creates groups.
 
     Attributes:
+        empty: For each global, a function that returns its empty value.
         values: The value of each global.
+        grid: The grid that the state created; None while it is empty.
+        current: What the functions of the module act on.
         strict: Whether a call outside `use` is an error while several states are alive.
         changed: Called after each change.
 
     Example:
-        >>> state = ModuleState({"_SIZE": lambda: None})
+        >>> class Sizes(ModuleState):
+        ...     empty = {"_SIZE": lambda: None}
+        >>> state = Sizes()
         >>> state.write("_SIZE", 4)
         >>> state.delete("_SIZE")
         >>> state.values
         {}
     """
 
+    empty: ClassVar[Mapping[str, Callable[[], Any]]] = {}
+    current: ClassVar[CurrentState[Any]]
+    grid: HyperCommGrid | None = None
     strict = False
+    initialize: Callable[..., None]
 
-    def __init__(self, empty: Mapping[str, Callable[[], Any]]) -> None:
-        self._empty = empty
+    def __init__(self) -> None:
         self.changed: Callable[[], None] = lambda: None
         self.reset()
 
+    @classmethod
+    def create(cls, *args: Any, **kwargs: Any) -> Self:
+        """Return a new state; every rank must call this, in the same order.
+
+        Takes the arguments of `initialize`, and raises the same errors.
+        """
+        state = cls()
+        state.initialize(*args, **kwargs)
+        return state
+
     def reset(self) -> None:
         """Set every global to its empty value."""
-        self.values: dict[str, Any] = {name: make() for name, make in self._empty.items()}
+        self.values: dict[str, Any] = {name: make() for name, make in self.empty.items()}
         self.fill(self.values)
 
+    def check_new(self, names: Iterable[str], destroy: str) -> None:
+        """Raise unless there is a job and the state can be initialised.
+
+        Args:
+            names: The globals that must be empty.
+            destroy: The function that empties them.
+
+        Raises:
+            StateError: torch.distributed is not initialised, or one of the globals is set.
+        """
+        if not dist.is_initialized():
+            raise StateError(
+                "torch.distributed is not initialised; call torch.distributed.init_process_group()"
+            )
+        if taken := list(filter(self.values.get, names)):
+            raise StateError(
+                f"{self.current.name} is already initialized: {taken[0]} is set; call {destroy}() "
+                f"first, or hold a second state with {type(self).__name__}.create() and use()"
+            )
+
     def destroy(self) -> None:
-        """Empty the state, and destroy what it owns; may be called twice."""
+        """Destroy the groups that the state created, and empty it; may be called twice."""
+        grid, self.grid = self.grid, None
         self.reset()
+        self.current.drop(self)
+        if grid is not None:
+            grid.destroy()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.destroy()
+
+    def __str__(self) -> str:
+        return "an empty state" if self.grid is None else str(self.grid.layout)
 
     def read(self, name: str) -> Any:
         """Return the value of a global, as `module.name` does."""
@@ -87,18 +133,6 @@ class ModuleState:
         self.changed()
 
 
-def check_job() -> None:
-    """Raise unless torch.distributed is initialised.
-
-    Raises:
-        StateError: It is not.
-    """
-    if not dist.is_initialized():
-        raise StateError(
-            "torch.distributed is not initialised; call torch.distributed.init_process_group()"
-        )
-
-
 State = TypeVar("State", bound=ModuleState)
 
 
@@ -108,14 +142,16 @@ class CurrentState(Generic[State]):
     Each thread and each asyncio task has its own blocks.
 
     Attributes:
+        name: The name of the module.
         default: The state outside every block.
         alone: The default state as long as no block is open and no other state is alive, else
             None. `torch.compile` cannot trace the rest of `get`.
     """
 
-    def __init__(self, name: str, kind: Callable[[], State]) -> None:
-        self._name = name
+    def __init__(self, name: str, kind: type[State]) -> None:
+        self.name = name
         self._kind = kind
+        kind.current = self
         self._scoped: ContextVar[State | None] = ContextVar(name, default=None)
         self._lock = threading.RLock()
         self._shown: list[tuple[str, CellType]] = []
@@ -162,10 +198,10 @@ class CurrentState(Generic[State]):
                 cell.cell_contents = values[name] if name in values else None  # noqa: SIM401
 
     def get(self) -> State:
-        """Return the current state.
+        """Return the current state; warn once if it is the default one while others are alive.
 
         Raises:
-            StateError: Several states are alive, no block is open, and one of them is strict.
+            StateError: In place of the warning, if one of the states is strict.
         """
         state = self.alone or self._scoped.get()
         if state is None:
@@ -175,10 +211,9 @@ class CurrentState(Generic[State]):
         return state
 
     def _ambiguous(self) -> None:
-        """Warn once, or raise, that the default state answers while others are alive."""
         others = "; ".join(str(state) for state in self._alive if state is not self.default)
         problem = (
-            f"{self._name} has {len(self._alive)} states alive, and a call outside a "
+            f"{self.name} has {len(self._alive)} states alive, and a call outside a "
             f"`with use(state):` block acts on the default one ({self.default}), not on: {others}; "
             f"put the call into a block"
         )
@@ -191,8 +226,6 @@ class CurrentState(Generic[State]):
     @contextlib.contextmanager
     def use(self, state: State) -> Iterator[State]:
         """Make `state` the current one within a `with` block."""
-        if not isinstance(state, type(self.default)):
-            raise StateError(f"use() takes a {type(self.default).__name__}, got {state!r}")
         self._count(1)
         token = self._scoped.set(state)
         try:
@@ -222,11 +255,6 @@ class CurrentState(Generic[State]):
     def bind(self, module: ModuleType, names: Iterable[str]) -> None:
         """Give a module one attribute for each name, which reads and writes the current state."""
         members: dict[str, Any] = {name: _global(name, self.get) for name in names}
-        own = members.copy()
-        members["__dir__"] = lambda module: [
-            *ModuleType.__dir__(module),
-            *filter(self.get().values.__contains__, own),
-        ]
         # Functions that use the module travel to other processes by cloudpickle.
         members["__reduce__"] = lambda module: (importlib.import_module, (module.__name__,))
         module.__class__ = type("LegacyModule", (ModuleType,), members)

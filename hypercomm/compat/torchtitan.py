@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from hypercomm.errors import LayoutError, WorldSizeError
+from hypercomm.errors import WorldSizeError
 from hypercomm.grid.arguments import GroupArguments, SetArguments
 from hypercomm.grid.grid_set import GridSet
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import check_choice, positive
 from hypercomm.layout.parsing import OPEN
-from hypercomm.layout.text import shown
 from hypercomm.process_groups.world import size_of_world
 
 if TYPE_CHECKING:
@@ -93,12 +92,9 @@ def torchtitan_grids(
         tp=2,cp=2,dp_shard=2,dp_replicate=2,pp=1; ep=4,efsdp=2,dp_replicate=2,pp=1
     """
     given = {"tp": tp, "cp": cp, "dp_shard": dp_shard, "dp_replicate": dp_replicate, "pp": pp}
-    for dim, size in (given | {"ep": ep}).items():
-        if dim != "dp_shard" or size != OPEN:
-            positive(size, dim)
     total = size_of_world(world_size)
-    layout = RankLayout(list(given.values()), list(given), world_size=total)
-    if (inner := layout.size_of("tp", "cp", "dp_shard")) % ep:
+    layout = RankLayout(given, world_size=total)
+    if (inner := layout.size_of("tp", "cp", "dp_shard")) % positive(ep, "ep"):
         raise WorldSizeError(f"ep={ep} must divide dp_shard * cp * tp = {inner} ({layout})")
     grids = GridSet({_GRID: layout}, requires="tiled", world_size=total, **arguments)
     sizes = layout.sizes | {"ep": ep}
@@ -127,7 +123,7 @@ def torchtitan_meshes(
         "spmd_sparse_for_fwdbwd" if ep is larger than 1.
 
     Raises:
-        LayoutError: `grids` lacks a grid or view that `torchtitan_grids` makes.
+        UnknownDimError: `grids` lacks a grid or view that `torchtitan_grids` makes.
         GroupOptionsError: `spmd_backend` is unknown.
         CreationError, GroupExistsError: As for `HyperCommGrid.create_pgs`.
 
@@ -141,10 +137,7 @@ def torchtitan_meshes(
         True
     """
     check_choice("spmd_backend", spmd_backend, tuple(_MESHES))
-    grid = grids[_GRID] if isinstance(grids, GridSet) and _GRID in grids else None
-    if grid is None or not set(_VIEWS) <= set(grid.views):
-        raise LayoutError(f"grids must be what torchtitan_grids() makes, got {shown(grids)}")
-    wanted = _MESHES[spmd_backend].copy()
+    grid, wanted = grids[_GRID], _MESHES[spmd_backend].copy()
     if grid.views["sparse"].size_of("ep") == 1:
         wanted.pop("spmd_sparse_for_fwdbwd", None)
     requests: dict[str, Any] = {}

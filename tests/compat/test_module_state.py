@@ -52,7 +52,7 @@ INSTALLED = version.get()
 @pytest.fixture(autouse=True)
 def one_release():
     """Getters answer what their names say, as up to 0.18; later ones, what has GTP peers."""
-    with version.use("0.18.2"):
+    with facts.following("0.18.2"):
         yield
 
 
@@ -60,7 +60,7 @@ def one_release():
 def installed(one_release):
     """... but they are compared with those of the Megatron that is installed."""
     del one_release
-    with version.use(INSTALLED):
+    with facts.following(INSTALLED):
         yield
 
 

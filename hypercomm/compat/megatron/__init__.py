@@ -2,15 +2,15 @@
 
 The modules bear Megatron's names: `parallel_state`, `process_groups_config`, `hyper_comm_grid`.
 `install()` makes `megatron.core` resolve to them, with megatron-core installed or not. `version`
-is the release that they follow where releases contradict each other. `collections_of` and
-`multi_module_of` return Megatron's collections of a `GridSet`.
+is the release that they follow where releases contradict each other. `collections_of` returns
+Megatron's collections of a `GridSet`.
 """
 
 from __future__ import annotations
 
 from hypercomm.compat.megatron import parallel_state, version
 from hypercomm.compat.megatron.install import MegatronNotReplacedWarning, install
-from hypercomm.compat.megatron.presets import collections_of, multi_module_of
+from hypercomm.compat.megatron.presets import collections_of
 from hypercomm.compat.megatron.process_groups_config import (
     MultiModuleProcessGroupCollection,
     ProcessGroupCollection,
@@ -24,7 +24,6 @@ __all__ = [
     "ProcessGroupCollection",
     "collections_of",
     "install",
-    "multi_module_of",
     "parallel_state",
     "version",
 ]

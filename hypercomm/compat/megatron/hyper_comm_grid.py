@@ -66,8 +66,7 @@ class HyperCommGrid(grid.HyperCommGrid):
 
     @_pgs.setter
     def _pgs(self, groups: Mapping[Key, ProcessGroup | None]) -> None:
-        own = self.pgs.values()
-        self._given = {key: group for key, group in groups.items() if group not in own}
+        self._given = dict(groups)
 
     @property
     def _views(self) -> Mapping[str, SimpleNamespace]:

@@ -28,10 +28,10 @@ from torch.distributed import ProcessGroup
 from hypercomm.compat.megatron import state as _states
 from hypercomm.compat.megatron import table
 from hypercomm.compat.megatron.install import MegatronNotReplacedWarning
-from hypercomm.compat.megatron.state import NO_PART, RANK, SIZE, STAGE, STAGES, current
+from hypercomm.compat.megatron.state import NO_PART, RANK, SIZE, STAGE, STAGES, current, words_of
 from hypercomm.compat.megatron.table import DP, DP_CP, EXPERT_DP, GLOO
 from hypercomm.compat.module_state import name_functions
-from hypercomm.errors import GroupMissingError, GroupOptionsError, NotInitializedError, StateError
+from hypercomm.errors import GroupMissingError, NotInitializedError, StateError
 from hypercomm.layout.checks import check_duration
 from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
@@ -61,11 +61,9 @@ def use(state: ParallelState) -> contextlib.AbstractContextManager[ParallelState
     """Make the functions and globals of this module act on `state` within a `with` block.
 
     Each thread and each asyncio task has its own blocks. A backward pass on a GPU runs in a thread
-    of autograd, outside the block; with `strict=True` a getter that is called there raises.
+    of autograd, outside the block; a getter that is called there warns while several states are
+    alive.
     `initialize_model_parallel` and `destroy_model_parallel` always act on the default state.
-
-    Raises:
-        StateError: `state` is not a ParallelState.
 
     Example:
         >>> from hypercomm.testing import fake_world
@@ -146,7 +144,7 @@ def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
             MegatronNotReplacedWarning,
             stacklevel=2,
         )
-    current.default.initialize(table.Configuration(*args, **kwargs))
+    current.default.initialize(*args, **kwargs)
 
 
 _sign(initialize_model_parallel, table.Configuration)
@@ -220,7 +218,7 @@ def _getter(name: str, required: bool = True) -> Callable[..., Any]:
         return _state().require(name, check_initialized) if held is None else held
 
     current.show(get, held=name)
-    get.__doc__ = f"Return the {_words(name)} of the calling rank."
+    get.__doc__ = f"Return the {words_of(name)} of the calling rank."
     return get
 
 
@@ -231,7 +229,7 @@ def _first(name: str) -> Callable[[], int]:
         return (_state().require(name) if held is None else held)[0]
 
     current.show(get, held=name)
-    get.__doc__ = f"Return the first of the {_words(name)}."
+    get.__doc__ = f"Return the first of the {words_of(name)}."
     return get
 
 
@@ -242,7 +240,7 @@ def _fact(name: str, fact: str) -> Callable[[], int]:
         return _state().ask(key) if held is None else held
 
     current.show(get, held=key)
-    get.__doc__ = f"Return the {_FACTS[fact]} {_words(name)}."
+    get.__doc__ = f"Return the {_FACTS[fact]} {words_of(name)}."
     return get
 
 
@@ -256,10 +254,6 @@ def _setter(name: str) -> Callable[[int | None], None]:
     setter = set_rank if name.endswith(RANK) else set_world_size
     setter.__doc__ = f"Set {name}, which getters prefer to what the group answers."
     return setter
-
-
-def _words(name: str) -> str:
-    return name.strip("_").replace("_", " ").lower()
 
 
 def _functions_of_rows() -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -551,7 +545,6 @@ def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
 # ---- memory buffers ---------------------------------------------------------------------------
 
 _MEMORY, _SYMMETRIC = "_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER"
-_SYMMETRIC_MIB = 256
 
 get_global_memory_buffer = _getter(_MEMORY)
 get_global_symmetric_memory_buffer = _getter(_SYMMETRIC)
@@ -562,10 +555,9 @@ def _set_global_memory_buffer() -> None:
 
 
 def _set_global_symmetric_memory_buffer() -> None:
-    """Set the buffer of Megatron's own class, which is in `megatron.core.utils` up to 0.16."""
+    """Set the buffer, of 256 MiB; its class is in `megatron.core.utils` up to 0.16."""
     utils: Any = importlib.import_module("megatron.core.utils")
-    group = _held(table.TP)
-    _fill_once(_SYMMETRIC, lambda: utils.GlobalSymmetricMemoryBuffer(_SYMMETRIC_MIB, group))
+    _fill_once(_SYMMETRIC, lambda: utils.GlobalSymmetricMemoryBuffer(256, _held(table.TP)))
 
 
 def _fill_once(name: str, make: Callable[[], Any]) -> None:
@@ -650,11 +642,8 @@ def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> Non
 
     Raises:
         StateError: No group is given and there is none.
-        GroupOptionsError: The timeout is not a timedelta, or `pg` is not a group of this process.
     """
     check_duration(timeout)
-    if pg is not None and not (isinstance(pg, ProcessGroup) and c10d.is_registered(pg)):
-        raise GroupOptionsError(f"pg must be a process group that exists, got {shown(pg)}")
     groups = [pg] if pg is not None else _held("_global_process_group_list")
     dist.barrier(pg)
     if torch.cuda.is_available():

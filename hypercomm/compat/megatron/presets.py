@@ -7,38 +7,27 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from hypercomm.compat.megatron import table
-from hypercomm.compat.megatron.process_groups_config import (
-    MultiModuleProcessGroupCollection,
-    ProcessGroupCollection,
-)
+from hypercomm.compat.megatron.process_groups_config import ProcessGroupCollection
 from hypercomm.compat.megatron.state import options_by_key
-from hypercomm.errors import (
-    GridDestroyedError,
-    LayoutError,
-    RankOutsideError,
-    UnknownDimError,
-)
+from hypercomm.errors import GridDestroyedError, LayoutError, UnknownDimError
 from hypercomm.grid import HyperCommGrid
 from hypercomm.grid.arguments import GroupArguments, SetArguments, Share, check_keywords
 from hypercomm.grid.grid_set import GridSet
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_world_size
 from hypercomm.layout.text import shown
-from hypercomm.process_groups.world import rank_in_world, size_of_world
+from hypercomm.process_groups.world import size_of_world
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing has it from Python 3.11 on
 
-_NAMES = {
-    "tensor_model_parallel_size": "tp",
-    "context_parallel_size": "cp",
-    "pipeline_model_parallel_size": "pp",
-    "gtp_remat_size": table.GTP,
-    "expert_model_parallel_size": "ep",
-    "expert_tensor_parallel_size": "expt_tp",
-    "expert_gtp_remat_size": "expt_gtp_remat",
+_EXPERT_DIMS = {"tp": "expt_tp", "dp": "expt_dp", table.GTP: f"expt_{table.GTP}"}
+"""The names here of the dims that both the dense and the expert layers have."""
+
+_NAMES = {argument: dim for dim, argument in table.DENSE_SIZES.items()} | {
+    argument: _EXPERT_DIMS.get(dim, dim) for dim, argument in table.EXPERT_SIZES.items()
 }
-"""The names of Megatron's sizes here."""
+"""The names here of Megatron's sizes."""
 
 
 def megatron_grids(
@@ -120,14 +109,11 @@ _SIZES = {dim: _DEFAULTS[dim] for dim in _DEFAULTS if dim in _NAMES.values()}
 def _layouts(sizes: Mapping[str, int | None], order: str, world_size: int) -> table.Layouts:
     """Return the layouts of a model's dense and expert layers."""
     given: dict[str, Any] = {argument: sizes[name] for argument, name in _NAMES.items()}
-    dense, expert = table.Configuration(**given, order=order).layouts(world_size, _NAMES)
-    names = {"ep": "ep", "pp": "pp"}
-    return table.Layouts(
-        RankLayout({dim: size for dim, size in dense.sizes.items() if dim != "ep"}),
-        RankLayout(
-            {names.get(dim, f"expt_{dim}"): n for dim, n in expert.sizes.items() if dim != "cp"}
-        ),
-    )
+    layouts = table.Configuration(**given, order=order).layouts(world_size, _NAMES)
+    dense, expert = (dict(layout.sizes) for layout in layouts)
+    del dense["ep"], expert["cp"]
+    experts = {_EXPERT_DIMS.get(dim, dim): size for dim, size in expert.items()}
+    return table.Layouts(RankLayout(dense), RankLayout(experts))
 
 
 # ---- all groups of a grid -----------------------------------------------------------------------
@@ -187,8 +173,8 @@ def megatron_requests(
     Example:
         >>> grid = HyperCommGrid([2, 4, 2], ["tp", "dp", "pp"], world_size=16)
         >>> wanted = megatron_requests(grid)
-        >>> [request["dims"] for request in wanted if "name" not in request][:5]
-        ['dp', ('tp', 'pp'), 'tp', 'pp', ('tp', 'dp')]
+        >>> [request["dims"] for request in wanted if request["name"] is None][:5]
+        [('dp',), ('tp', 'pp'), ('tp',), ('pp',), ('tp', 'dp')]
     """
     check_keywords("megatron_requests", choices, MegatronChoices.__annotations__)
     view = table.EXPERT if table.EXPERT in grid.views else None
@@ -214,7 +200,7 @@ def megatron_requests(
     requests: dict[object, GroupArguments] = {}
     for wanted in table.rows(configuration, layouts, options, view=view, table=asked):
         given = wanted.arguments
-        key, _ = grid._key(given["dims"], given.get("name"), given.get("view"))
+        key, _ = grid._key(given["dims"], given["name"], given.get("view"))
         requests.setdefault(key, given)
     return list(requests.values())
 
@@ -297,35 +283,3 @@ def collections_of(grids: GridSet) -> dict[str, ProcessGroupCollection]:
         expert = None if table.EXPERT in grid.views else grid
         collections[name] = ProcessGroupCollection.from_grid(grid, expert)
     return collections
-
-
-def multi_module_of(
-    grids: GridSet, language_model: str | None = None
-) -> MultiModuleProcessGroupCollection:
-    """Return Megatron's collection of the process groups of the calling rank's modules.
-
-    Args:
-        grids: The set, with a grid for each module.
-        language_model: The grid of the language model. On a rank outside that grid, the
-            collection has no language model.
-
-    Raises:
-        UnknownDimError: The set has no such grid.
-        RankOutsideError: The calling rank is in none of the grids.
-        GridDestroyedError: One of these grids was destroyed.
-
-    Example:
-        >>> from hypercomm.testing import fake_world
-        >>> with fake_world(8), GridSet.tile(encoder="tp=2,dp", llm="tp=4") as grids:
-        ...     _ = grids.create_pgs({"encoder": ["tp"], "llm": ["tp"]})
-        ...     modules = multi_module_of(grids, "llm")
-        ...     print(list(modules.keys()), modules.has_language_model())
-        ['encoder'] False
-    """
-    if language_model is not None:
-        grids[language_model]  # raises for an unknown one
-    collections = collections_of(grids)
-    if not collections:
-        raise RankOutsideError(f"rank {rank_in_world()} is in none of the grids {list(grids)}")
-    own = language_model if language_model in collections else None
-    return MultiModuleProcessGroupCollection(collections, own)

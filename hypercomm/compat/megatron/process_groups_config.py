@@ -20,7 +20,6 @@ from hypercomm.errors import ConfigurationError, UnknownDimError, UnknownFieldEr
 from hypercomm.grid import HyperCommGrid
 from hypercomm.grid.grid import GridView
 from hypercomm.layout.checks import as_strings
-from hypercomm.process_groups import torch_internals as c10d
 
 logger = logging.getLogger(__name__)
 
@@ -85,16 +84,15 @@ class ProcessGroupCollection:
 
     def __getattr__(self, name: str) -> None:
         _check_fields(type(self), "Unknown attribute", name)
-        if not version.has("unset_is_none"):
+        if "unset_is_none" not in version.changes():
             raise UnknownFieldError(
                 f"field {name!r} was not set, which is an error in megatron-core {version.get()}; "
                 f"the collection has {list(vars(self)) or 'nothing'}"
             )
 
     def __repr__(self) -> str:
-        hidden = None if version.has("unset_is_none") else self
-        groups = {item.name: vars(self).get(item.name, hidden) for item in fields(self)}
-        shown = [f"{name}({_size(pg)})" for name, pg in groups.items() if pg is not hidden]
+        groups = {item.name: vars(self).get(item.name) for item in fields(self)}
+        shown = [f"{name}({_size(pg)})" for name, pg in groups.items() if pg is not None]
         return f"ProcessGroupCollection({', '.join(shown) or 'empty'})"
 
     @classmethod
@@ -150,7 +148,21 @@ class ProcessGroupCollection:
         """
         if expert is None and isinstance(grid, HyperCommGrid) and table.EXPERT in grid.views:
             expert = grid.view(table.EXPERT)
-        return cls(**_fields_of(grid, expert))
+        held: dict[str, dict[Any, Group]] = {}
+        used = []
+        for row in table.FIELD_ROWS.values():
+            source = grid if row.grid == "dense" else expert
+            groups = {} if source is None else _groups_of(source, row)
+            if groups:
+                held[row.name] = groups
+            elif row.gtp and source and table.own_dims(source.layout, table.GTP, row.grid):
+                continue  # the group of the peers was not created
+            elif row.gtp and not row.otherwise:
+                held[row.name] = {None: None}  # there are no peers
+            used.append(row)
+        values = table.values_of(held, used)
+        names = table.FIELDS.items()
+        return cls(**{field: values[name] for field, name in names if name in values})
 
     @classmethod
     def setup_process_groups_for_optimizer(
@@ -218,8 +230,7 @@ class ProcessGroupCollection:
             groups["intra_dist_opt"] = given["intra_dist_opt"] if is_sharded else None
         if groups["expt_dp"] is None:
             logger.warning("no expt_dp group was given; creating one with this rank alone")
-            alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-            groups["expt_dp"] = c10d.as_member(alone)
+            groups["expt_dp"] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
             if ddp_config.num_distributed_optimizer_instances == 1:
                 groups["intra_expt_dp"] = groups["expt_dp"]
         return {f"{name}_group": group for name, group in groups.items()}
@@ -262,8 +273,6 @@ def _check_fields(kind: type[ProcessGroupCollection], complaint: str, *names: st
 
 
 def _size(group: Any) -> object:
-    if group is None:
-        return None
     return [item.size() for item in group] if isinstance(group, list) else group.size()
 
 
@@ -271,29 +280,6 @@ _PEERS = ("gtp_remat", "expt_gtp_remat")
 """The fields of the groups of GTP peers."""
 
 # ---- the groups of a grid -----------------------------------------------------------------------
-
-
-def _fields_of(grid: GridView, expert: GridView | None) -> dict[str, object]:
-    """Return the groups that grids have created, by field.
-
-    Args:
-        grid: The dense layers.
-        expert: The expert layers; None without them.
-    """
-    held: dict[str, dict[Any, Group]] = {}
-    used = []
-    for row in table.FIELD_ROWS.values():
-        source = grid if row.grid == "dense" else expert
-        groups = {} if source is None else _groups_of(source, row)
-        if groups:
-            held[row.name] = groups
-        elif row.gtp and source is not None and table.own_dims(source.layout, table.GTP, row.grid):
-            continue  # the group of the peers was not created
-        elif row.gtp and not row.otherwise:
-            held[row.name] = {None: None}  # there are no peers
-        used.append(row)
-    values = table.values_of(held, used)
-    return {field: values[name] for field, name in table.FIELDS.items() if name in values}
 
 
 def _groups_of(grid: GridView, row: table.Row) -> dict[Any, Group]:

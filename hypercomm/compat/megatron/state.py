@@ -10,28 +10,23 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.compat.megatron import table, version
-from hypercomm.compat.module_state import CurrentState, ModuleState, check_job
+from hypercomm.compat.module_state import CurrentState, ModuleState
 from hypercomm.errors import ConfigurationError, StateError
 from hypercomm.grid import HyperCommGrid
+from hypercomm.grid.grid import GridView
 from hypercomm.layout.checks import as_ordered, check_choice
 from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-    from hypercomm.grid.grid import GridView
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +70,11 @@ FACTS = {
 """The facts that a state has beside its globals: the group, what it is, what overrides it."""
 
 
+def words_of(name: str) -> str:
+    """Return the words for a global in documentation and errors."""
+    return name.strip("_").replace("_", " ").lower()
+
+
 class GlobalMemoryBuffer:
     """One tensor for each name and dtype, which grows when a larger one is asked for.
 
@@ -94,7 +94,7 @@ class GlobalMemoryBuffer:
         tensor_shape: Sequence[int],
         dtype: torch.dtype,
         name: str,
-        mem_alloc_context: Callable[[], AbstractContextManager[Any]] | None = None,
+        mem_alloc_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
     ) -> torch.Tensor:
         """Return a tensor of this shape on the current device; its content is undefined.
 
@@ -158,10 +158,6 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any
     own = nccl_comm_cfgs.get(pg_name)
     if own is None:
         return None
-    if not hasattr(dist, "ProcessGroupNCCL"):
-        raise ConfigurationError(
-            f"group {pg_name!r} has NCCL options, and this torch was built without NCCL"
-        )
     try:
         given = dict(own)
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=given.pop(_PRIORITY, False))
@@ -181,7 +177,7 @@ def options_by_key(config: table.Configuration) -> dict[str, Any]:
     of WORLD does not take are left out with a warning in the log.
 
     Raises:
-        OSError: The file cannot be read.
+        OSError, YAMLError: The file cannot be read.
         ConfigurationError: It has other content than group keys and NCCL options; or pyyaml, which
             the extra `nccl-config` installs, is missing.
         NotInitializedError: There are options, but no job, whose backend decides if they have an
@@ -206,14 +202,12 @@ def options_by_key(config: table.Configuration) -> dict[str, Any]:
 def _read(path: str) -> NcclConfig:
     try:
         import yaml
-
-        content = yaml.safe_load(Path(path).read_bytes())
     except ImportError as error:
         raise ConfigurationError(
             f"{path} needs pyyaml; pip install 'hypercomm[nccl-config]'"
         ) from error
-    except yaml.YAMLError as error:
-        raise ConfigurationError(f"{path} is not yaml: {error}") from error
+    with Path(path).open("rb") as file:  # whose name is then in yaml's errors
+        content = yaml.safe_load(file)
     if not isinstance(content, dict):
         raise ConfigurationError(f"{path} must map groups to options, got {shown(content)}")
     return content
@@ -234,9 +228,8 @@ def overwrite_nccl_comm_cfgs(
     nccl_comm_cfgs.setdefault(pg_name, {})[key] = value
 
 
-@contextlib.contextmanager
-def environment(pipeline_backend: str | None) -> Iterator[None]:
-    """Set the environment variables of the backends; restore them if the block fails.
+def _set_environment(pipeline_backend: str | None) -> None:
+    """Set the environment variables of the backends.
 
     Raises:
         ConfigurationError: UCC would have only one hardware queue.
@@ -246,16 +239,9 @@ def environment(pipeline_backend: str | None) -> Iterator[None]:
         raise ConfigurationError(
             "pipeline_model_parallel_comm_backend='ucc' needs CUDA_DEVICE_MAX_CONNECTIONS above 1"
         )
-    before = dict(os.environ)
     os.environ.pop(_COLLNET, None)
     if ucc:
         os.environ.update({**_UCC_DEFAULTS, **os.environ, **_UCC_ENVIRONMENT})
-    try:
-        yield
-    except BaseException:
-        os.environ.clear()
-        os.environ.update(before)
-        raise
 
 
 # ---- the state ----------------------------------------------------------------------------------
@@ -281,8 +267,7 @@ class ParallelState(ModuleState):
         tp=2,cp=1,ep=1,dp=8,pp=1 8
     """
 
-    def __init__(self) -> None:
-        super().__init__(GLOBALS)
+    empty = GLOBALS
 
     def reset(self) -> None:
         """Set every global to its empty value."""
@@ -324,43 +309,29 @@ class ParallelState(ModuleState):
             return self.values[FACTS[f"{table.TP}_{fact}"][2]]
         raise self.missing(name)
 
-    @classmethod
-    def create(cls, **arguments: Any) -> Self:
-        """Return a new state; every rank must call this, in the same order.
-
-        Args:
-            arguments: The arguments of `parallel_state.initialize_model_parallel`, by name.
-
-        Raises:
-            HyperCommError: As for `initialize_model_parallel`.
-        """
-        state = cls()
-        state.initialize(table.Configuration(**arguments))
-        return state
-
-    def initialize(self, configuration: table.Configuration) -> None:
+    def initialize(self, *args: Any, **kwargs: Any) -> None:
         """Create all groups of a configuration; a failure leaves everything unchanged.
 
-        Raises:
-            HyperCommError: As for `parallel_state.initialize_model_parallel`.
+        Takes the arguments of `parallel_state.initialize_model_parallel`, and raises the same
+        errors.
         """
-        check_job()
+        configuration = table.Configuration(*args, **kwargs)
+        self.check_new((*table.ROWS, "_GLOBAL_MEMORY_BUFFER"), "destroy_model_parallel")
         layouts = configuration.layouts(dist.get_world_size())
         options = options_by_key(configuration)
-        self._check_empty()
         wanted = list(table.rows(configuration, layouts, options))
-        with environment(configuration.pipeline_model_parallel_comm_backend):
-            grid, (_, expert) = HyperCommGrid(layouts.dense, name="megatron"), layouts
-            grid.register_view(table.EXPERT, list(expert.shape), expert.dim_names)
-            try:
-                groups = _create(grid, wanted, configuration)
-            except BaseException:
-                grid.destroy()
-                raise
-        self.configuration = configuration
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.environ.update, dict(os.environ))
+            undo.callback(os.environ.clear)  # called before update
+            _set_environment(configuration.pipeline_model_parallel_comm_backend)
+            grid = undo.enter_context(HyperCommGrid(layouts.dense, name="megatron"))
+            grid.register_view(table.EXPERT, layouts.expert.shape, layouts.expert.dim_names)
+            groups = _create(grid, wanted, configuration)
+            undo.pop_all()
+        self.configuration, self.grid = configuration, grid
+        self.strict = configuration.strict
         self.grids = {"dense": grid, "expert": grid.view(table.EXPERT)}
-        self.answers_gtp = configuration.answers_gtp
-        self.strict = bool(configuration.strict)
+        self.answers_gtp = configuration.has_gtp or "gtp_remat" in configuration.changes
         values: dict[str, Any] = {"_GLOBAL_MEMORY_BUFFER": GlobalMemoryBuffer()}
         if configuration.virtual_pipeline_model_parallel_size is not None:
             values[STAGES] = configuration.virtual_pipeline_model_parallel_size
@@ -368,20 +339,6 @@ class ParallelState(ModuleState):
         self.fill(values | _values_of(wanted, groups))
         self.list_groups(groups)
         current.keep(self)
-
-    def destroy(self) -> None:
-        """Destroy the groups that the state created, and empty it; may be called twice."""
-        grid = self.grids.get("dense")
-        self.reset()
-        current.drop(self)
-        if isinstance(grid, HyperCommGrid):
-            grid.destroy()
-
-    def __str__(self) -> str:
-        if not self.grids:
-            return "an empty state"
-        dense, expert = (grid.layout for grid in self.grids.values())
-        return f"{dense}, experts {expert}"
 
     def list_groups(self, groups: Iterable[ProcessGroup | None]) -> None:
         """Register groups whose timeout `update_pg_timeout` is to change."""
@@ -407,7 +364,7 @@ class ParallelState(ModuleState):
 
     def missing(self, name: str) -> StateError:
         """Return the error for a global that is None."""
-        words, row = name.strip("_").replace("_", " ").lower(), table.ROWS.get(name)
+        row = table.ROWS.get(name)
         if name.removesuffix(table.GLOO) == NO_PART:
             reason = "partial_data_parallel=True needs with_context_parallel=True"
         elif self.configuration is None:
@@ -420,15 +377,7 @@ class ParallelState(ModuleState):
             reason = f"the state was initialised without {row.option}"
         else:
             reason = f"rank {dist.get_rank()} is in none of these groups"
-        return StateError(f"{words} is not initialized: {reason}")
-
-    def _check_empty(self) -> None:
-        taken = [name for name in (*table.ROWS, "_GLOBAL_MEMORY_BUFFER") if self.values[name]]
-        if taken:
-            raise StateError(
-                f"the parallel state is already initialized: {taken[0]} is set; call "
-                f"destroy_model_parallel() first, or use ParallelState.create() for a second one"
-            )
+        return StateError(f"{words_of(name)} is not initialized: {reason}")
 
 
 def _create(
@@ -451,15 +400,13 @@ def _create(
     place = [each.name for each in wanted].index(sharp)
     before = grid.create_pgs(requests[:place])
     os.environ[_COLLNET] = "1"
-    try:
-        (group,) = grid.create_pgs([requests[place] | {"share": "never"}])
-        if group is not None:
-            device = [torch.cuda.current_device()] if torch.cuda.is_available() else None
-            dist.barrier(group=group, device_ids=device)
-            if device is not None:
-                torch.cuda.synchronize()
-    finally:
-        os.environ.pop(_COLLNET, None)
+    (group,) = grid.create_pgs([requests[place] | {"share": "never"}])
+    if group is not None:
+        device = [torch.cuda.current_device()] if torch.cuda.is_available() else None
+        dist.barrier(group=group, device_ids=device)
+        if device is not None:
+            torch.cuda.synchronize()
+    del os.environ[_COLLNET]
     return [*before, group, *grid.create_pgs(requests[place + 1 :])]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import compress
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import attrs
 import numpy as np
@@ -20,13 +20,7 @@ from hypercomm.compat.megatron import version
 from hypercomm.errors import ConfigurationError, LayoutError, UnknownDimError
 from hypercomm.grid.arguments import SHARES, GroupArguments, Share
 from hypercomm.layout import RankGroups, RankLayout
-from hypercomm.layout.checks import (
-    as_ordered,
-    as_world_size,
-    check_choice,
-    check_duration,
-    positive,
-)
+from hypercomm.layout.checks import as_world_size, check_choice, check_duration, positive
 from hypercomm.layout.groups import ArrayGroups
 from hypercomm.layout.parsing import OPEN, close_sizes, parse_order
 
@@ -46,13 +40,13 @@ class Layouts(NamedTuple):
 
 RanksFunction = Callable[[list[int]], Sequence[int]]
 
-_DENSE = {
+DENSE_SIZES = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
     "cp": "context_parallel_size",
     GTP: "gtp_remat_size",
 }
-_EXPERT = {
+EXPERT_SIZES = {
     "tp": "expert_tensor_parallel_size",
     "ep": "expert_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -109,19 +103,10 @@ class Configuration:
                 f"GTP sizes above 1 work with one optimizer instance only, got {name}={instances}"
             )
 
-    def given(self) -> set[str]:
-        """Return the arguments that have another value than their default."""
-        return {name for name, value in _DEFAULTS.items() if getattr(self, name) != value}
-
     @property
     def has_gtp(self) -> bool:
         """Whether dense layers or experts have GTP peers."""
         return self.gtp_remat_size > 1 or self.expert_gtp_remat_size > 1
-
-    @property
-    def answers_gtp(self) -> bool:
-        """Whether data parallel getters return groups with GTP peers by default."""
-        return self.has_gtp or "gtp_remat" in self.changes
 
     def creates_gloo(self, grid: str) -> bool:
         """Whether the "dense" or "expert" layers have gloo groups; with GTP there are none."""
@@ -149,8 +134,8 @@ class Configuration:
         self._check_sharp()
         if self.local_world_size is not None:
             world_size = as_world_size(self.local_world_size, "local_world_size")
-        dense = self._sizes(_DENSE, names or {}, world_size)
-        expert = self._sizes(_EXPERT, names or {}, world_size)
+        dense = self._sizes(DENSE_SIZES, names or {}, world_size)
+        expert = self._sizes(EXPERT_SIZES, names or {}, world_size)
         if (stages := self.virtual_pipeline_model_parallel_size) is not None:
             positive(stages, "virtual_pipeline_model_parallel_size")
             if dense["pp"] == 1:
@@ -339,7 +324,7 @@ class RankGenerator:
         self.name_to_size = {
             dim: positive(getattr(self, dim), f"the size of dim {dim!r}") for dim in DIMS
         }
-        if self.gtp_remat == 1 and not version.has("gtp_remat"):
+        if self.gtp_remat == 1 and "gtp_remat" not in version.changes():
             del self.name_to_size[GTP]
         if self.ep > 1 and self.cp > 1:
             raise ConfigurationError(
@@ -363,11 +348,10 @@ class RankGenerator:
 
     def get_ranks(self, token: str) -> list[list[int]]:
         """Enumerate the groups over the dims that `token` names, such as "tp-dp"."""
-        self.get_mask(self.order, token)
         return self._layout.groups(*dict.fromkeys(token.split("-"))).to_lists()
 
     def get_gtp_ranks(self, gtp_remat_size: int) -> list[list[int]]:
-        """Enumerate the groups of GTP peers; with a size of 1, each rank is a group.
+        """Enumerate the groups of GTP peers.
 
         Raises:
             ConfigurationError: `gtp_remat_size` is not that of the generator.
@@ -376,9 +360,7 @@ class RankGenerator:
             raise ConfigurationError(
                 f"gtp_remat_size must be that of the generator, {self.gtp_remat}"
             )
-        if GTP in self.name_to_size:
-            return self.get_ranks(GTP)
-        return [[rank] for rank in self._layout.ranks]
+        return self.get_ranks(GTP)
 
 
 # ---- names --------------------------------------------------------------------------------------
@@ -434,8 +416,6 @@ def default_position_embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
         >>> default_position_embedding_ranks([0, 4, 8])
         [0]
     """
-    if not as_ordered(pp_ranks, "pp_ranks"):
-        raise LayoutError("pp_ranks is empty; give the ranks of a pipeline")
     return [pp_ranks[0]]
 
 
@@ -616,13 +596,8 @@ TABLE = (
 ROWS = {row.name: row for row in TABLE} | {row.name + GLOO: row for row in TABLE if row.gloo}
 """The row of each global that holds a group."""
 
-EXPERT_ALL_GATHER = attrs.evolve(
-    ROWS[DP_CP_AG],
-    grid="expert",
-    dims="dp",
-    key="ep_dp",
-    field="expt_dp_ag",
-    name=EXPERT_DP + "_AG",
+EXPERT_ALL_GATHER = _expert(
+    "dp", "ep_dp", "expt_dp_ag", f"{EXPERT_DP}_AG", option="create_all_gather_group", overlaps=True
 )
 """The expert group of `create_all_gather_groups`, which no global holds."""
 
@@ -664,7 +639,7 @@ def own_dims(layout: RankLayout, dims: str, grid: Side) -> tuple[str, ...]:
     return tuple(compress(named, map(dims.split("-").__contains__, named.values())))
 
 
-def _megatron_dims(layout: RankLayout, grid: Side) -> dict[str, str]:
+def _megatron_dims(layout: RankLayout, grid: str) -> dict[str, str]:
     """Return the dim of Megatron's that each dim of a layout corresponds to."""
     names, found = layout.dim_names, {}
     for name, size in zip(names, layout.shape, strict=True):
@@ -719,15 +694,12 @@ def rows(
         >>> config = Configuration(tensor_model_parallel_size=2)
         >>> wanted = list(rows(config, config.layouts(8), {}))
         >>> wanted[0].name, wanted[0].arguments
-        ('_DATA_PARALLEL_GROUP_WITH_CP', {'dims': ('cp', 'dp')})
+        ('_DATA_PARALLEL_GROUP_WITH_CP', {'dims': ('cp', 'dp'), 'name': None})
     """
     extra, layout_of = _options(config, options), layouts._asdict()
-    chosen = config.given()
-    has_gloo = {"dense": config.creates_gloo("dense"), "expert": config.creates_gloo("expert")}
-    named = {
-        "dense": _megatron_dims(layouts.dense, "dense"),
-        "expert": _megatron_dims(layouts.expert, "expert"),
-    }
+    chosen = {name for name, value in _DEFAULTS.items() if getattr(config, name) != value}
+    has_gloo = {side: config.creates_gloo(side) for side in layout_of}
+    named = {side: _megatron_dims(layout, side) for side, layout in layout_of.items()}
     for row in table:
         layout, own = layout_of[row.grid], named[row.grid]
         is_cut = row.derive is whole_instance and _INSTANCES in chosen
@@ -741,23 +713,21 @@ def rows(
             is_needed = bool(dims) or row.field is not None
         if not is_needed:
             continue
-        spanned = dims or layout.dim_names[:1]
-        common: dict[str, Any] = {"dims": spanned if len(spanned) > 1 else spanned[0]}
+        common: dict[str, Any] = {"dims": dims or layout.dim_names[:1]}
         if view is not None and row.grid == "expert":
             common["view"] = view
         is_alone = layout.size_of(*dims, default=1) == 1  # such groups have no traffic to overlap
         if is_alone or (config.share == "identical" and not row.overlaps):
             common["share"] = "identical"
         for part in row.parts(config, layout.size_of(*dims, default=1)) if row.parts else (None,):
-            name, given = row.name_in_grid(dims, part), common.copy()
+            name = row.name_in_grid(dims, part)
+            given: Any = {**common, "name": name}
             if not dims or row.derive is not None:
                 given["derive"] = partial(_derive, row, config, not dims, part)
-            named_group = given if name is None else {**given, "name": name}
-            arguments = cast("GroupArguments", named_group | extra.get(row.key, {}))
-            yield WantedGroup(row, part, row.name, arguments)
+            yield WantedGroup(row, part, row.name, given | extra.get(row.key, {}))
             if row.gloo and has_gloo[row.grid]:
                 given |= {"name": f"{name}_gloo" if name else "gloo", "backend": "gloo"}
-                yield WantedGroup(row, part, row.name + GLOO, cast("GroupArguments", given))
+                yield WantedGroup(row, part, row.name + GLOO, given)
 
 
 def _options(config: Configuration, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

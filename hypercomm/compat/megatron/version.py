@@ -6,16 +6,13 @@ Every name and argument of all releases exists in any case. `CHANGES` lists what
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
 from hypercomm.errors import ConfigurationError
-from hypercomm.layout.text import shown
 
 Version: TypeAlias = tuple[int, int, int]
 
@@ -36,16 +33,17 @@ CHANGES: dict[str, Version] = {
 _FORM = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.?(?:a|b|rc|dev|post|\+).*)?", re.ASCII)
 _NUMBER = re.compile(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d+)", re.MULTILINE)
 
-_chosen: str | None = None
+_chosen: Version | None = None
 
 
 def get() -> str:
     """Return the release that is followed.
 
     Example:
-        >>> with use("0.16.1"):
-        ...     get()
+        >>> set("0.16.1")
+        >>> get()
         '0.16.1'
+        >>> set(None)
     """
     return ".".join(map(str, current()))
 
@@ -61,33 +59,22 @@ def set(version: str | None) -> None:  # noqa: A001 - `version.set(...)` is how 
         ConfigurationError: It is not a version.
     """
     global _chosen  # noqa: PLW0603 - one setting for the process
-    if version is not None:
-        _parse(version)
-    _chosen = version
+    if version is None:
+        _chosen = None
+    else:
+        found = _FORM.fullmatch(version)
+        if found is None:
+            raise ConfigurationError(
+                f"version must be one of megatron-core, such as '0.16.1' or '0.19', got {version!r}"
+            )
+        major, minor, patch = (int(number or 0) for number in found.groups())
+        _chosen = major, minor, patch
     changes.cache_clear()
-
-
-@contextlib.contextmanager
-def use(version: str) -> Iterator[None]:
-    """Follow another release within a `with` block, in all threads.
-
-    Example:
-        >>> from hypercomm.compat.megatron.process_groups_config import ProcessGroupCollection
-        >>> with use("0.16.1"):
-        ...     hasattr(ProcessGroupCollection(), "tp")
-        False
-    """
-    before = _chosen
-    set(version)
-    try:
-        yield
-    finally:
-        set(before)
 
 
 def current() -> Version:
     """Return the release that is followed, as numbers."""
-    return (installed() or NEWEST) if _chosen is None else _parse(_chosen)
+    return _chosen or installed() or NEWEST
 
 
 @functools.cache
@@ -95,11 +82,6 @@ def changes() -> frozenset[str]:
     """Return the `CHANGES` of the release that is followed."""
     release = current()
     return frozenset(change for change, first in CHANGES.items() if release >= first)
-
-
-def has(change: str) -> bool:
-    """Return whether the release that is followed has one of the `CHANGES`."""
-    return change in changes()
 
 
 def installed() -> Version | None:
@@ -120,15 +102,4 @@ def source_folder() -> Path | None:
         spec = importlib.util.find_spec("megatron.core")
     except Exception:  # noqa: BLE001 - a package that cannot be imported is not there
         return None
-    places = [] if spec is None else list(spec.submodule_search_locations or [])
-    return next((Path(place) for place in places if (Path(place) / "__init__.py").exists()), None)
-
-
-def _parse(text: str) -> Version:
-    found = _FORM.fullmatch(text) if isinstance(text, str) else None
-    if found is None:
-        raise ConfigurationError(
-            f"version must be one of megatron-core, such as '0.16.1' or '0.19', got {shown(text)}"
-        )
-    major, minor, patch = (int(number or 0) for number in found.groups())
-    return major, minor, patch
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent

@@ -75,7 +75,7 @@ INSTANCES = {"num_distributed_optimizer_instances": 2}
 @pytest.fixture(params=["0.16.1", "0.19.2"], name="release")
 def in_a_release(request):
     """Any version may be asked for sizes above 1, and then means the same."""
-    with version.use(request.param):
+    with facts.following(request.param):
         yield request.param
 
 
@@ -116,7 +116,7 @@ def test_state(drawn):
     world_size, rank, arguments = drawn
     with fake_world(world_size, rank), ParallelState.create(**arguments) as state:
         for name in DIMS:
-            if version.has("gtp_remat") or "_GTP_WEIGHT" not in name or state.values[name]:
+            if "gtp_remat" in version.changes() or "_GTP_WEIGHT" not in name or state.values[name]:
                 assert plain(state.read(name)) == members(arguments, world_size, rank, name), name
         with parallel_state.use(state):
             peers = members(arguments, world_size, rank, "_GTP_WEIGHT_REMAT_GROUP")
@@ -235,5 +235,6 @@ def test_generator(release):
     with pytest.raises(AssertionError, match="gtp_remat_size must be that of the generator, 2"):
         generator.get_gtp_ranks(1)
     alone = parallel_state.RankGenerator(tp=2, ep=1, dp=1, pp=1, cp=1, order="tp", rank_offset=4)
-    assert alone.get_gtp_ranks(1) == [[4], [5]]
+    if release != "0.16.1":
+        assert alone.get_gtp_ranks(1) == [[4], [5]]
     assert (alone.order == "tp-pp-dp-ep-cp") == (release == "0.16.1")

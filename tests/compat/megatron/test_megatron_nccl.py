@@ -13,6 +13,7 @@ import megatron_facts as facts
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from group_facts import tables as registered
 from megatron_facts import ours, theirs
 from oracle import utils as their_utils
@@ -165,13 +166,20 @@ def file(tmp_path):
     return write
 
 
-# A file that is not yaml, or whose yaml is not a mapping of groups to NCCL options, is refused.
+# A file that is not yaml is refused with its name by yaml, and runs no code.
+@pytest.mark.parametrize(
+    "content", ["dp: {", b"\xff\xfe\x00", "dp: !!python/object/apply:os.getcwd []"]
+)
+@pytest.mark.usefixtures("with_nccl")
+def test_files_that_are_no_yaml(content, file):
+    with job(ours), pytest.raises(yaml.YAMLError, match=r"nccl\.yaml"):
+        ours.initialize_model_parallel(nccl_communicator_config_path=file(content))
+
+
+# A file whose yaml is not a mapping of groups to NCCL options is refused.
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        ("dp: {", "yaml"),
-        (b"\xff\xfe\x00", "yaml"),
-        ("dp: !!python/object/apply:os.getcwd []", "yaml"),
         ("", "None"),
         ("[dp]", "dp"),
         ("dp: 3", "'dp'"),
@@ -214,7 +222,8 @@ def test_each_key_reaches_its_groups(file):
     )
     assert found == expected
     options = {options for _, options in found}
-    unused = WITH_PEERS if version.has("gtp_remat") else [key for key in KEYS if "gtp" in key]
+    has_peers = "gtp_remat" in version.changes()
+    unused = WITH_PEERS if has_peers else [key for key in KEYS if "gtp" in key]
     assert options == {
         (False, (("max_ctas", place),)) for place, key in enumerate(KEYS, 1) if key not in unused
     }
@@ -270,7 +279,7 @@ SHARP = [
 
 
 # Megatron of 0.19 and 0.20 fails with use_sharp: it asks for a group that it has not set yet.
-WITH_SHARP = [ours] if version.has("gtp_remat") else [ours, theirs]
+WITH_SHARP = [ours] if "gtp_remat" in version.changes() else [ours, theirs]
 
 
 def sharp_of(module, rank, arguments, sizes):
