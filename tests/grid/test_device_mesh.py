@@ -252,7 +252,9 @@ def test_equal_parts_of_meshes():
 
 # DTensors are sharded over a mesh at an offset, or of listed ranks by their places in the list, and
 # redistributed, on the grid's groups and no others; and every rank reads the list back from it.
-@pytest.mark.parametrize("order", [range(1, 5), [2, 0, 3, 1]], ids=str)
+@pytest.mark.parametrize(
+    "order", [pytest.param(range(1, 5), marks=pytest.mark.full), [2, 0, 3, 1]], ids=str
+)
 @pytest.mark.ranks(5)
 def test_real_ranks(order):
     layout, right = RankLayout([2, 2], ["tp", "dp"], ranks=order), np.arange(24.0).reshape(4, 6)

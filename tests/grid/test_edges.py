@@ -174,7 +174,9 @@ def test_the_first_use_needs_the_neighbour_alone():
 
 
 # All ranks of a ring begin with the same edge; each waits for the next one, and none forever.
-@pytest.mark.parametrize("first", EDGES)
+@pytest.mark.parametrize(
+    "first", [EDGES[0], *(pytest.param(edge, marks=pytest.mark.full) for edge in EDGES[1:])]
+)
 @pytest.mark.ranks(5, timeout=90)
 def test_rings(first):
     for size in (2, 3, 4, 5):
@@ -187,7 +189,7 @@ def test_rings(first):
 
 # connect() and verify() find the same groups on all ranks: once each rank has used its edges, and
 # once one call has created all.
-@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("at_once", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.ranks(4, timeout=60)
 def test_connect(at_once):
     rank = dist.get_rank()
@@ -213,7 +215,7 @@ def test_connect(at_once):
 
 
 # With verify, the first use is one creation by all ranks of the grid, whichever edge it is.
-@pytest.mark.parametrize("wrap", [False, True])
+@pytest.mark.parametrize("wrap", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.ranks(4, timeout=60)
 def test_verified(wrap):
     rank = dist.get_rank()
@@ -226,6 +228,7 @@ def test_verified(wrap):
 
 
 # After a reshape, a rank that has all of its edges takes part in the creation of the new ones.
+@pytest.mark.full
 @pytest.mark.ranks(4, timeout=60)
 def test_verified_after_a_reshape():
     rank = dist.get_rank()

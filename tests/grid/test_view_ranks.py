@@ -10,7 +10,7 @@ from hypercomm.testing import registered_groups
 
 
 # Dense tp=2,dp=4 beside expert ep=4,expt_dp=2: each group reduces over what numpy puts in it.
-@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("batched", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.ranks(8)
 def test_dense_and_expert(batched):
     rank, dense, expert = dist.get_rank(), ["tp", "dp"], ["ep", "expt_dp"]

@@ -261,6 +261,7 @@ def test_what_differs(crew):
         assert all(words in error["text"] for error in errors), errors
 
 
+@pytest.mark.full
 def test_a_rank_is_missing(crew):
     crew.start(rank_in, "trainer", 0, 1, timeout=timedelta(seconds=LIMIT_S))
     for rank in range(2):

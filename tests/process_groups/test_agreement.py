@@ -22,7 +22,7 @@ EVERY = ["tp", "dp"]
 
 
 # Ranks that agree are told nothing, however late one is; a rank outside takes no part.
-@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("verify", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.ranks(5)
 def test_agreeing_ranks(verify):
     rank = dist.get_rank()

@@ -14,6 +14,7 @@ from hypercomm.errors import PlanMismatchError
 
 
 # The rank that serves the store finds a difference, and ends: the others have heard of it.
+@pytest.mark.full
 @pytest.mark.ranks(4)
 def test_the_serving_rank_ends():
     rank, grid = dist.get_rank(), HyperCommGrid("tp=2,dp=2")

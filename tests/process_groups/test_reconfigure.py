@@ -80,6 +80,7 @@ def test_groups_stay(tmp_path):
 # A group that another grid has too does not get other members: the grid that is reshaped gets a new
 # one.
 @pytest.mark.skipif(not HAS_IT, reason="torch has it since 2.14")
+@pytest.mark.full
 @pytest.mark.ranks(4, timeout=60)
 def test_a_group_of_two_grids():
     options = {"share": "identical", "enable_reconfigure": True}

@@ -68,6 +68,7 @@ def test_there_and_back(verify, batched):
 # One rank fails in the creation: it raises its own error, the others raise soon and name it, nobody
 # has lost or kept anything, and all may try again. A key that another grid's group serves: a
 # reshape that fails does not destroy it, and one that succeeds uses it; it stays its owner's.
+@pytest.mark.full
 @pytest.mark.ranks(4)
 def test_a_group_of_another_grid():
     with HyperCommGrid("tp=2,dp=2", share="identical", name="lender") as lender:

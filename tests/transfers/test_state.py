@@ -214,6 +214,7 @@ def test_wrong_arguments():
 
 # On a rank of both layouts, buffers must not overlap tensors that are sent; a parameter that stays
 # may stay in its memory.
+@pytest.mark.full
 @pytest.mark.ranks(2, timeout=120)
 def test_a_rank_in_both():
     rank, room = dist.get_rank(), torch.empty(6)

@@ -199,6 +199,7 @@ def test_mismatches():
 
 # Ranks that expect another rank at the other end raise immediately, and ranks that wait for each
 # other in different transfers raise within a second; all of them complete the next transfer.
+@pytest.mark.full
 @pytest.mark.ranks(3)
 def test_ends_that_differ():
     rank = dist.get_rank()

@@ -177,7 +177,7 @@ def shared(arguments):
 
 # With share="identical" a rank has one group for each distinct set of ranks, and one more for the
 # group that exists to overlap.
-@pytest.mark.parametrize("arguments", [DENSE, EXPERTS])
+@pytest.mark.parametrize("arguments", [pytest.param(DENSE, marks=pytest.mark.full), EXPERTS])
 def test_share_identical(arguments):
     found = run_ranks(partial(shared, arguments), 8)
     for rank, (sets, created, alone, sums, left) in enumerate(found):

@@ -42,6 +42,7 @@ def test_files(in_process, tmp_path, arguments, picture):
 
 # A picture of two million ranks takes as long as one of sixteen thousand: of the processor, at most
 # two seconds.
+@pytest.mark.full
 @pytest.mark.parametrize("sizes", ["tp=8,cp=2,dp=256,pp=4", "tp=8,cp=2,dp=262144,pp=4"])
 def test_speed(sizes):
     start = time.process_time()
