@@ -50,30 +50,21 @@ def test_lazy_groups_connect_when_used():
 # and a call that fails closes what it has opened.
 @pytest.mark.ranks(2)
 def test_groups_of_one_call_share_a_device():
-    names, opened = "abcdefgh", []
-    plan = [{"dims": "dp", "name": name, "timeout": timedelta(seconds=20)} for name in names]
-    with HyperCommGrid([2], ["dp"]) as grid:
-        for create in (
-            lambda: [grid.create_pg(**one) for one in plan],
-            lambda: grid.create_pgs(plan),
-        ):
-            before = threads_and_files()
-            groups = create()
-            opened.append(
-                [now - then for now, then in zip(threads_and_files(), before, strict=True)]
-            )
-            assert [sum_over(group) for group in groups] == [11] * 8
+    plan = [{"dims": "dp", "name": name} for name in "abcdefgh"]
+    before, opened = threads_and_files(), []
+    for is_one_call in (False, True):
+        with HyperCommGrid([2], ["dp"]) as grid:
+            groups = grid.create_pgs(plan) if is_one_call else [grid.create_pg(**pg) for pg in plan]
+            opened.append(threads_and_files())
             grid.destroy_pg("dp", name="a")
-            assert sum_over(groups[-1]) == 11
-            for name in names[1:]:
-                grid.destroy_pg("dp", name=name)
+            assert [sum_over(group) for group in groups[1:]] == [11] * 7
             groups.clear()
-            dist.barrier()
-            assert given_back(before) == before
-        threads, files = zip(*opened, strict=True)
-        assert threads[0] - threads[1] == 7
-        assert files[0] - files[1] >= 7
-        plan[-1] |= {"timeout": timedelta(seconds=20 + dist.get_rank())}
-        with pytest.raises(PlanMismatchError):
-            grid.create_pgs(plan)
+        dist.barrier()
         assert given_back(before) == before
+    (threads, files), (fewer_threads, fewer_files) = opened
+    assert threads - fewer_threads == 7
+    assert files - fewer_files >= 7
+    odd = {"dims": "dp", "timeout": timedelta(seconds=20 + dist.get_rank())}
+    with HyperCommGrid([2], ["dp"]) as grid, pytest.raises(PlanMismatchError):
+        grid.create_pgs([*plan, odd])
+    assert given_back(before) == before

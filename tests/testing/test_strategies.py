@@ -23,7 +23,6 @@ from hypercomm.testing import (
 )
 
 LAYOUT = RankLayout.parse("tp=2,cp=3,dp=4", rank_offset=5)
-GAPS = LAYOUT.select(cp=1)
 
 
 def find(strategy, condition=lambda _: True):
