@@ -102,9 +102,10 @@ class TensorParallelState(ModuleState):
         if dist.group.WORLD is None:  # a unit test has replaced functions of torch.distributed
             groups = [dist.new_group(own[dim], given["timeout"], backends[dim]) for dim in _GROUPS]
         else:
-            self.grid = grid = HyperCommGrid(layout, name="ezpz.tp", cover="exact")
+            grid = HyperCommGrid(layout, name="ezpz.tp", cover="exact")
             requests = [{"dims": dim, "backend": backend} for dim, backend in backends.items()]
             groups = grid.create_pgs(requests, timeout=given["timeout"])
+            self.grid = grid
         for (dim, (_, name, ranks)), group in zip(_GROUPS.items(), groups, strict=True):
             self.fill({name: group, ranks: own[dim]})
         current.keep(self)

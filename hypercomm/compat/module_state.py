@@ -226,6 +226,8 @@ class CurrentState(Generic[State]):
     @contextlib.contextmanager
     def use(self, state: State) -> Iterator[State]:
         """Make `state` the current one within a `with` block."""
+        if not isinstance(state, ModuleState):
+            raise StateError(f"use() takes a state, got {state!r}")
         self._count(1)
         token = self._scoped.set(state)
         try:

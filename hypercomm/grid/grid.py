@@ -58,11 +58,10 @@ from hypercomm.layout.views import View, Views
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement.calls import limit_of, refusing
 from hypercomm.process_groups.agreement.grid import GridAgreement
-from hypercomm.process_groups.explain import Explanation
 from hypercomm.process_groups.options import GroupOptions, check_timeout
 from hypercomm.process_groups.owner import Group, GroupOwner, Pool, create_all, reshaping
 from hypercomm.process_groups.reshape import Reshaped, check_settled, reshape
-from hypercomm.process_groups.spec import GroupKey, GroupSpec, specify
+from hypercomm.process_groups.spec import Explanation, GroupKey, GroupSpec, specify
 from hypercomm.process_groups.world import World, current, rank_in_world, size_of_world
 
 if TYPE_CHECKING:

@@ -35,7 +35,6 @@ from hypercomm.layout.text import aligned, did_you_mean, format_ranks, shown
 from hypercomm.process_groups.agreement.calls import limit_of, refusing
 from hypercomm.process_groups.agreement.grid import GridAgreement
 from hypercomm.process_groups.owner import Batch, create_batches
-from hypercomm.process_groups.spec import check_once
 from hypercomm.process_groups.world import World, current, rank_in_world, size_of_world
 from hypercomm.transfers.transfer import transfer
 
@@ -358,7 +357,6 @@ class GridSet(Mapping[str, HyperCommGrid]):
             with refusing(scope):
                 for name in names:
                     specs = self[name]._specs(requests[name], keywords)
-                    check_once(specs)
                     batches[name] = batch = Batch(self[name]._owner, specs)
                     batch.reserve()
         except BaseException:

@@ -270,7 +270,7 @@ def join_world(
         PlanMismatchError: Processes have other parts, another backend or version; names two.
         GroupCreationTimeout: Ranks have not joined in time; names them (`error.missing`).
         CreationError: A rank failed, or the store is gone.
-        ValueError: This process is in a world of this name in another store.
+        ValueError: torch may raise it if this process is in a world of this name already.
         WorldRestartedError: Another process has joined as this rank.
 
     Example:

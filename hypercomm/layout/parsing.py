@@ -257,7 +257,7 @@ def check_one_open(names: Sequence[str]) -> str | None:
     if len(names) > 1:
         raise LayoutError(
             f"only one size can be inferred, but those of {shown(list(names))} are unspecified; "
-            f"give all but one"
+            f"give all but one, as in 'tp=2'"
         )
     return names[0] if names else None
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from math import inf
@@ -33,9 +33,8 @@ from hypercomm.process_groups.agreement.calls import (
     together,
 )
 from hypercomm.process_groups.agreement.grid import GridAgreement
-from hypercomm.process_groups.explain import Explanation
 from hypercomm.process_groups.options import GroupOptions, check_backend
-from hypercomm.process_groups.spec import GroupKey, GroupSpec, check_once, specify
+from hypercomm.process_groups.spec import Explanation, GroupKey, GroupSpec, check_once, specify
 from hypercomm.process_groups.strategies import ADOPTED, create
 from hypercomm.process_groups.torch_internals.gloo import one_device
 from hypercomm.process_groups.torch_internals.store import forget
@@ -488,10 +487,12 @@ class GroupOwner:
             )
 
 
-def discard(groups: Iterable[ProcessGroup | None], world: World) -> None:
-    """Destroy what a call has made that fails on other ranks, the last one first."""
+def discard(
+    groups: Iterable[ProcessGroup | None], world: World, stay: Collection[ProcessGroup] = ()
+) -> None:
+    """Destroy what a call has made that fails on other ranks, the last one first; some stay."""
     try:
-        c10d.destroy(reversed([group for group in groups if group is not None]))
+        c10d.destroy(reversed([group for group in groups if group and group not in stay]))
     finally:
         with contextlib.suppress(RuntimeError):  # the store is gone
             forget(world.store, world.take_stale())
@@ -517,6 +518,7 @@ class Batch:
 
     def reserve(self) -> None:
         """Reserve all keys, or none."""
+        check_once(self.specs)
         try:
             with self.owner.pool.lock:
                 for spec in self.specs:
@@ -543,9 +545,10 @@ class Batch:
         for group in self._new:
             self._made.append(create(group.spec, f"{prefix}{group.spec.key}", call))
 
-    def undo(self) -> None:
-        """Destroy what was created."""
-        made, self._made = self._made, []
+    def undo(self, backend: str | None = None) -> None:
+        """Destroy what was created, on one backend or all of it."""
+        made = [pg for pg in self._made if pg and backend in (None, c10d.backend_of(pg))]
+        self._made = [pg for pg in self._made if pg not in made]
         if (world := self.owner.world) is not None:
             discard(made, world)
 
@@ -584,7 +587,6 @@ def create_all(
     scope = owner.grid_scope(world)
     with refusing(scope):
         specs = find()
-        check_once(specs)
         batch = Batch(owner, specs)
         batch.reserve()
     if not specs:
@@ -602,17 +604,13 @@ def create_batches(
         return [f"{name}: {entry}" if name else entry for name, entry in every]
 
     def work(call: Call[None]) -> None:
-        try:
-            with one_device():
-                for name, batch in batches.items():
-                    batch.create(call, name)
-        except BaseException:
-            undo()  # at once: the others may still connect to the device of what has failed
-            raise
+        with one_device(partial(undo, "gloo")):
+            for name, batch in batches.items():
+                batch.create(call, name)
 
-    def undo() -> None:
+    def undo(backend: str | None = None) -> None:
         for batch in reversed(batches.values()):
-            batch.undo()
+            batch.undo(backend)
 
     try:
         result = together(scope, title, entries, limit_s, work, undo)

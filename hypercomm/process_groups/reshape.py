@@ -21,7 +21,6 @@ from hypercomm.process_groups.agreement.calls import Call, Scope, refusing, toge
 from hypercomm.process_groups.owner import Group, GroupOwner, discard
 from hypercomm.process_groups.spec import GroupKey, GroupSpec, specify
 from hypercomm.process_groups.strategies import create
-from hypercomm.process_groups.world import World
 
 _SHARED = "identical"
 
@@ -118,7 +117,8 @@ def reshape(
 
     pending = None
     if scope is not None:
-        title, undo = f"reshape() of {old.layout}", partial(_undo, made, stays, scope.world)
+        title = f"reshape() of {old.layout}"
+        undo = partial(discard, made, scope.world, stays.values())
         pending = together(scope, title, entries, limit_s, work, undo).pending
     with old.pool.lock, fresh.pool.lock:
         for group, pg in zip(new, made, strict=True):
@@ -135,13 +135,6 @@ def reshape(
     numbers = None if world is None or is_same_world else world.numbers_in(old.origin)
     result = Reshaped(old.layout, fresh.layout, pairs, created, tuple(gone), numbers)
     return result, pending
-
-
-def _undo(
-    made: Sequence[ProcessGroup | None], stays: dict[GroupKey, ProcessGroup], world: World
-) -> None:
-    """Destroy what a reshape has made that fails on other ranks, except groups that stay."""
-    discard([pg for pg in made if pg not in stays.values()], world)
 
 
 def _gone(

@@ -211,6 +211,8 @@ def fake_world(
     as_int(rank, "rank", 0, world_size - 1)
     if parts is not None and sum(parts.values()) != world_size:
         raise LayoutError(f"parts {shown(parts)} have not the {world_size} ranks of the world")
+    if dist.is_initialized():  # a simulated job would ignore that another one begins
+        raise ValueError("torch.distributed is already initialised; call fake_world() before that")
     fake: Any = importlib.import_module("torch.testing._internal.distributed.fake_pg")
     store = fake.FakeStore()  # importing the module has registered the backend
     dist.init_process_group("fake", store=store, world_size=world_size, rank=rank, timeout=timeout)

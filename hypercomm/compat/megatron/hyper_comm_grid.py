@@ -66,7 +66,8 @@ class HyperCommGrid(grid.HyperCommGrid):
 
     @_pgs.setter
     def _pgs(self, groups: Mapping[Key, ProcessGroup | None]) -> None:
-        self._given = dict(groups)
+        own = self.pgs.values()
+        self._given = {key: group for key, group in groups.items() if group not in own}
 
     @property
     def _views(self) -> Mapping[str, SimpleNamespace]:

@@ -163,19 +163,29 @@ class GlooStore(dist.Store):  # type: ignore[name-defined, misc]
 
 _init = Patch("__init__", inspect.getattr_static)
 _here = threading.local()
+_Options: Any = getattr(getattr(dist, "ProcessGroupGloo", None), "_Options", None)
 
 
 @contextlib.contextmanager
-def one_device() -> Iterator[None]:
+def one_device(undo: Callable[[], None]) -> Iterator[None]:
     """Let the gloo groups that this thread creates in a `with` block receive on one device.
 
     A device is a listening socket with a thread. torch opens one for each group, which takes about
-    as long as connecting the group. It is not for groups that live on after the creation of another
-    one on their device has failed: a late peer of that one could still connect, and crash gloo.
+    as long as connecting the group.
+
+    Args:
+        undo: Destroys these groups. It is called at once if the block fails: as long as the device
+            exists, a late peer of the group that failed can connect, and crash gloo.
     """
-    _here.devices = []
+    devices = _here.devices = []
     try:
         yield
+    except BaseException:
+        if devices:
+            devices.clear()
+            with contextlib.suppress(Exception):  # the error at hand matters more
+                undo()
+        raise
     finally:
         _here.devices = None
 
@@ -184,7 +194,8 @@ def one_device() -> Iterator[None]:
 def on_that_device() -> Iterator[None]:
     """Create a gloo group on the device of `one_device`, if this thread is in such a block."""
     devices = getattr(_here, "devices", None)
-    if devices is None or os.environ.get("GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER"):
+    is_shared = _Options and not os.environ.get("GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
+    if devices is None or not is_shared:
         yield
         return
     _here.shared = devices
@@ -198,7 +209,7 @@ def on_that_device() -> Iterator[None]:
 def _create(backend: Any, *args: Any, **given: Any) -> None:
     """Replace `ProcessGroupGloo.__init__`, which other threads may call, too."""
     devices, original = getattr(_here, "shared", None), _init.original(dist.ProcessGroupGloo)
-    if devices:
+    if devices and "timeout" in given:
         original(backend, *args, _options(devices, given["timeout"]))
         return
     original(backend, *args, **given)
@@ -207,8 +218,7 @@ def _create(backend: Any, *args: Any, **given: Any) -> None:
 
 
 def _options(devices: list[Any], timeout: timedelta) -> Any:
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
+    options = _Options()
     options._devices, options._timeout = devices, timeout
     options._threads = 2 * len(devices)  # as torch does
     return options

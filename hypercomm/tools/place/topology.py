@@ -162,9 +162,9 @@ class Topology:
         wanted = np.array(as_ranks(ranks, "ranks", self.world_size))
         levels = []
         for level in self.levels:
-            names = level.names
-            units = [names[unit] for unit in level.of_rank[wanted].tolist()]
-            levels.append(Level.of(level.name, units))
+            units = level.of_rank[wanted].tolist()
+            names = [level.names[unit] for unit in dict.fromkeys(units)]
+            levels.append(Level(level.name, Level.of(level.name, units).of_rank, names))
         return Topology(levels)
 
     def __str__(self) -> str:
