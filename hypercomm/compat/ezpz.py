@@ -87,7 +87,7 @@ class TensorParallelState(ModuleState):
 
     def initialize(self, **arguments: Any) -> None:
         """Create the groups of all dims; arguments and errors of `initialize_tensor_parallel`."""
-        self.check_new(_GLOBALS, "destroy_tensor_parallel")
+        self.check_new(_GLOBALS, "destroy_tensor_parallel", lambda _: None)
         call = inspect.signature(initialize_tensor_parallel).bind(**arguments)
         call.apply_defaults()
         try:

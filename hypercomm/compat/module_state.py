@@ -73,12 +73,16 @@ class ModuleState:
         self.values: dict[str, Any] = {name: make() for name, make in self.empty.items()}
         self.fill(self.values)
 
-    def check_new(self, names: Iterable[str], destroy: str) -> None:
+    def check_new(self, names: Iterable[str], destroy: str, read: Callable[[int], Any]) -> Any:
         """Raise unless there is a job and the state can be initialised.
 
         Args:
             names: The globals that must be empty.
             destroy: The function that empties them.
+            read: Reads the arguments for a world size, and raises what is wrong with them.
+
+        Returns:
+            What `read` has returned.
 
         Raises:
             StateError: torch.distributed is not initialised, or one of the globals is set.
@@ -87,11 +91,13 @@ class ModuleState:
             raise StateError(
                 "torch.distributed is not initialised; call torch.distributed.init_process_group()"
             )
+        found = read(dist.get_world_size())
         if taken := list(filter(self.values.get, names)):
             raise StateError(
                 f"{self.current.name} is already initialized: {taken[0]} is set; call {destroy}() "
                 f"first, or hold a second state with {type(self).__name__}.create() and use()"
             )
+        return found
 
     def destroy(self) -> None:
         """Destroy the groups that the state created, and empty it; may be called twice."""

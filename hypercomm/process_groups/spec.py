@@ -48,8 +48,9 @@ class GroupKey:
 
     def says_missing(self, created: Iterable[GroupKey]) -> str:
         """Say that the group was not created, and which were."""
+        named = self.as_call().replace(", view=", " for view ")  # Megatron's words
         return (
-            f"Process group for {self.as_call()} hasn't been created; call "
+            f"Process group for {named} hasn't been created; call "
             f"create_pg({self.as_call()}) first, on every rank of the grid; created so far: "
             f"{', '.join(map(str, created)) or 'none yet'}"
         )

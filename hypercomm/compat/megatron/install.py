@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import re
 import warnings
-from pathlib import Path
 
 from hypercomm.compat import aliases
 from hypercomm.compat.megatron import version
@@ -52,10 +51,11 @@ def _warn_of_newer() -> None:
     if theirs is None or folder is None or theirs[:2] <= version.NEWEST[:2]:
         return
     lacking = [
-        f"{name}.{missing}"
-        for name in ("parallel_state", "process_groups_config", "hyper_comm_grid")
-        for missing in _PUBLIC.findall(_text_of(folder / f"{name}.py"))
-        if not hasattr(importlib.import_module(f"{_OURS}.{name}"), missing)
+        f"{file.stem}.{missing}"
+        for file in folder.glob("*.py")
+        if file.stem in ("parallel_state", "process_groups_config", "hyper_comm_grid")
+        for missing in _PUBLIC.findall(file.read_text(encoding="utf-8", errors="replace"))
+        if not hasattr(importlib.import_module(f"{_OURS}.{file.stem}"), missing)
     ]
     known, newer = (".".join(map(str, release)) for release in (version.NEWEST[:2], theirs))
     warnings.warn(
@@ -63,7 +63,3 @@ def _warn_of_newer() -> None:
         f"hypercomm lacks: {', '.join(lacking) or 'none'}",
         stacklevel=3,
     )
-
-
-def _text_of(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""

@@ -274,7 +274,6 @@ class ParallelState(ModuleState):
         self.configuration: table.Configuration | None = None
         self.grids: dict[str, GridView] = {}
         self.answers_gtp = "gtp_remat" in version.changes()
-        self.strict = False
         super().reset()
 
     def fill(self, values: Mapping[str, Any]) -> None:
@@ -316,8 +315,8 @@ class ParallelState(ModuleState):
         errors.
         """
         configuration = table.Configuration(*args, **kwargs)
-        self.check_new((*table.ROWS, "_GLOBAL_MEMORY_BUFFER"), "destroy_model_parallel")
-        layouts = configuration.layouts(dist.get_world_size())
+        names = (*table.ROWS, "_GLOBAL_MEMORY_BUFFER")
+        layouts = self.check_new(names, "destroy_model_parallel", configuration.layouts)
         options = options_by_key(configuration)
         wanted = list(table.rows(configuration, layouts, options))
         with contextlib.ExitStack() as undo:

@@ -6,9 +6,10 @@ import pytest
 from effort import examples
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
-from megatron_facts import TAKEN, ours, read_globals, state_of, theirs
+from megatron_facts import TAKEN, forget, gloo_made_fake, ours, read_globals, state_of, theirs
 
 from hypercomm.errors import ConfigurationError
+from hypercomm.testing import fake_world
 
 ORDERS = (
     "tp-cp-ep-dp-pp",
@@ -155,6 +156,16 @@ def test_refusals_are_megatrons(configuration):
     else:
         event("accepted")
         assert found == expected
+
+
+# Sizes that do not fit are that error in a state that is initialised, too.
+@pytest.mark.parametrize("module", [ours, theirs])
+def test_sizes_are_checked_first(module):
+    with fake_world(8), gloo_made_fake(module):
+        module.initialize_model_parallel()
+        with pytest.raises(RuntimeError, match="8"):
+            module.initialize_model_parallel(tensor_model_parallel_size=16)
+        forget(module)
 
 
 RANK_CALLS = ("src_rank", "first_rank", "last_rank", "next_rank", "prev_rank", "groups")
