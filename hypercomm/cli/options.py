@@ -13,19 +13,15 @@ from hypercomm.layout.parsing import close_sizes, parse_groups, parse_sizes
 from hypercomm.layout.views import Views
 
 
-def _read_groups(_: object, __: object, text: str | None) -> list[tuple[str, ...]] | None:
-    return None if text is None else parse_groups(text)
-
-
 def _joined(_: object, __: object, texts: tuple[str, ...]) -> str:
-    return " ".join(texts)  # the reader of sizes proposes commas
+    return " ".join(texts)
 
 
 sizes = click.argument("sizes", nargs=-1, required=True, metavar="SIZES", callback=_joined)
 groups = click.option(
     *("--groups", "wanted"),
     metavar="DIMS",
-    callback=_read_groups,
+    callback=lambda _, __, text: None if text is None else parse_groups(text),
     help="As in tp,dp+cp. Default: every combination, of more than 6 dims every pair.",
 )
 views = click.option(

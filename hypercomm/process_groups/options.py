@@ -87,9 +87,10 @@ class GroupOptions:
                     f"got {shown(pg_options)}"
                 )
         timeout = self.timeout or _own_timeout(pg_options) or world.timeout_of(backend)
-        pg_options = _with_timeout(pg_options, timeout)
+        pg_options = pg_options and _with_timeout(pg_options, timeout)
         if default == "fake":  # there is nobody to connect to
-            backend, singles, pg_options = "fake", ("fake",), _of_fake_backend(pg_options)
+            backend, singles = "fake", ("fake",)
+            pg_options = pg_options and _of_fake_backend(pg_options)
         lazy_init = None if _CONNECTING.isdisjoint(singles) else self.lazy_init
         changes = self.enable_reconfigure and default != "fake"
         if changes and (reason := c10d.why_not_reconfigured(backend)) is not None:

@@ -59,6 +59,7 @@ class Group:
         pg: The process group; None before it is created, and where the rank is not a member.
         is_created: Whether it exists.
         is_owned: Whether a grid created it, and destroys it with its last key.
+        is_shared: Whether a key of it was made with share="identical".
         users: The keys that have it, or are to have it, with their grids.
         lock: Held by the thread that creates it.
     """
@@ -68,6 +69,7 @@ class Group:
     pg: ProcessGroup | None = None
     is_created: bool = False
     is_owned: bool = True
+    is_shared: bool = False
     users: dict[tuple[GroupOwner, GroupKey], None] = attrs.field(factory=dict)
     lock: threading.Lock = attrs.field(factory=lambda: threading.Lock())  # noqa: PLW0108
 
@@ -91,14 +93,9 @@ class Pool:
         """Return the group of another key that can serve a spec, the lender's first."""
         if spec.share != "identical":
             return None
-        found = self.lent(spec)
-        if found is not None:
-            return found
-        for group in self.groups:
-            is_shared = any(owner.specs[key].share == "identical" for owner, key in group.users)
-            if is_shared and group.is_owned and group.spec.can_serve(spec):
-                return group
-        return None
+        shared = [group for group in self.groups if group.is_shared and group.is_owned]
+        own = (group for group in shared if group.spec.can_serve(spec))
+        return self.lent(spec) or next(own, None)
 
     def lent(self, spec: GroupSpec) -> Group | None:
         """Return the lender's group that can serve a spec."""
@@ -210,6 +207,7 @@ class GroupOwner:
     def attach(self, spec: GroupSpec, group: Group) -> None:
         """Register a key with its group."""
         group.users[self, spec.key] = None
+        group.is_shared |= spec.share == "identical"
         self.pool.groups[group] = None
         self.specs[spec.key], self.groups[spec.key] = spec, group
         if group.is_created:

@@ -166,8 +166,10 @@ class GroupSpec:
             return False
         if other.choice.strategy != "local":
             return self.groups == other.groups
-        is_member = self.groups.has_member(rank_in_world(world=self.world))
-        return is_member and same_for_caller(self.groups, other.groups, self.world)
+        is_alone = self.groups.group_size == other.groups.group_size == 1
+        here = rank_in_world(world=self.world)
+        are_members = self.groups.has_member(here) and other.groups.has_member(here)
+        return are_members and (is_alone or same_for_caller(self.groups, other.groups, self.world))
 
 
 def check_once(specs: Iterable[GroupSpec]) -> None:

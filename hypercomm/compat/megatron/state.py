@@ -388,8 +388,9 @@ def _create(
     """
     sharp = _SHARP[config.sharp_enabled_group or "dp"] if config.use_sharp else None
     requests: list[dict[str, Any]] = []
+    timeout = config.timeout
     for each in wanted:
-        requests.append({**each.arguments, "timeout": config.timeout})
+        requests.append({**each.arguments, "timeout": timeout})
         if "share" not in each.arguments or each.name == sharp:
             name = each.name.lstrip("_").replace("GROUPS", "GROUP")
             numbered = name if each.part is None else each.row.numbered(name, each.part)

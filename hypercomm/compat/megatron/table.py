@@ -456,10 +456,6 @@ def _by_instance(config: Configuration, groups: RankGroups) -> tuple[RankGroups,
     return groups.levels([groups.group_size // instances, instances])
 
 
-def _levels(config: Configuration, _: int) -> Iterable[int]:
-    return range(len(config.hierarchical_context_parallel_sizes or ()))
-
-
 def hybrid_sizes(_: Configuration, replicas: int) -> list[int]:
     """List the group sizes of hybrid context parallelism: powers of 2 from 2 on.
 
@@ -560,7 +556,8 @@ TABLE = (
            option=_INSTANCES, otherwise=(INTRA_DP_CP, DP_CP + WITH_GTP)),
     _dense("cp", "cp", "cp", CP, "_CONTEXT_PARALLEL_GLOBAL_RANKS"),
     _dense("cp", "hcp", "hcp", "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS",
-           parts=_levels, derive=hierarchy, option="hierarchical_context_parallel_sizes", part="L"),
+           parts=lambda config, _: range(len(config.hierarchical_context_parallel_sizes or ())),
+           derive=hierarchy, option="hierarchical_context_parallel_sizes", part="L"),
     _dense("tp-gtp_remat-pp", "mp", "mp", MP, "_MODEL_PARALLEL_GLOBAL_RANKS"),
     _dense("tp", "tp", "tp", TP, "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"),
     _dense("pp", "pp", "pp", PP, "_PIPELINE_GLOBAL_RANKS"),
@@ -700,6 +697,7 @@ def rows(
     chosen = {name for name, value in _DEFAULTS.items() if getattr(config, name) != value}
     has_gloo = {side: config.creates_gloo(side) for side in layout_of}
     named = {side: _megatron_dims(layout, side) for side, layout in layout_of.items()}
+    sizes = {side: layout.sizes for side, layout in layout_of.items()}
     for row in table:
         layout, own = layout_of[row.grid], named[row.grid]
         is_cut = row.derive is whole_instance and _INSTANCES in chosen
@@ -713,13 +711,14 @@ def rows(
             is_needed = bool(dims) or row.field is not None
         if not is_needed:
             continue
-        common: dict[str, Any] = {"dims": dims or layout.dim_names[:1]}
+        spanned = dims or layout.dim_names[:1]
+        common: dict[str, Any] = {"dims": spanned if len(spanned) > 1 else spanned[0]}
         if view is not None and row.grid == "expert":
             common["view"] = view
-        is_alone = layout.size_of(*dims, default=1) == 1  # such groups have no traffic to overlap
-        if is_alone or (config.share == "identical" and not row.overlaps):
+        size = math.prod(map(sizes[row.grid].__getitem__, dims))
+        if size == 1 or (config.share == "identical" and not row.overlaps):
             common["share"] = "identical"
-        for part in row.parts(config, layout.size_of(*dims, default=1)) if row.parts else (None,):
+        for part in row.parts(config, size) if row.parts else (None,):
             name = row.name_in_grid(dims, part)
             given: Any = {**common, "name": name}
             if not dims or row.derive is not None:
