@@ -180,7 +180,7 @@ def test_bad_files(file, name, text, where):
     start = time.process_time()
     with pytest.raises(LayoutError) as caught:
         read_topology(path, 4)
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < 3
     assert where in str(caught.value)
     assert path in str(caught.value)
     assert len(str(caught.value)) < 1000
@@ -208,7 +208,7 @@ def test_bad_arguments(on, world_size):
     start = time.process_time()
     with pytest.raises(LayoutError) as caught:
         read_topology(on, world_size)
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < 3
     assert len(str(caught.value)) < 1000
     assert str(caught.value).isprintable()
 
