@@ -41,16 +41,14 @@ class GroupKey:
         if not is_created:
             return f"another thread is creating the process group {self.as_call()}; wait for it"
         return (
-            f"Process group {self.as_call()} has already been created; get it with "
-            f"get_pg({self.as_call()}), create it once with ensure_pg, or create another over the "
-            f"same dims with name=..."
+            f"Process group {self._in_words()} has already been created; get it with "
+            f"get_pg({self.as_call()}), create it once with ensure_pg, or another with name=..."
         )
 
     def says_missing(self, created: Iterable[GroupKey]) -> str:
         """Say that the group was not created, and which were."""
-        named = self.as_call().replace(", view=", " for view ")  # Megatron's words
         return (
-            f"Process group for {named} hasn't been created; call "
+            f"Process group for {self._in_words()} hasn't been created; call "
             f"create_pg({self.as_call()}) first, on every rank of the grid; created so far: "
             f"{', '.join(map(str, created)) or 'none yet'}"
         )
@@ -61,6 +59,9 @@ class GroupKey:
             f"survivors() has ended the process group over {self.as_call()}; call "
             f"reshape(target, ranks=...) with the ranks that it returned"
         )
+
+    def _in_words(self) -> str:
+        return self.as_call().replace(", view=", " for view ")  # as Megatron says it
 
     def as_call(self) -> str:
         """Return the key as one writes it in a call: "'tp'", "['cp', 'dp'], name='twin'"."""
