@@ -113,7 +113,7 @@ def test_cycles(arguments, count):
     for rank, cycle in enumerate(found):
         assert cycle["sums"] == expected_sums(arguments, rank)
         assert cycle["always the same"]
-        assert cycle["created"] > 20
+        assert cycle["created"] > 15
         assert cycle["registered"]
         assert cycle["after"] == cycle["before"]
 
