@@ -174,7 +174,7 @@ def megatron_requests(
         >>> grid = HyperCommGrid([2, 4, 2], ["tp", "dp", "pp"], world_size=16)
         >>> wanted = megatron_requests(grid)
         >>> [request["dims"] for request in wanted if request["name"] is None][:5]
-        [('dp',), ('tp', 'pp'), ('tp',), ('pp',), ('tp', 'dp')]
+        ['dp', ('tp', 'pp'), 'tp', 'pp', ('tp', 'dp')]
     """
     check_keywords("megatron_requests", choices, MegatronChoices.__annotations__)
     view = table.EXPERT if table.EXPERT in grid.views else None
