@@ -167,10 +167,8 @@ class GroupSpec:
             return False
         if other.choice.strategy != "local":
             return self.groups == other.groups
-        is_alone = self.groups.group_size == other.groups.group_size == 1
-        here = rank_in_world(world=self.world)
-        are_members = self.groups.has_member(here) and other.groups.has_member(here)
-        return are_members and (is_alone or same_for_caller(self.groups, other.groups, self.world))
+        is_member = self.groups.has_member(rank_in_world(world=self.world))
+        return is_member and same_for_caller(self.groups, other.groups, self.world)
 
 
 def check_once(specs: Iterable[GroupSpec]) -> None:
@@ -246,12 +244,13 @@ def _derived(key: GroupKey, groups: RankGroups, derive: Derive) -> RankGroups:
 
 def same_for_caller(one: RankGroups, other: RankGroups, world: World | None = None) -> bool:
     """Tell whether the calling rank is in the same group of both, or in none of either."""
-    if one == other:
+    are_alone = one.group_size == other.group_size == 1  # to compare these, all would be read
+    if not are_alone and one == other:
         return True
     here = rank_in_world(world=world)
     if not (one.has_member(here) and other.has_member(here)):
         return one.has_member(here) == other.has_member(here)
-    return one.group_size == other.group_size and one.of(here) == other.of(here)
+    return are_alone or (one.group_size == other.group_size and one.of(here) == other.of(here))
 
 
 @attrs.frozen(repr=False)

@@ -716,6 +716,7 @@ def rows(
         if view is not None and row.grid == "expert":
             common["view"] = view
         size = math.prod(map(sizes[row.grid].__getitem__, dims))
+        # A group of one rank has no traffic that a second group could overlap with.
         if size == 1 or (config.share == "identical" and not row.overlaps):
             common["share"] = "identical"
         for part in row.parts(config, size) if row.parts else (None,):

@@ -386,7 +386,7 @@ def reconfigure(
     handles = [store.get(key).decode() for key in keys]
     number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
     _reconfigure(group, number, handles, timeout)
-    _torch._world.pg_group_ranks[group] = {member: at for at, member in enumerate(ranks)}
+    _torch._world.pg_group_ranks[group] = _numbers([*ranks])
 
 
 def isolate(group: ProcessGroup) -> None:
