@@ -77,7 +77,13 @@ class GroupOptionsError(HyperCommError, ValueError):
 
 
 class CreationError(HyperCommError, RuntimeError):
-    """The chosen way of creating process groups cannot work here: choose another."""
+    """The chosen way of creating process groups cannot work here: choose another.
+
+    Attributes:
+        data: What the rank that failed has added for the others.
+    """
+
+    data: str = ""
 
 
 class PlanMismatchError(CreationError):

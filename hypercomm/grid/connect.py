@@ -16,22 +16,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import GroupCreationTimeout, HyperCommError
+from hypercomm.errors import GroupCreationTimeout
 from hypercomm.layout.parsing import Dims
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.agreement.calls import (
-    Call,
-    Scope,
-    agree,
-    limit_of,
-    refusing,
-    together,
-)
+from hypercomm.process_groups.agreement.driver import Round, agree, limit_of, refusing
+from hypercomm.process_groups.agreement.scope import Scope
 from hypercomm.process_groups.options import check_timeout
 from hypercomm.process_groups.owner import Group
 from hypercomm.process_groups.spec import GroupSpec
 from hypercomm.process_groups.torch_internals.gloo import ConnectionFailedError
-from hypercomm.process_groups.torch_internals.store import Task
 from hypercomm.process_groups.world import World
 
 if TYPE_CHECKING:
@@ -75,7 +68,6 @@ def connect(
     along: tuple[str, ...] = ("pp",)
     if pipelines is not None:
         along = grid._order(pipelines) if pipelines else ()
-    rank, begin = scope.world.rank, time.monotonic()
     with refusing(scope):
         groups = _in_order(grid)
         items = _items_of(groups, along, scope.world)
@@ -84,28 +76,25 @@ def connect(
         edges = f"{CALL} with edges along {', '.join(along) or 'no dim'}"
         return [edges, *(spec.describe() for spec, _ in groups.values())]
 
-    rows: list[Connection] = []
-    met = agree(scope, CALL, entries, limit_s)
-    if rank not in scope.ranks:
-        return rows
     if not _is_live(scope.world):
-        met.get()
+        agree(scope, CALL, entries, limit_s).get()
         return [item.row for item in items]
-    left_s = max(1.0, limit_s - (time.monotonic() - begin))
-    second = attrs.evolve(scope, path=f"{scope.path} connect")
-    title = f"{CALL} of each group"
+    begun: list[_Item] = []
+    rows: list[Connection] = []
+
+    def work(_: Round) -> list[Connection]:
+        for item in items:
+            begun.append(item)
+            rows.append(item.connect(scope.world.rank))
+        return rows
+
     try:
-        done = together(
-            second, title, lambda: [CALL], left_s, lambda call: _connect_all(call, items, rows)
-        )
+        return agree(scope, CALL, entries, limit_s, work, is_connecting=True).get()
     except GroupCreationTimeout as error:
-        if len(rows) < len(items):
-            error.group = items[len(rows)].row.title
-            error.args = (f"{error}; rank {rank} was connecting {error.group}",)
+        if len(rows) < len(begun):
+            error.group = begun[-1].row.title
+            error.args = (f"{error}; rank {scope.world.rank} was connecting {error.group}",)
         raise
-    finally:
-        met.get()  # raises what interrupted this rank then: the others had its consent
-    return done.get()
 
 
 # ---- communicators and edges --------------------------------------------------------------------
@@ -121,16 +110,31 @@ class _Item:
     is_edge: bool = False
 
     def connect(self, rank: int) -> Connection:
-        """Communicate, and return the row with the seconds that it took."""
-        ranks, begin = self.row.ranks, time.perf_counter()
-        if len(ranks) < 2:
+        """Communicate, and return the row with the seconds that it took.
+
+        Raises:
+            ConnectionFailedError: A collective failed.
+        """
+        if len(self.row.ranks) < 2:
             return self.row
+        begin = time.perf_counter()
+        try:
+            self._communicate(rank)
+        except RuntimeError as error:
+            reason = str(error).partition(". This is typically")[0]
+            failure = RuntimeError(
+                f"{CALL} failed in {self.row.title} of ranks {self.row.ranks}: {reason}"
+            )
+            raise ConnectionFailedError(failure, self.row.ranks) from error
+        return attrs.evolve(self.row, seconds=time.perf_counter() - begin)
+
+    def _communicate(self, rank: int) -> None:
         device = torch.device(self.device)
         if device.type != "cpu":  # the current device is the rank's
             device = torch.device(self.device, getattr(torch, self.device).current_device())
         own = torch.zeros(1, dtype=torch.int32, device=device)
         if self.is_edge:
-            (other,) = {*ranks} - {rank}
+            (other,) = {*self.row.ranks} - {rank}
             receive = dist.P2POp(dist.irecv, torch.empty_like(own), other, self.group)
             send = dist.P2POp(dist.isend, own, other, self.group)
             for work in dist.batch_isend_irecv([receive, send]):
@@ -138,38 +142,6 @@ class _Item:
         else:
             dist.all_reduce(own, group=self.group)
         own.item()  # waits for an accelerator
-        return attrs.evolve(self.row, seconds=time.perf_counter() - begin)
-
-
-def _connect_all(call: Call[Any], items: list[_Item], rows: list[Connection]) -> list[Connection]:
-    """Connect items one after the other, in a thread that may hang in a collective.
-
-    Args:
-        call: The call.
-        items: What to connect.
-        rows: Receives what is connected, so that the caller knows where a thread hangs.
-
-    Raises:
-        ConnectionFailedError: A collective failed.
-    """
-    device = c10d.current_device()
-
-    def connect_each() -> list[Connection]:
-        with c10d.on_device(device):  # each thread has its own current device
-            rows.extend(item.connect(call.scope.world.rank) for item in items)
-        return rows
-
-    if call.scope.is_alone:
-        return connect_each()
-    task = Task(connect_each)
-    try:
-        return call.wait(task.poll)
-    except HyperCommError:
-        raise
-    except RuntimeError as error:
-        row, reason = items[len(rows)].row, str(error).partition(". This is typically")[0]
-        failure = RuntimeError(f"{CALL} failed in {row.title} of ranks {row.ranks}: {reason}")
-        raise ConnectionFailedError(failure, row.ranks) from error
 
 
 def _in_order(grid: GridView) -> _Titled:

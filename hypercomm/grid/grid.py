@@ -56,7 +56,7 @@ from hypercomm.layout.parsing import Dims
 from hypercomm.layout.text import format_coords, shown
 from hypercomm.layout.views import View, Views
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.agreement.calls import limit_of, refusing
+from hypercomm.process_groups.agreement.driver import limit_of, refusing
 from hypercomm.process_groups.agreement.grid import GridAgreement
 from hypercomm.process_groups.options import GroupOptions, check_timeout
 from hypercomm.process_groups.owner import Group, GroupOwner, Pool, create_all, reshaping

@@ -32,7 +32,7 @@ from hypercomm.layout.placement import (
     tile,
 )
 from hypercomm.layout.text import aligned, did_you_mean, format_ranks, shown
-from hypercomm.process_groups.agreement.calls import limit_of, refusing
+from hypercomm.process_groups.agreement.driver import limit_of, refusing
 from hypercomm.process_groups.agreement.grid import GridAgreement
 from hypercomm.process_groups.owner import Batch, create_batches
 from hypercomm.process_groups.world import World, current, rank_in_world, size_of_world

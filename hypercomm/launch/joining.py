@@ -20,7 +20,8 @@ from hypercomm.launchers import FoundJob, find_job
 from hypercomm.layout.checks import as_int, as_ranks
 from hypercomm.layout.text import format_ranks
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.agreement.calls import Scope, limit_of, together
+from hypercomm.process_groups.agreement.driver import agree, limit_of
+from hypercomm.process_groups.agreement.scope import Scope
 from hypercomm.process_groups.options import check_backend, check_known, check_timeout
 from hypercomm.process_groups.torch_internals.split import bound_device
 from hypercomm.process_groups.world import World, current
@@ -383,7 +384,7 @@ def _meet(old: World, ranks: tuple[int, ...], timeout: timedelta | None) -> str:
     entries = [f"{_RENEW} with ranks {list(ranks)}"]
     title = f"{_RENEW} of ranks {format_ranks(sorted(ranks))}"
     scope, limit_s = Scope(old, "new world", ranks, is_fenced=True), limit_of(timeout, old)
-    together(scope, title, lambda: entries, limit_s, lambda call: names.append(call.name)).get()
+    agree(scope, title, lambda: entries, limit_s, lambda turn: names.append(turn.name)).get()
     return names[0]
 
 

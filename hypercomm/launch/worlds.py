@@ -13,7 +13,6 @@ import json
 import os
 import re
 import socket
-import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from functools import partial
@@ -38,11 +37,21 @@ from hypercomm.layout.checks import as_int, check_duration, is_utf8
 from hypercomm.layout.text import did_you_mean, shown
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement import protocol
-from hypercomm.process_groups.agreement.calls import Call, EndedError, Scope, ask, run, together
-from hypercomm.process_groups.agreement.protocol import Outcome, Record, Steps, Ticket, this_host
+from hypercomm.process_groups.agreement.driver import Round, agree, ask, run
+from hypercomm.process_groups.agreement.protocol import EndedCallError
+from hypercomm.process_groups.agreement.records import (
+    Exchange,
+    Outcome,
+    Read,
+    Record,
+    Steps,
+    Ticket,
+    Write,
+)
+from hypercomm.process_groups.agreement.scope import Memory, Scope, forget, memory_of, this_host
+from hypercomm.process_groups.agreement.system import LateError, in_time, system
 from hypercomm.process_groups.options import GroupOptions, check_backend
 from hypercomm.process_groups.owner import discard
-from hypercomm.process_groups.torch_internals.store import LateError, in_time
 from hypercomm.process_groups.world import World, note
 
 if TYPE_CHECKING:
@@ -67,6 +76,7 @@ class JoinedWorld(World):
         address: Where the store is served; "" for one that was given.
         device: The device that was given, which is the current one; None without one.
         incarnation: How often the world has begun before, failures included.
+        lobby: What this rank remembers of the rounds in which the ranks join.
     """
 
     part: str = ""
@@ -74,8 +84,8 @@ class JoinedWorld(World):
     device: torch.device | None = None
     incarnation: int = -1
     _claim: str = ""
+    lobby: Memory = attrs.field(factory=Memory, repr=False)
     _may_serve: bool | None = None
-    _last: int = -1
     _pg: ProcessGroup | None = None
 
     def __repr__(self) -> str:
@@ -96,9 +106,9 @@ class JoinedWorld(World):
             )
         return self._pg
 
-    def why_ended(self) -> str:
+    def why_ended(self) -> Steps[str]:
         """Return which rank has joined the world again since; "" if none has."""
-        record, again = run(_read_pair(self._root), self.store)
+        record, again = yield from _read_pair(self._root)
         if record is None or record.round <= self.incarnation:
             return ""
         number, _, who = again.partition(" ")  # what a former incarnation has left does not count
@@ -127,7 +137,7 @@ class JoinedWorld(World):
             CreationError: As for `join_world`, or this is within `as_default`.
         """
         limit_s, title = _seconds(timeout or self.timeout or TIMEOUT), f"rejoin() of {self.name!r}"
-        began = time.monotonic()
+        began = system.now()
         self._check_not_default()
         self._end_groups()
         try:
@@ -136,9 +146,9 @@ class JoinedWorld(World):
             if not self.address:
                 raise
             _served.pop(self.address, None)
-            left_s = max(0.1, limit_s - (time.monotonic() - began))
+            left_s = max(0.1, limit_s - (system.now() - began))
             self._store, self.serves = _reach(self.address, self._may_serve, left_s)
-        _enter(self, limit_s - (time.monotonic() - began), is_new=False)
+        _enter(self, limit_s - (system.now() - began), is_new=False)
 
     def leave(self) -> None:
         """End all process groups of the world and its grids; may be called twice.
@@ -168,12 +178,12 @@ class JoinedWorld(World):
 
     def _say_left(self) -> None:
         """Count this rank among those that have left; the one that serves waits for the others."""
-        key, until = f"{self.namespace}/left", time.monotonic() + _LAST_S
+        key, until = f"{memory_of(self).namespace}/left", system.now() + _LAST_S
 
         def count() -> None:
             left = self.store.add(key, 1)
-            while self.serves and left < self.size and time.monotonic() < until:
-                time.sleep(0.02)
+            while self.serves and left < self.size and system.now() < until:
+                system.sleep(0.02)
                 left = self.store.add(key, 0)
 
         with contextlib.suppress(RuntimeError):  # the store is gone
@@ -190,10 +200,9 @@ class JoinedWorld(World):
     def _begin(self, number: int, pg: ProcessGroup) -> None:
         """Begin an incarnation: nothing of the former one counts any more."""
         self._pg, self.incarnation = pg, number
-        self._namespace = f"{_ROOT}/{self.name}/{number}"
-        for known in (self.seen, self.agreed, self.reported, self.choices, self.stale):
-            known.clear()
-        self.is_reporting = False
+        forget(self)
+        memory_of(self).namespace = f"{_ROOT}/{self.name}/{number}"
+        self.choices.clear()
         note(self, pg)
 
     @contextlib.contextmanager
@@ -289,7 +298,7 @@ def join_world(
     chosen = None if device is None else torch.device(device)
     if chosen is not None and chosen.type != "cpu":
         torch.get_device_module(chosen.type).set_device(chosen)
-    began, serves, at = time.monotonic(), False, ""
+    began, serves, at = system.now(), False, ""
     if isinstance(address, str):
         at = address
         store, serves = _reach(address, serve, limit_s)
@@ -316,7 +325,7 @@ def join_world(
         may_serve=serve,
     )
     try:
-        _enter(world, limit_s - (time.monotonic() - began), is_new=True)
+        _enter(world, limit_s - (system.now() - began), is_new=True)
     except BaseException:  # also an interrupt after all have joined
         world._end_groups()
         raise
@@ -416,19 +425,9 @@ def _why_not_served(host: str) -> str:
 
 def _enter(world: JoinedWorld, limit_s: float, *, is_new: bool) -> None:
     """Join an incarnation of the world, with all of its ranks."""
-    deadline = time.monotonic() + limit_s
-    lobby = World(
-        *(world.rank, world.size, world.backend),
-        has_store=True,
-        name=world.name,
-        parts=world.parts,
-        served=world.served,
-        if_lost=world.if_lost,
-        serves=world.serves,
-        store=world.store,
-        namespace=f"{_ROOT}/{world.name}",
-    )
-    lobby.seen["join"] = world._last
+    deadline = system.now() + limit_s
+    lobby = world.lobby
+    lobby.namespace = f"{_ROOT}/{world.name}"
     facts = protocol.as_entry(
         f"world {world.name!r}",
         {
@@ -438,33 +437,31 @@ def _enter(world: JoinedWorld, limit_s: float, *, is_new: bool) -> None:
         },
     )
     title = f"join_world({world.name!r})"
-    scope = Scope(lobby, "join", range(world.size))
+    scope = Scope(world, "join", range(world.size), memory=lobby)
     while True:
-        left_s = max(0.1, deadline - time.monotonic())
+        left_s = max(0.1, deadline - system.now())
         claim = _claim(world, facts, is_new=is_new)
-        seen = ask(lobby, title, partial(run, claim, lobby.store), left_s)
-        left_s = max(0.1, deadline - time.monotonic())
+        seen = ask(world, title, partial(run, claim, world.store), left_s)
+        left_s = max(0.1, deadline - system.now())
         if seen is not None:
-            lobby.seen["join"] = seen
+            lobby.left["join"] = seen
         is_new = False
         made: list[ProcessGroup] = []
 
-        def work(call: Call[int], made: list[ProcessGroup] = made) -> int:
-            if run(_read_claim(world), world.store) not in {None, world._claim}:
-                raise EndedError(Outcome("restarted", "another process has joined as this rank"))
-            number = int(call.name.rpartition("/")[2])
-            made.append(_create(world, number))
-            return number
+        def work(turn: Round, made: list[ProcessGroup] = made) -> int:
+            if run(_read_claim(world), turn.store) not in {None, world._claim}:
+                text = "another process has joined as this rank"
+                raise EndedCallError(Outcome("restarted", text))
+            made.append(_create(world, turn))
+            return turn.number
 
         try:
-            undo = partial(discard, made, world)
-            result = together(scope, title, lambda: [facts], left_s, work, undo)
+            undo = partial(discard, made, scope)
+            result = agree(scope, title, lambda: [facts], left_s, work, undo)
         except WorldRestartedError:
-            if time.monotonic() < deadline:
+            if system.now() < deadline:
                 continue  # a rank has begun again while this one waited
             raise
-        finally:
-            world._last = lobby.seen["join"]
         world._begin(result.value, made[0])
         if world.rank == 0:
             with contextlib.suppress(RuntimeError):  # they only take room
@@ -473,12 +470,14 @@ def _enter(world: JoinedWorld, limit_s: float, *, is_new: bool) -> None:
         return
 
 
-def _create(world: JoinedWorld, number: int) -> ProcessGroup:
+def _create(world: JoinedWorld, turn: Round) -> ProcessGroup:
     """Create the process group of all ranks, whose members connect at their first message."""
     title = f"world {world.name}"
     options = GroupOptions(world.backend, world.timeout, group_desc=title, lazy_init=True)
-    name = f"{_ROOT}/{world.name}/{number}/all"
-    return c10d.new_group(name, range(world.size), options=options, world=world, wait=None)
+    name = f"{_ROOT}/{world.name}/{turn.number}/all"
+    return c10d.new_group(
+        name, range(world.size), options=options, world=world, store=turn.store, stale=[]
+    )
 
 
 def _delete_former(world: JoinedWorld) -> None:
@@ -496,7 +495,7 @@ def _delete_former(world: JoinedWorld) -> None:
 def _read_pair(root: str) -> Steps[tuple[Record | None, str]]:
     """Return the record, and who has joined again, after the round that it left."""
     record = yield from protocol.read_record(root)
-    return record, (yield protocol.Read(f"{root}/again")) or ""
+    return record, (yield Read(f"{root}/again")) or ""
 
 
 def _claim(world: JoinedWorld, facts: str, *, is_new: bool) -> Steps[int | None]:
@@ -513,7 +512,7 @@ def _claim(world: JoinedWorld, facts: str, *, is_new: bool) -> Steps[int | None]
     root, me = world._root, world.title(world.rank)
     held = yield from _read_claim(world)
     while is_new and held != world._claim:  # one after the other: each later one finds the former
-        found = yield protocol.Exchange(_claim_key(world), held or "", world._claim)
+        found = yield Exchange(_claim_key(world), held or "", world._claim)
         if found == world._claim:
             break
         held = found
@@ -528,13 +527,13 @@ def _claim(world: JoinedWorld, facts: str, *, is_new: bool) -> Steps[int | None]
         return None
     if record is None or held is None:
         return -1
-    yield protocol.Write(f"{root}/again", f"{record.round} {me} (host {this_host()})")
+    yield Write(f"{root}/again", f"{record.round} {me} (host {this_host()})")
     if record.outcome is not None:
         return record.round
-    ticket = Ticket(root, record)
-    states = yield from protocol.read_arrivals(ticket)
-    is_here = world.rank in states or record.first.rank == world.rank
-    if not is_here or record.first.entries != (facts,):
+    ticket = Ticket(root, record, world.size)
+    is_here = world.rank not in (yield from ticket.done.unmarked())
+    is_here = is_here or record.first.rank == world.rank
+    if not is_here or record.first.digest != protocol.digest_of([facts]):
         return record.round - 1
     yield from protocol.decide(ticket, Outcome("restarted", f"{me} has begun again"))
     return record.round
@@ -545,4 +544,4 @@ def _claim_key(world: JoinedWorld) -> str:
 
 
 def _read_claim(world: JoinedWorld) -> Steps[str | None]:
-    return (yield protocol.Read(_claim_key(world)))  # type: ignore[no-any-return]
+    return (yield Read(_claim_key(world)))  # type: ignore[no-any-return]

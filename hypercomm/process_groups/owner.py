@@ -24,18 +24,13 @@ from hypercomm.errors import (
 )
 from hypercomm.layout import RankLayout
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.agreement.calls import (
-    Call,
-    Scope,
-    agree,
-    limit_of,
-    refusing,
-    together,
-)
+from hypercomm.process_groups.agreement.driver import Round, agree, limit_of, refusing
 from hypercomm.process_groups.agreement.grid import GridAgreement
+from hypercomm.process_groups.agreement.scope import Scope
+from hypercomm.process_groups.agreement.system import system
 from hypercomm.process_groups.options import GroupOptions, check_backend
 from hypercomm.process_groups.spec import Explanation, GroupKey, GroupSpec, check_once, specify
-from hypercomm.process_groups.strategies import ADOPTED, create
+from hypercomm.process_groups.strategies import ADOPTED, connects, create
 from hypercomm.process_groups.torch_internals.gloo import one_device
 from hypercomm.process_groups.torch_internals.store import forget
 from hypercomm.process_groups.world import World, current, current_or_none, rank_in_world
@@ -71,7 +66,7 @@ class Group:
     is_owned: bool = True
     is_shared: bool = False
     users: dict[tuple[GroupOwner, GroupKey], None] = attrs.field(factory=dict)
-    lock: threading.Lock = attrs.field(factory=lambda: threading.Lock())  # noqa: PLW0108
+    lock: Any = attrs.field(factory=lambda: system.lock())  # noqa: PLW0108
 
 
 class Pool:
@@ -253,7 +248,7 @@ class GroupOwner:
         """Create a group with its other members; return what interrupted this rank afterwards."""
         world, spec = self.world, group.spec
         if world is None:  # torch's own function may have been replaced, as in tests
-            group.pg, group.is_created = create(spec, str(spec.key), None), True
+            group.pg, group.is_created = create(spec, str(spec.key), None, []), True
             return None
         scope = self._scope(spec, world)
         if scope is None:  # this rank is not a member
@@ -261,15 +256,23 @@ class GroupOwner:
             return None
         made: list[ProcessGroup | None] = []
 
-        def work(call: Call[None]) -> None:
-            made.append(create(spec, self._name(spec, call), call))
+        def work(turn: Round) -> None:
+            made.append(create(spec, self._name(spec, scope, turn), turn, scope.memory.stale))
 
         def undo() -> None:
-            discard(made, world)
+            discard(made, scope)
 
         title = f"create_pg({spec.key.as_call()}) of {self.layout}"
         limit_s = limit_of(spec.options.timeout, world)
-        result = together(scope, title, lambda: [spec.describe()], limit_s, work, undo)
+        result = agree(
+            scope,
+            title,
+            lambda: [spec.describe()],
+            limit_s,
+            work,
+            undo,
+            is_connecting=connects([spec]),
+        )
         self.register([group], made)
         return result.pending
 
@@ -288,9 +291,9 @@ class GroupOwner:
         """Return the scope of the calls that all ranks of the grid make."""
         return self.agreement.scope(world, "calls")
 
-    def _name(self, spec: GroupSpec, call: Call[Any]) -> str:
-        record = call.scope.path.rpartition("/")[2]
-        return call.name if record.isdecimal() else f"{call.name}/{spec.key}"
+    def _name(self, spec: GroupSpec, scope: Scope, turn: Round) -> str:
+        record = scope.path.rpartition("/")[2]
+        return turn.name if record.isdecimal() else f"{turn.name}/{spec.key}"
 
     def register(self, groups: Iterable[Group], made: Iterable[ProcessGroup | None]) -> None:
         """Note that groups exist; destroy those that no key has any more."""
@@ -486,14 +489,14 @@ class GroupOwner:
 
 
 def discard(
-    groups: Iterable[ProcessGroup | None], world: World, stay: Collection[ProcessGroup] = ()
+    groups: Iterable[ProcessGroup | None], scope: Scope, stay: Collection[ProcessGroup] = ()
 ) -> None:
     """Destroy what a call has made that fails on other ranks, the last one first; some stay."""
     try:
         c10d.destroy(reversed([group for group in groups if group and group not in stay]))
     finally:
         with contextlib.suppress(RuntimeError):  # the store is gone
-            forget(world.store, world.take_stale())
+            forget(scope.world.store, scope.memory.take_stale())
 
 
 # ---- several groups in one call ----------------------------------------------------------------
@@ -537,18 +540,23 @@ class Batch:
         world = self.owner.world
         return max((limit_of(spec.options.timeout, world) for spec in self.specs), default=0.0)
 
-    def create(self, call: Call[Any], grid: str) -> None:
+    def create(self, turn: Round, scope: Scope, grid: str) -> None:
         """Create the groups in order, named by the call and the name of the grid in it."""
-        prefix = f"{call.name}/{grid and grid + ': '}"
+        prefix = f"{turn.name}/{grid and grid + ': '}"
         for group in self._new:
-            self._made.append(create(group.spec, f"{prefix}{group.spec.key}", call))
+            name = f"{prefix}{group.spec.key}"
+            pg = create(group.spec, name, turn, scope.memory.stale)
+            self._made.append(pg)  # `undo`, which another thread may call, replaces the list
 
-    def undo(self, backend: str | None = None) -> None:
+    def is_connecting(self) -> bool:
+        """Return whether the creation of a group needs its other members."""
+        return connects(group.spec for group in self._new)
+
+    def undo(self, scope: Scope, backend: str | None = None) -> None:
         """Destroy what was created, on one backend or all of it."""
         made = [pg for pg in self._made if pg and backend in (None, c10d.backend_of(pg))]
         self._made = [pg for pg in self._made if pg not in made]
-        if (world := self.owner.world) is not None:
-            discard(made, world)
+        discard(made, scope)
 
     def register(self) -> list[ProcessGroup | None]:
         """Register what was created, and return the groups in the order of the specs."""
@@ -601,17 +609,18 @@ def create_batches(
         every = [(name, entry) for name, one in batches.items() for entry in one.entries()]
         return [f"{name}: {entry}" if name else entry for name, entry in every]
 
-    def work(call: Call[None]) -> None:
+    def work(turn: Round) -> None:
         with one_device(partial(undo, "gloo")):
             for name, batch in batches.items():
-                batch.create(call, name)
+                batch.create(turn, scope, name)
 
     def undo(backend: str | None = None) -> None:
         for batch in reversed(batches.values()):
-            batch.undo(backend)
+            batch.undo(scope, backend)
 
+    is_connecting = any(batch.is_connecting() for batch in batches.values())
     try:
-        result = together(scope, title, entries, limit_s, work, undo)
+        result = agree(scope, title, entries, limit_s, work, undo, is_connecting=is_connecting)
     except BaseException:
         for batch in batches.values():
             batch.release()

@@ -17,10 +17,11 @@ from hypercomm.layout import RankLayout
 from hypercomm.layout.difference import Lost
 from hypercomm.layout.views import Views
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.agreement.calls import Call, Scope, refusing, together
+from hypercomm.process_groups.agreement.driver import Round, agree, refusing
+from hypercomm.process_groups.agreement.scope import Scope
 from hypercomm.process_groups.owner import Group, GroupOwner, discard
 from hypercomm.process_groups.spec import GroupKey, GroupSpec, specify
-from hypercomm.process_groups.strategies import create
+from hypercomm.process_groups.strategies import connects, create
 
 _SHARED = "identical"
 
@@ -108,18 +109,22 @@ def reshape(
             *(spec.describe() for spec in specs),
         ]
 
-    def work(call: Call[None]) -> None:
+    def work(turn: Round) -> None:
         if stays:
             old.end_groups()
         for group in new:  # what was made before an error is discarded
-            name, former = f"{call.name}/{group.spec.key}", stays.get(group.spec.key)
-            made.append(create(group.spec, name, call, former))
+            name, former = f"{turn.name}/{group.spec.key}", stays.get(group.spec.key)
+            stale = [] if scope is None else scope.memory.stale
+            made.append(create(group.spec, name, turn, stale, former))
 
     pending = None
     if scope is not None:
         title = f"reshape() of {old.layout}"
-        undo = partial(discard, made, scope.world, stays.values())
-        pending = together(scope, title, entries, limit_s, work, undo).pending
+        undo = partial(discard, made, scope, stays.values())
+        is_connecting = connects(group.spec for group in new)
+        pending = agree(
+            scope, title, entries, limit_s, work, undo, is_connecting=is_connecting
+        ).pending
     with old.pool.lock, fresh.pool.lock:
         for group, pg in zip(new, made, strict=True):
             group.pg, group.is_created = pg, True

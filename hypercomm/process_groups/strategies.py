@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,8 +21,8 @@ from torch.distributed import ProcessGroup
 from hypercomm.errors import CreationError, HyperCommError, NotInitializedError
 from hypercomm.layout import RankGroups
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.agreement.calls import Call
-from hypercomm.process_groups.torch_internals.gloo import ConnectionFailedError, Wait, lazy_init
+from hypercomm.process_groups.agreement.driver import Round
+from hypercomm.process_groups.torch_internals.gloo import ConnectionFailedError, lazy_init
 from hypercomm.process_groups.torch_internals.split import split_device
 from hypercomm.process_groups.world import World, current
 
@@ -139,15 +139,31 @@ def _why_not_local(backend: str, _groups: RankGroups, _lazily: bool | None) -> s
 
 
 def _create_local(
-    spec: GroupSpec, title: str, wait: Wait | None, stays: ProcessGroup | None
+    spec: GroupSpec,
+    title: str,
+    turn: Round | None,
+    stale: list[str],
+    stays: ProcessGroup | None,
 ) -> ProcessGroup | None:
     if spec.own is None:
         return None
     world, options, (index, ranks) = spec.world or current(), spec.options, spec.own
     name = f"{title}/{index}"
-    group = stays or c10d.new_group(name, ranks, options=options, world=world, wait=wait)
+    store = world.store if turn is None else turn.store
+    group = stays or c10d.new_group(
+        name, ranks, options=options, world=world, store=store, stale=stale
+    )
     if options.enable_reconfigure:
-        c10d.reconfigure(group, name, ranks, timeout=options.timeout, world=world, wait=wait)
+        c10d.reconfigure(
+            group,
+            name,
+            ranks,
+            timeout=options.timeout,
+            rank=world.rank,
+            store=store,
+            stale=stale,
+            left_s=1e6 if turn is None else turn.left_s,
+        )
     return group
 
 
@@ -227,13 +243,15 @@ def _create_enumerate(spec: GroupSpec, *_: object) -> ProcessGroup | None:
 class Strategy(NamedTuple):
     """A strategy: why it cannot work, its cost, and the function that creates a group.
 
-    That function takes the spec, the name of its groups, which is the same on all ranks, what waits
-    for other members, and the group of before that is to have these members.
+    That function takes the spec, the name of its groups, which is the same on all ranks, the round
+    of the creation, a list for keys to delete, and the existing group that gets these members.
     """
 
     why_not: Callable[[str, RankGroups, bool | None], str | None]
     cost: str
-    create: Callable[[GroupSpec, str, Wait | None, ProcessGroup | None], ProcessGroup | None]
+    create: Callable[
+        [GroupSpec, str, Round | None, list[str], ProcessGroup | None], ProcessGroup | None
+    ]
 
 
 STRATEGIES = {
@@ -259,15 +277,30 @@ STRATEGIES = {
 # ---- one creation ------------------------------------------------------------------------------
 
 
+def connects(specs: Iterable[GroupSpec]) -> bool:
+    """Return whether the creation of a group needs its other members at the same time."""
+    return any(
+        spec.choice.strategy != "local"
+        or spec.options.enable_reconfigure
+        or c10d.connects_at_creation(spec.options.backend or "", spec.options.lazy_init)
+        for spec in specs
+    )
+
+
 def create(
-    spec: GroupSpec, name: str, call: Call[Any] | None, stays: ProcessGroup | None = None
+    spec: GroupSpec,
+    name: str,
+    turn: Round | None,
+    stale: list[str],
+    stays: ProcessGroup | None = None,
 ) -> ProcessGroup | None:
     """Create the group of the calling rank, and leave torch as it was if that fails.
 
     Args:
         spec: What is created.
         name: The name of the groups, the same on all ranks.
-        call: The call that creates it; None before there is a world.
+        turn: The round of the creation; None before there is a world.
+        stale: Receives keys of the store that no rank needs once the group has ended.
         stays: The group that is to have these members; None: a new one is created.
 
     Returns:
@@ -277,9 +310,8 @@ def create(
         ConnectionFailedError: The members of a gloo group could not connect.
     """
     before = c10d.registered()
-    wait = None if call is None or call.scope.is_alone else call.wait
     try:
-        return STRATEGIES[spec.choice.strategy].create(spec, name, wait, stays)
+        return STRATEGIES[spec.choice.strategy].create(spec, name, turn, stale, stays)
     except BaseException as error:
         with contextlib.suppress(Exception):  # the error at hand matters more
             c10d.destroy(_left_by(spec, name, before))

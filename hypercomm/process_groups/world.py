@@ -7,12 +7,9 @@ torch.distributed, else from the variables of the launcher, as for `hypercomm.jo
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import os
 import threading
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -24,7 +21,6 @@ from torch.distributed import ProcessGroup
 from hypercomm.errors import LaunchError, NotInitializedError, WorldSizeError
 from hypercomm.launchers import find_number
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.torch_internals.gloo import world_address_key
 
 
 @attrs.define(eq=False, slots=False)
@@ -42,12 +38,7 @@ class World:
         timeout: How long calls wait for other ranks by default; None: as torch says.
         before: The world that `renew_world` made this one from; None without one.
         numbers: The number in that world of each of its ranks.
-        reported: The tokens of the mismatches that this rank has raised.
-        seen: The last round of each record that this rank has left.
-        agreed: The last round of each record that this rank has agreed in.
-        is_reporting: Whether the store holds a report that this rank waits or has failed.
         choices: The strategies that were chosen, by what the choice depends on.
-        stale: Keys of addresses that no member needs any more; the next call deletes them.
         served: The store and the process that serves it, in words for errors.
         if_lost: The advice of the error if the store is lost.
         serves: Whether this process may serve the store: it waits a little after a failure.
@@ -63,20 +54,12 @@ class World:
     timeout: timedelta | None = None
     before: World | None = None
     numbers: tuple[int, ...] = ()
-    reported: set[str] = attrs.field(factory=set)
-    seen: dict[str, int] = attrs.field(factory=dict)
-    agreed: dict[str, int] = attrs.field(factory=dict)
-    is_reporting: bool = False
     choices: dict[tuple[object, ...], Any] = attrs.field(factory=dict)
-    stale: list[str] = attrs.field(factory=list)
     served: str = "the job's store, which rank 0 serves as a rule,"
     if_lost: str = "restart the job"
     serves: bool = attrs.field(default=attrs.Factory(lambda self: self.rank == 0, takes_self=True))
     owners: WeakSet[Any] = attrs.field(factory=WeakSet)
     _store: Any = None
-    _namespace: str | None = None
-    _locks: dict[str, threading.Lock] = attrs.field(factory=dict)
-    _counts: Counter[str] = attrs.field(factory=Counter)
     _options: dict[str, Any] = attrs.field(factory=dict)
 
     @property
@@ -107,37 +90,13 @@ class World:
             first += size
         return f"rank {rank}"
 
-    def why_ended(self) -> str:
-        """Return why calls under way cannot end in this world any more; "" while they can."""
-        return ""
+    def why_ended(self) -> Generator[Any, Any, str]:
+        """Return why calls under way cannot end in this world any more; "" while they can.
 
-    def take_stale(self) -> list[str]:
-        """Return the keys in `stale`, and remove them there."""
-        keys = []
-        with contextlib.suppress(IndexError):  # threads may take them at the same time
-            while True:
-                keys.append(self.stale.pop())
-        return keys
-
-    @property
-    def namespace(self) -> str:
-        """The prefix of all keys of the world; another one in the same store has another prefix.
-
-        It holds the number of ranks, and a digest of the address that rank 0 of a gloo WORLD has
-        published, which is new in each job. The first use asks the store: call it in a worker.
+        A generator that yields operations of the agreement on the store, and is sent the replies.
         """
-        if self._namespace is None:
-            address = None
-            if self.has_store:
-                address = c10d.read_bytes(self.store, world_address_key(0))
-            token = "" if address is None else f"/{hashlib.sha256(address).hexdigest()[:8]}"
-            self._namespace = f"hypercomm/{self.size}{token}"
-        return self._namespace
-
-    @property
-    def is_named(self) -> bool:
-        """Whether the namespace is known without asking the store."""
-        return self._namespace is not None or not self.has_store
+        return ""
+        yield
 
     def timeout_of(self, backend: str) -> timedelta | None:
         """Return the timeout of the world; of WORLD that of its part that runs `backend`, if any.
@@ -150,17 +109,6 @@ class World:
             self._options[backend] = c10d.world_options(backend)
         timeout: timedelta | None = getattr(self._options[backend], "_timeout", None)
         return timeout
-
-    def lock_of(self, key: str) -> threading.Lock:
-        """Return the lock that a thread holds while it makes a call at a record."""
-        with _lock:
-            return self._locks.setdefault(key, threading.Lock())
-
-    def next_number(self, key: str) -> int:
-        """Return how often this was called before with a key: names what one rank creates alone."""
-        with _lock:
-            self._counts[key] += 1
-            return self._counts[key] - 1
 
     def numbers_in(self, other: World | None) -> tuple[int, ...] | None:
         """Return the number of each rank in an earlier world; None if this one is not from it."""

@@ -22,7 +22,8 @@ from hypercomm.layout import RankMapping
 from hypercomm.layout.checks import world_too_small
 from hypercomm.layout.mapping import Message
 from hypercomm.layout.text import shown
-from hypercomm.process_groups.agreement.calls import Scope, agree, limit_of, refuse
+from hypercomm.process_groups.agreement.driver import agree, limit_of, refuse
+from hypercomm.process_groups.agreement.scope import Scope
 from hypercomm.process_groups.options import as_verified
 from hypercomm.process_groups.world import World, current
 

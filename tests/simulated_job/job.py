@@ -7,8 +7,6 @@ import functools
 import gc
 import math
 import sys
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -20,12 +18,14 @@ import torch
 import torch.distributed as dist
 
 from hypercomm.grid import connect
+from hypercomm.process_groups import strategies
 from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.torch_internals import store as real_store
+from hypercomm.process_groups.agreement.system import system
+from hypercomm.process_groups.torch_internals import gloo, groups, split
 from hypercomm.process_groups.torch_internals.gloo import LazyInit
 from hypercomm.testing.simulated_group import SimulatedGroup
 from hypercomm.testing.worlds import OtherWorld, other_worlds
-from simulated_job.scheduler import Clock, EndedError, Event, Scheduler, Task, Threads
+from simulated_job.scheduler import EndedError, Event, Scheduler, SimulatedSystem, Task
 
 _LOST = "the link to the simulated store is lost"
 
@@ -107,11 +107,42 @@ class Client(dist.Store):  # type: ignore[name-defined, misc]
 
     def _put(self, key: str, value: str | bytes) -> bytes:
         self._held[key] = value.encode() if isinstance(value, str) else bytes(value)
+        self._rank.job.scheduler.notify(self._server)
         return self._held[key]
+
+    def clone(self) -> Client:
+        """Return another connection of this rank."""
+        self._rank.job.scheduler.pause("clone")
+        return Client(self._server, self._rank)
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key."""
         self._do("set", key, lambda: self._put(key, value))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
+        """Wait until all keys are set.
+
+        Raises:
+            DistStoreError: They are not set in time.
+        """
+        scheduler, server = self._rank.job.scheduler, self._server
+        until_s = scheduler.now_s + timeout.total_seconds()
+        self._do("wait", keys[0], lambda: None)
+        while not self._held.keys() >= {*keys}:
+            if scheduler.now_s >= server.silent_s:
+                scheduler.pause("silence", 1e6)
+            if scheduler.now_s >= server.gone_s:
+                raise dist.DistNetworkError(_LOST)
+            limit_s = min(
+                until_s, *(s for s in (server.gone_s, server.silent_s) if s > scheduler.now_s)
+            )
+            if not scheduler.wait(server, limit_s) and scheduler.now_s >= until_s:
+                raise dist.DistStoreError("simulated store: wait timeout")
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key, once it is set."""
+        self.wait([key], timedelta(seconds=300))
+        return bytes(self._do("get", key, lambda: self._held[key]))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of keys that are set."""
@@ -137,10 +168,6 @@ class Client(dist.Store):  # type: ignore[name-defined, misc]
         """Add to the number in a key."""
         act = lambda: self._put(key, str(int(self._held.get(key, b"0")) + amount))  # noqa: E731
         return int(self._do("add", key, act))
-
-    def append(self, key: str, value: str) -> None:
-        """Append to the text in a key."""
-        self._do("append", key, lambda: self._put(key, self._held.get(key, b"") + value.encode()))
 
     def delete_key(self, key: str) -> bool:
         """Delete a key."""
@@ -370,18 +397,6 @@ class _LazyOfRank:
         return getattr(this_rank().lazy, name)
 
 
-class _Workers:
-    """Replaces the pool of threads."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-
-    def start(self, action: Callable[[], None], done: Callable[[], None]) -> None:
-        current = self._scheduler.current
-        if current is not None and not current.is_ended:
-            self._scheduler.spawn(current.owner, lambda: (action(), done()))
-
-
 @attrs.define(eq=False, repr=False)
 class Job:
     """A simulated job, and what became of it.
@@ -468,7 +483,6 @@ def simulate_job(
     server = server or Server()
     server.held["cpu//0/0"] = f"address of job {len(server.held)}".encode()  # of gloo's WORLD
     job = Job(scheduler, size, timedelta(seconds=timeout_s), [*faults], server)
-    clock, threads = Clock(scheduler), Threads(scheduler)
     was_collecting = gc.isenabled()
     gc.disable()  # collected grids warn, and their order would differ
     _job.append(job)
@@ -477,15 +491,11 @@ def simulate_job(
     }
     try:
         with contextlib.ExitStack() as stack:
-            for path, module in [*sys.modules.items()]:
-                for name, value in [*vars(module).items()] if path.startswith(_ROOMS) else ():
-                    if value is time or value is threading:
-                        ours: object = clock if value is time else threads
-                        stack.enter_context(mock.patch.object(module, name, ours))
-                    elif isinstance(value, LazyInit):
-                        stack.enter_context(mock.patch.object(module, name, _LazyOfRank()))
-            start = _Workers(scheduler).start
-            stack.enter_context(mock.patch.object(real_store.workers, "start", start))
+            for name in ("now", "sleep", "event", "lock", "start"):
+                ours = getattr(SimulatedSystem(scheduler), name)
+                stack.enter_context(mock.patch.object(system, name, ours))
+            for module in (gloo, groups, split, strategies):
+                stack.enter_context(mock.patch.object(module, "lazy_init", _LazyOfRank()))
             stack.enter_context(mock.patch.object(connect, "_is_live", return_value=True))
             stack.enter_context(other_worlds(lambda: this_rank().world, functions))
             job.ranks += [Rank(number, job) for number in range(size)]
@@ -498,12 +508,6 @@ def simulate_job(
         if was_collecting:
             gc.enable()
     return job
-
-
-_ROOMS = (
-    *("hypercomm.process_groups.", "hypercomm.grid.", "hypercomm.transfers."),
-    "hypercomm.launch.worlds",
-)
 
 
 def _main(rank: Rank, program: Callable[..., Any], args: Sequence[object]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import functools
 import math
 import random
 import threading
@@ -191,38 +190,40 @@ class Scheduler:
         return True
 
 
-# ---- in place of Python's modules ---------------------------------------------------------------
+# ---- the clock and the threads of the library ---------------------------------------------------
 
 
-class Clock:
-    """Replaces the module `time`; for an ended process all time is over."""
+class SimulatedSystem:
+    """The methods of the library's `system`, on the virtual clock.
+
+    An ended process has no time left, and waits for nothing.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
-    def monotonic(self) -> float:
+    def now(self) -> float:
         """Return the virtual time."""
         task = self._scheduler.current
         return math.inf if task is None or task.is_ended else self._scheduler.now_s
-
-    time = perf_counter = monotonic
 
     def sleep(self, seconds: float) -> None:
         """Let others run."""
         self._scheduler.pause("sleep", seconds)
 
+    def event(self) -> Event:
+        """Return an event."""
+        return Event(self._scheduler)
 
-class Threads:
-    """Replaces the module `threading`; an ended process waits for nothing."""
+    def lock(self) -> Lock:
+        """Return a lock."""
+        return Lock(self._scheduler)
 
-    TIMEOUT_MAX = threading.TIMEOUT_MAX
-    local = threading.local
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.Event = functools.partial(Event, scheduler)
-        self.Lock = functools.partial(Lock, scheduler)
-        self.RLock = functools.partial(Lock, scheduler, is_reentrant=True)
-        self.Condition = functools.partial(Condition, scheduler)
+    def start(self, action: Callable[[], None], done: Callable[[], None]) -> None:
+        """Start a thread of the process that runs."""
+        current = self._scheduler.current
+        if current is not None and not current.is_ended:
+            self._scheduler.spawn(current.owner, lambda: (action(), done()))
 
 
 class Event:
@@ -252,50 +253,31 @@ class Event:
 
 
 class Lock:
-    """Replaces `threading.Lock` and `threading.RLock`."""
+    """Replaces `threading.Lock`."""
 
-    def __init__(self, scheduler: Scheduler, *, is_reentrant: bool = False) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._is_reentrant = is_reentrant
-        self._owner: object = None
-        self._count = 0
+        self._is_held = False
 
     def acquire(self, timeout: float = -1.0) -> bool:
         """Take it once it is free."""
         scheduler, me = self._scheduler, self._scheduler.current
         until_s = math.inf if timeout < 0 else scheduler.now_s + timeout
-        while self._count and not (self._is_reentrant and self._owner is me):
+        while self._is_held:
             if me is None or me.is_ended or not scheduler.wait(self, until_s):
                 break
-        if self._count and not (self._is_reentrant and self._owner is me):
+        if self._is_held:
             return False
-        self._owner, self._count = me, self._count + 1
+        self._is_held = True
         return True
 
     def release(self) -> None:
-        """Give it back."""
-        self._count = max(0, self._count - 1)
-        if not self._count:
-            self._scheduler.notify(self)
+        """Release it."""
+        self._is_held = False
+        self._scheduler.notify(self)
 
     def __enter__(self) -> bool:
         return self.acquire()
 
     def __exit__(self, *_: object) -> None:
         self.release()
-
-
-class Condition(Lock):
-    """Replaces `threading.Condition`: only its waits for a predicate."""
-
-    def wait_for(self, predicate: Callable[[], bool]) -> bool:
-        """Wait until something is so."""
-        while not predicate():
-            self.release()
-            self._scheduler.wait(self)
-            self.acquire()
-        return True
-
-    def notify_all(self) -> None:
-        """Wake those that wait."""
-        self._scheduler.notify(self)

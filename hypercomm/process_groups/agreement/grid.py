@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import hypercomm
 from hypercomm.errors import CreationError, GroupCreationTimeout, LateRankError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.text import format_ranks
-from hypercomm.process_groups.agreement.calls import Scope, agree, ask
+from hypercomm.process_groups.agreement.driver import agree, ask, run
+from hypercomm.process_groups.agreement.protocol import read_record
+from hypercomm.process_groups.agreement.records import Record, Steps
+from hypercomm.process_groups.agreement.scope import Scope
 from hypercomm.process_groups.world import World
 
 _MOST_LISTED = 64
@@ -96,7 +99,8 @@ class GridAgreement:
             scope = self.scope(world, f"survivors {digest}", ranks)
             if scope.is_alone:
                 break
-            found = ask(world, "survivors()", scope.read, limit_s)
+            read = partial(run, _read_record(scope), world.store)
+            found = ask(world, "survivors()", read, limit_s)
             if found is not None and found.outcome and world.rank in found.outcome.absent:
                 raise _too_late(world)
             try:
@@ -114,6 +118,10 @@ class GridAgreement:
                 f"min_ranks={min_ranks}; restart the job, or pass a smaller min_ranks"
             )
         return ranks
+
+
+def _read_record(scope: Scope) -> Steps[Record | None]:
+    return (yield from read_record((yield from scope.read_key())))
 
 
 def _too_late(world: World) -> CreationError:

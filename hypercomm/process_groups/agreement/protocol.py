@@ -1,383 +1,199 @@
-"""The agreement protocol, sans-I/O: whether all ranks propose the same, and all finish it.
+"""The agreement protocol, sans-I/O: the whole call of one rank, as one generator.
 
-Ranks agree in *rounds* of a *record*, one key of the job's store. A record holds its round, what
-the first rank proposed, and how the round has ended. Three laws hold:
+Three laws hold:
 
 1. A round has one outcome, written by one compare-and-set. Every rank adopts it.
 2. A rank leaves a round only after it has read or written its outcome.
-3. The next round is read from the record, never counted: ranks that failed or were late meet again.
+3. The next round is read from the record, never counted: ranks that failed or were late join the
+   same one.
 
-The functions are generators. They yield store operations and are sent the replies.
+`Member.call` yields operations and is sent the replies. `driver.Driver` performs them in a job, the
+simulated job and the search of all schedules perform them in tests.
+
+Without a fault a rank sends three requests and waits for one key: it joins the round, it sets its
+bit among those that have finished, and it waits for the end of the round. If the work connects
+ranks, a rank first sets its bit among those that have arrived and waits until all have, so that the
+backend never waits for a rank that is missing.
 
 A rank that waits for long reports where and for whom, so that errors name the rank that is missing,
-and deadlocks. The report stays after a failure until the rank's next call, so that ranks that time
-out together find the one that none of them has seen.
+and deadlocks. The report stays after a failure until the next call of the rank, so that ranks that
+time out together find the one that none of them has seen.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import hashlib
+import itertools
 import json
-import socket
-from collections.abc import Container, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, TypeVar
+from uuid import uuid4
 
 import attrs
 
-from hypercomm.errors import CreationError
-from hypercomm.layout import RankLayout
+from hypercomm.errors import CreationError, HyperCommError
 from hypercomm.layout.text import format_coords
-from hypercomm.process_groups.world import World
-
-if TYPE_CHECKING:
-    from typing_extensions import Self  # typing has it from Python 3.11 on
-
-# ---- operations ---------------------------------------------------------------------------------
-
-
-@attrs.frozen
-class Exchange:
-    """Set a key that holds `expected` ("": nothing); the reply is what it then holds."""
-
-    key: str
-    expected: str
-    text: str
-
-
-@attrs.frozen
-class Read:
-    """The reply is what a key holds; None if it is not set."""
-
-    key: str
-
-
-@attrs.frozen
-class Add:
-    """Add one to the number in a key; the reply is the sum."""
-
-    key: str
-
-
-@attrs.frozen
-class Append:
-    """Append to the text in a key; there is no reply."""
-
-    key: str
-    text: str
-
-
-@attrs.frozen
-class Write:
-    """Set a key; there is no reply."""
-
-    key: str
-    text: str
-
-
-@attrs.frozen
-class Delete:
-    """Delete keys."""
-
-    keys: Sequence[str]
-
-
-Operation = Exchange | Read | Add | Append | Write | Delete
-
-T = TypeVar("T")
-Steps = Generator[Operation, Any, T]
-"""Yields store operations, is sent the replies, and returns a result."""
-
-
-# ---- what a record holds -----------------------------------------------------------------------
-
-
-V = TypeVar("V", bound="Stored")
-
-
-class Stored:
-    """What a key of the store holds, as JSON."""
-
-    def text(self) -> str:
-        """Return the text that the key holds."""
-        fields: Any = self
-        return json.dumps(attrs.asdict(fields), separators=(",", ":"))
-
-    @classmethod
-    def parse(cls, key: str, text: str) -> Self:
-        """Read what `text` returned.
-
-        Raises:
-            CreationError: The key holds something else.
-        """
-        try:
-            return cls(**json.loads(text))
-        except (ValueError, TypeError, RecursionError) as error:
-            raise CreationError(
-                f"the store's key {key!r} holds {text[:80]!r}, which hypercomm did not write; "
-                f"something else writes there, or the ranks have different versions of hypercomm"
-            ) from error
-
-
-def as_tuple(found: Iterable[Any]) -> tuple[Any, ...]:
-    """Convert a field that was read as JSON."""
-    return tuple(found)
-
-
-@attrs.frozen
-class Proposal:
-    """What a rank proposes.
-
-    Attributes:
-        rank: The rank.
-        host: Its host.
-        entries: What it proposes, in lines that are compared.
-        refusal: Why the rank cannot take part; "" if it can.
-        number: Distinguishes the proposals of one rank, whose other fields may be equal.
-        title: How errors name the rank.
-    """
-
-    rank: int
-    host: str
-    entries: tuple[str, ...] = attrs.field(default=(), converter=as_tuple)
-    refusal: str = ""
-    number: int = 0
-    title: str = ""
-
-    @property
-    def name(self) -> str:
-        """Rank and host in words."""
-        return f"{self.title} (host {self.host})"
-
-    def is_by_rank_of(self, other: Proposal) -> bool:
-        """Return whether the same rank has made another proposal; numbers differ with the parts."""
-        return (self.rank, self.title) == (other.rank, other.title)
-
-
-_KINDS = ("agreed", "differs", "failed", "missing", "unfinished", "restarted")
-
-
-@attrs.frozen
-class Outcome:
-    """How a round has ended.
-
-    Attributes:
-        kind: "agreed", "differs", "failed", "missing" (ranks did not arrive), "unfinished", or
-            "restarted" (ranks have joined the world again).
-        text: The reason, for the error that ranks raise.
-        missing: The ranks that caused a timeout.
-        absent: The ranks that had not arrived or finished: the missing ones, and ranks that wait
-            for them elsewhere.
-        grids: The grids that differ, where ranks have built different ones.
-        token: Identifies an outcome that is reported in more than one record.
-    """
-
-    kind: str = attrs.field(validator=attrs.validators.in_(_KINDS))
-    text: str = ""
-    missing: tuple[int, ...] = attrs.field(default=(), converter=as_tuple)
-    absent: tuple[int, ...] = attrs.field(default=(), converter=as_tuple)
-    grids: tuple[str, ...] = attrs.field(default=(), converter=as_tuple)
-    token: str = ""
-
-
-AGREED = Outcome("agreed")
-_MOST_FAILED = 16
-"""How many rounds that failed a record holds, for ranks that have not seen them."""
-
-
-def as_outcome(found: Any) -> Outcome | None:
-    """Convert a field that was read as JSON."""
-    return Outcome(**found) if isinstance(found, dict) else found
-
-
-def _as_outcomes(found: Iterable[Any]) -> tuple[Outcome, ...]:
-    return tuple(one for one in map(as_outcome, found) if one is not None)
-
-
-def _as_proposal(found: Any) -> Proposal:
-    return Proposal(**found) if isinstance(found, dict) else found
-
-
-@attrs.frozen
-class Record(Stored):
-    """What the key of a record holds.
-
-    Attributes:
-        round: The number of the round.
-        first: The proposal of the first rank.
-        outcome: How the round has ended; None while it is open.
-        failed: How the rounds before have ended, since the last one that ranks agreed in.
-        agreed_before: The last round before this one that all ranks agreed in; -1 for none.
-    """
-
-    round: int
-    first: Proposal = attrs.field(converter=_as_proposal)
-    outcome: Outcome | None = attrs.field(default=None, converter=as_outcome)
-    failed: tuple[Outcome, ...] = attrs.field(default=(), converter=_as_outcomes)
-    agreed_before: int = -1
-
-    @property
-    def agreed(self) -> int:
-        """The last round that all ranks agreed in; -1 for none."""
-        is_agreed = self.outcome is not None and self.outcome.kind == "agreed"
-        return self.round if is_agreed else self.agreed_before
-
-    def next(self, first: Proposal) -> Record:
-        """Return the record once the next round has begun."""
-        failed: tuple[Outcome, ...] = ()
-        if self.outcome is not None and self.outcome.kind != "agreed":
-            failed = (*self.failed, self.outcome)
-        return Record(
-            self.round + 1, first, failed=failed[-_MOST_FAILED:], agreed_before=self.agreed
-        )
-
-    def outcome_of(self, number: int) -> Outcome | None:
-        """Return how a round has ended, as far as this record tells; None while it is open."""
-        if number == self.round:
-            return self.outcome
-        begin = self.round - len(self.failed)
-        if number >= begin:
-            return self.failed[number - begin]
-        if number == begin - 1 and len(self.failed) < _MOST_FAILED:
-            return AGREED
-        return Outcome("failed", "the other ranks have made further calls since")
-
-    def failed_since(self, seen: int) -> Record | None:
-        """Return the first round after `seen` that has failed, but for a timeout."""
-        for number in range(max(seen + 1, self.round - len(self.failed)), self.round + 1):
-            outcome = self.outcome_of(number)
-            if outcome is not None and outcome.kind in ("differs", "failed"):
-                return attrs.evolve(self, round=number, outcome=outcome)
-        return None
-
-
-# ---- one round ---------------------------------------------------------------------------------
-
-
-@attrs.frozen
-class Ticket:
-    """A round that this rank takes part in.
-
-    Attributes:
-        key: The key of the record.
-        record: The record as this rank has seen it.
-    """
-
-    key: str
-    record: Record
-
-    @property
-    def round(self) -> int:
-        """The number of the round."""
-        return self.record.round
-
-    @property
-    def arrivals(self) -> str:
-        """The key that ranks append to as they arrive ("3,"), finish ("3+,") or fail ("3-,")."""
-        return f"{self.key}/{self.round}/ranks"
-
-    @property
-    def count(self) -> str:
-        """The key that counts the ranks that have finished."""
-        return f"{self.key}/{self.round}/done"
+from hypercomm.process_groups.agreement.records import (
+    AGREED,
+    WIDTH,
+    Delete,
+    Entries,
+    Exchange,
+    InterruptedCallError,
+    Moment,
+    Now,
+    Outcome,
+    Proposer,
+    Read,
+    Record,
+    Status,
+    Steps,
+    StoreLostError,
+    Ticket,
+    Tree,
+    Wait,
+    Work,
+    Write,
+)
+from hypercomm.process_groups.agreement.scope import MOST, Scope, this_host
+from hypercomm.process_groups.torch_internals.gloo import ConnectionFailedError
+
+_SLOW_S = 0.2
+"""How long a rank waits before it reports that it does, and checks whether it waits in vain."""
+
+_SLOW_RANKS = 4000
+"""From how many times 0.2 s ranks on this delay grows with the world, by a second each."""
+
+_FINISHED_S = 0.6
+"""Extra wait of ranks that have finished, so that the others name who is missing."""
+
+_FOLLOW_S = 0.3
+"""Extra wait of ranks that do not search, so that few ranks read who is missing at once."""
+
+_SEARCHERS = 16
+"""How many ranks of a scope of one block search; in a larger scope one of each block does."""
+
+_STUCK_S = 1.0
+"""How long a rank that could not connect waits for members to connect or fail."""
+
+_FIRST_S = 1.0
+"""How long a rank whose proposal differs waits for the text of the first one."""
+
+SAME_CALLS = "every rank must make the same calls in one order"
+
+_GO = "go"
+
+
+class EndedCallError(Exception):
+    """The call ends on this rank, which leaves its round as it is."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.text)
+        self.outcome = outcome
+
+
+# ---- one round ----------------------------------------------------------------------------------
 
 
 def propose(
-    key: str, proposal: Proposal, seen: int = -1, reported: Container[str] = ()
+    key: str,
+    first: Proposer,
+    size: int,
+    *,
+    left: int = -1,
+    entered: int = -1,
+    reported: Container[str] = (),
+    is_refusing: bool = False,
 ) -> Steps[Ticket]:
     """Join the open round of a record, or begin the next one; the caller compares proposals.
 
-    A round that failed before this rank arrived fails here too: it is returned with its outcome.
-    After a timeout a late rank goes on to the next round, where the others meet it.
+    If a round has failed before this rank arrived, return it with its outcome. After a timeout a
+    late rank joins the next round, where the others join it.
 
     Args:
         key: The key of the record.
-        proposal: What this rank proposes.
-        seen: The last round that this rank has left; -1 if there is none.
-        reported: The tokens of outcomes that it knows from other records.
+        first: This rank, which may be the first one.
+        size: The number of ranks of the scope.
+        left: The last round that this rank has left; -1 for none.
+        entered: The last round that this rank has arrived in; -1 for none.
+        reported: The tokens of outcomes that this rank has raised already.
+        is_refusing: Whether this rank is about to fail the round.
     """
-    record = Record(0, proposal)
-    text = yield Exchange(key, "", record.text())
-    while text != record.text():
-        found = Record.parse(key, text)
-        missed = found.failed_since(seen)
+    record = Record(0, first)
+    text = yield Exchange(key, "", record.encode())
+    while text != record.encode():
+        found = Record.decode(key, text)
+        missed = found.failed_since(left)
         if missed is not None and missed.outcome and missed.outcome.token not in reported:
-            return Ticket(key, missed)
-        is_lost = bool(proposal.refusal) and not found.first.refusal  # began, but got no reply
-        if found.outcome is None and (not found.first.is_by_rank_of(proposal) or is_lost):
-            return Ticket(key, found)
-        if found.outcome is None:  # this rank began it, and left it by an error of the store
-            reason = found.first.refusal or "the rank began again"
-            yield from decide(Ticket(key, found), Outcome("failed", reason))
-            text, seen = (yield Read(key)) or "", found.round
+            return Ticket(key, missed, size)
+        if found.outcome is None:
+            is_own = (found.first.rank, found.first.title) == (first.rank, first.title)
+            if not is_own and found.round != entered:
+                return Ticket(key, found, size)
+            # This rank was in the round, and left it because of an error of the store.
+            again = Outcome("failed", f"{first.name} began the call again")
+            yield from decide(Ticket(key, found, size), again)
+            left = found.round
+            text = (yield Read(key)) or ""
             continue
-        if found.round > seen and proposal.refusal and proposal.rank in found.outcome.absent:
-            return Ticket(key, found)  # the others have given up on this rank: nobody waits for it
-        record = found.next(proposal)
-        text = yield Exchange(key, text, record.text())
-        if text == record.text():
-            old = Ticket(key, found)
-            yield Delete([old.arrivals, old.count])
-    return Ticket(key, record)
+        if is_refusing and found.round > left and first.rank in found.outcome.absent:
+            return Ticket(key, found, size)  # the others do not wait for this rank any more
+        record = found.next(first)
+        text = yield Exchange(key, text, record.encode())
+        if text == record.encode():
+            yield from _delete_before(Ticket(key, found, size))
+    return Ticket(key, record, size)
+
+
+def _delete_before(ended: Ticket) -> Steps[None]:
+    """Delete the keys of the round before one that has ended: all ranks have left that."""
+    number = ended.round - 1
+    if number < 0:
+        return
+    before = attrs.evolve(ended, record=attrs.evolve(ended.record, round=number))
+    keys = [before.end]
+    if ended.record.failed:  # else its ranks have deleted the others
+        trees = (before.arrived, before.done, before.stuck)
+        keys += [before.first, before.go, *(key for tree in trees for key in tree.all_keys())]
+    yield Delete(keys)
 
 
 def decide(ticket: Ticket, outcome: Outcome) -> Steps[Outcome]:
-    """End a round, unless another rank has; return the outcome that holds."""
+    """End a round, unless another rank has; return the outcome that holds, and wake all ranks."""
     record = ticket.record
     while True:
         wanted = attrs.evolve(record, outcome=outcome)
-        text = yield Exchange(ticket.key, record.text(), wanted.text())
-        if text == wanted.text():
-            return outcome
-        record = Record.parse(ticket.key, text)
+        text = yield Exchange(ticket.key, record.encode(), wanted.encode())
+        if text == wanted.encode():
+            break
+        if text == record.encode():
+            raise CreationError(f"the store has lost its key {ticket.key!r}; restart the job")
+        record = Record.decode(ticket.key, text)
         found = record.outcome_of(ticket.round)
         if found is not None:
-            return found
+            outcome = found
+            break
+    if record.round == ticket.round:
+        yield Write(ticket.end, outcome.encode())
+        if outcome.kind != "agreed":
+            yield Write(ticket.go, outcome.encode())
+    return outcome
 
 
 def read_record(key: str) -> Steps[Record | None]:
     """Return the record that a key holds; None if there is none."""
     text = yield Read(key)
-    return None if text is None else Record.parse(key, text)
+    return None if text is None else Record.decode(key, text)
 
 
 def read_outcome(ticket: Ticket) -> Steps[Outcome | None]:
     """Return how a round has ended; None while it is open."""
-    text = yield Read(ticket.key)
-    if text is None or text == ticket.record.text():
-        return None
-    return Record.parse(ticket.key, text).outcome_of(ticket.round)
+    record = yield from read_record(ticket.key)
+    return None if record is None else record.outcome_of(ticket.round)
 
 
-def finish(ticket: Ticket, rank: int, size: int) -> Steps[Outcome | None]:
-    """Report that this rank has finished; the last of `size` ranks ends the round as agreed."""
-    yield Append(ticket.arrivals, f"{rank}+,")
-    if (yield Add(ticket.count)) < size:
-        return None
-    return (yield from decide(ticket, AGREED))
-
-
-def read_arrivals(ticket: Ticket) -> Steps[dict[int, str]]:
-    """Return the ranks that have arrived, each with "+" if it has finished, "-" if it failed."""
-    text = yield Read(ticket.arrivals)
-    found: dict[int, str] = {}
-    for token in (text or "").split(","):
-        number = token.rstrip("+-")
-        if number.isdecimal():
-            found[int(number)] = found.get(int(number), "") + token[len(number) :]
-    return found
-
-
-def refuse(key: str, proposal: Proposal, seen: int) -> Steps[int]:
-    """Fail the open round of a record, or the next one; return its number without waiting."""
-    ticket = yield from propose(key, proposal, seen)
-    if ticket.record.outcome is None and ticket.record.first != proposal:
-        yield from decide(ticket, Outcome("failed", proposal.refusal))
-    return ticket.round
-
-
-# ---- differences -------------------------------------------------------------------------------
+# ---- differences --------------------------------------------------------------------------------
 
 
 def as_entry(headline: str, options: dict[str, object]) -> str:
@@ -389,26 +205,38 @@ def as_entry(headline: str, options: dict[str, object]) -> str:
     return "\n".join([headline, *(f"{name}: {value}" for name, value in options.items())])
 
 
-def first_difference(own: Proposal, first: Proposal) -> str | None:
-    """Return the first entry that two proposals differ in, in words; None if they are equal."""
-    here, there = own.name, first.name
-    pairs = zip_longest(own.entries, first.entries, fillvalue="nothing more")
-    for position, (mine, theirs) in enumerate(pairs):
-        if mine == theirs:
+def digest_of(lines: Iterable[str]) -> str:
+    """Return a short digest that is equal for equal entries."""
+    return hashlib.sha256(json.dumps(list(lines)).encode()).hexdigest()[:16]
+
+
+def first_difference(own: Sequence[str], theirs: Sequence[str], here: str, there: str) -> str:
+    """Describe the first entry that the proposals of two ranks differ in.
+
+    Args:
+        own: The entries of this rank.
+        theirs: The entries of the first rank.
+        here: The name of this rank.
+        there: The name of the first rank.
+    """
+    pairs = zip_longest(own, theirs, fillvalue="nothing more")
+    for position, (mine, other) in enumerate(pairs):
+        if mine == other:
             continue
-        (headline, *options), (other, *others) = mine.split("\n"), theirs.split("\n")
-        if headline != other or len(options) != len(others):
+        headline, *options = mine.split("\n")
+        other_headline, *others = other.split("\n")
+        if headline != other_headline or len(options) != len(others):
             return (
                 f"ranks differ at position {position}: {here} calls {headline}, and {there}, "
-                f"which arrived first, calls {other}"
+                f"which arrived first, calls {other_headline}"
             )
         fields = differing(zip(options, others, strict=True), here, there)
         return f"{fields}; ranks differ at position {position}, {headline}"
-    return None
+    return f"{here} proposes something else than {there}, which arrived first"
 
 
 def differing(pairs: Iterable[tuple[str, str]], here: str, there: str) -> str:
-    """Return the options of two ranks that differ, in words.
+    """Describe the options of two ranks that differ.
 
     >>> differing([("share: a", "share: a"), ("timeout: 1", "timeout: 2")], "rank 0", "rank 1")
     'timeout: 1 on rank 0, 2 on rank 1'
@@ -420,50 +248,7 @@ def differing(pairs: Iterable[tuple[str, str]], here: str, there: str) -> str:
     )
 
 
-# ---- what waiting ranks report ------------------------------------------------------------------
-
-MOST = 8
-"""Missing ranks of one call that are read, named, or followed to the ranks that they wait for."""
-
-
-@functools.cache
-def this_host() -> str:
-    """Return the name of the machine that this process runs on."""
-    return socket.gethostname()
-
-
-@attrs.frozen
-class Status(Stored):
-    """What a rank that waits for long reports.
-
-    Attributes:
-        rank: The rank.
-        host: Its host.
-        call: The call that it waits in, as users know it.
-        grid: The grid of the call, as text that is compared; "" for calls without one.
-        key: The record that it waits at.
-        round: The round.
-        waits_for: The ranks that it waits for.
-        threads: How many threads of the process wait for other ranks.
-        outcome: How the call failed; None while the rank waits.
-        title: How errors name the rank.
-    """
-
-    rank: int
-    host: str
-    call: str
-    grid: str
-    key: str
-    round: int
-    waits_for: tuple[int, ...] = attrs.field(default=(), converter=as_tuple)
-    threads: int = 1
-    outcome: Outcome | None = attrs.field(default=None, converter=as_outcome)
-    title: str = ""
-
-    @property
-    def name(self) -> str:
-        """Rank and host in words."""
-        return f"{self.title} (host {self.host})"
+# ---- ranks that wait for each other --------------------------------------------------------------
 
 
 def status_key(namespace: str, rank: int) -> str:
@@ -472,34 +257,35 @@ def status_key(namespace: str, rank: int) -> str:
 
 
 def read_status(namespace: str, rank: int) -> Steps[Status | None]:
-    """Return the status of a rank; None if it has not waited for long, or has gone on since.
+    """Return the status of a rank; None if it has not waited for long, or has continued since.
 
     Raises:
         CreationError: The key holds something else.
     """
     key = status_key(namespace, rank)
     text = yield Read(key)
-    return Status.parse(key, text) if text else None
+    return Status.decode(key, text) if text else None
 
 
-def find_deadlock(
+def find_circle(
     namespace: str, own: Status, known: dict[int, Status | None]
 ) -> Steps[list[Status]]:
-    """Return ranks that wait for each other in a circle, beginning with this one; [] if none do.
+    """Return one waiting rank of each round that waits for the next one; [] without a circle.
 
-    Only ranks whose one waiting thread is in the circle count: another thread may end the wait.
-    What is found is read twice, so that a rank that was about to continue is not in it.
+    The circle contains the round of this rank. A rank with several waiting threads is in none:
+    another thread may end the wait. All is read twice, so that a rank that was about to continue
+    is not in it.
 
     Args:
-        namespace: Of the job.
-        own: What this rank reports.
+        namespace: The prefix of all keys.
+        own: The status of this rank.
         known: Receives the status of each rank that was read.
     """
     known[own.rank] = own
-    circle = yield from _way_back(namespace, [own], known)
+    circle = yield from _find_way_back(namespace, [own], known)
     if any(status.threads > 1 for status in circle):
         return []
-    for status in [*circle[1:], *circle[:1]]:  # this rank may be the last to see its round end
+    for status in circle:
         record = yield from read_record(status.key)
         if record is None or record.outcome_of(status.round) is not None:
             return []
@@ -508,26 +294,26 @@ def find_deadlock(
     return circle
 
 
-def _way_back(
+def _find_way_back(
     namespace: str, path: list[Status], known: dict[int, Status | None]
 ) -> Steps[list[Status]]:
     for rank in path[-1].waits_for[:MOST]:
-        if rank == path[0].rank and len(path) > 1:
-            return path
-        if rank in known or len(path) == MOST:
+        if rank not in known:
+            known[rank] = yield from read_status(namespace, rank)
+        status = known[rank]
+        if status is None or status.outcome is not None or len(path) == MOST:
             continue
-        known[rank] = status = yield from read_status(namespace, rank)
-        if status is not None and status.outcome is None:
-            found = yield from _way_back(namespace, [*path, status], known)
-            if found:
-                return found
+        if len(path) > 1 and status.place == path[0].place:
+            return [status, *path[1:]]
+        if any(status.place == one.place for one in path):
+            continue
+        found = yield from _find_way_back(namespace, [*path, status], known)
+        if found:
+            return found
     return []
 
 
-SAME_CALLS = "every rank must make the same calls in one order"
-
-
-def explain_deadlock(circle: Sequence[Status]) -> Outcome:
+def explain_circle(circle: Sequence[Status]) -> Outcome:
     """Return the outcome for the rounds of all ranks of a circle."""
     own, *others = circle
     waits = "; ".join(
@@ -549,74 +335,468 @@ def explain_deadlock(circle: Sequence[Status]) -> Outcome:
     return Outcome("differs", text, grids=tuple(grids), token=token)
 
 
-def name_missing(
-    world: World,
-    missing: Sequence[int],
-    present: Sequence[int],
-    layout: RankLayout | None,
-    seen: Mapping[int, Status],
-) -> Steps[tuple[tuple[int, ...], str]]:
-    """Return the ranks that are the cause of a timeout, and their names; raises nothing.
+# ---- the call of one rank -----------------------------------------------------------------------
 
-    A missing rank that itself waits elsewhere, or that was seen to wait and has timed out just now,
-    is not the cause, but the ranks that it waits for are. The first ones are named with
-    coordinates, host and call.
+_process = uuid4().hex[:8]
+_numbers = itertools.count()
+
+
+@attrs.define(eq=False)
+class Member:
+    """The calling rank in one call of a scope.
 
     Args:
-        world: The world of the ranks.
-        missing: The ranks that have not arrived.
-        present: Ranks that have, which are never the cause.
-        layout: The layout in whose coordinates ranks are named.
-        seen: The last status of each rank that was seen to wait during this call.
+        scope: The ranks that make the call together.
+        title: The call, as users know it.
+        entries: Returns what this rank proposes, which must be equal on all ranks.
+        began: When the call began.
+        deadline: When this rank stops to wait.
+        is_connecting: Whether the work needs the other ranks, so that all must have arrived.
+        threads: Returns how many threads of this process wait for other ranks of the world.
+
+    Attributes:
+        ticket: The round; None before this rank has proposed.
+        is_working: Whether all ranks that the work needs have arrived, so that this rank works.
+        is_finished: Whether this rank has finished its work.
+        error: The error of this rank itself, which it raises in place of the outcome.
     """
 
-    def explains(status: Status) -> bool:
+    scope: Scope
+    title: str
+    entries: Callable[[], Sequence[str]]
+    began: float
+    deadline: float
+    is_connecting: bool = False
+    threads: Callable[[], int] = attrs.field(default=lambda: 1, repr=False)
+    ticket: Ticket | None = None
+    is_working: bool = False
+    is_finished: bool = False
+    error: BaseException | None = None
+    _reports: tuple[int, ...] | None = None
+    _peers: dict[int, Status] = attrs.field(factory=dict)
+
+    def call(self) -> Steps[Outcome]:
+        """Make the call: join the round, do the work, and return the outcome of all ranks."""
+        try:
+            yield from self._join()
+            if self.is_connecting:
+                yield from self._gather(self._round.arrived, self._round.go)
+            self.is_working = True
+            yield from self._do_work()
+            self.is_finished = True
+            yield from self._gather(self._round.done, self._round.end)
+            outcome = AGREED
+        except EndedCallError as ended:
+            outcome = ended.outcome
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # noqa: BLE001 - the other ranks must not wait for it
+            outcome = yield from self._fail(error)
+        yield from self._report_end(outcome)
+        return outcome
+
+    def interrupt(self, reason: str) -> Steps[Outcome]:
+        """End the round with an error; also from another thread, if that of this rank is stuck."""
+        if self.ticket is None:
+            return (yield from self.refuse(reason))
+        return (yield from self._decide(Outcome("failed", reason)))
+
+    def time_out(self, moment: Moment) -> Steps[Outcome]:
+        """End the round at the deadline; also from another thread, if this rank's own is stuck."""
+        scope, entered = self.scope, self.scope.memory.entered.get(self.scope.path)
+        if moment.was_stopped and (self.ticket is None or self.ticket.round != entered):
+            return self._late(scope.world.rank)  # the others do not wait any more
+        if self.ticket is None:
+            return (yield from self.refuse(f"{scope.name} failed: the store did not answer"))
+        key = self.ticket.end if self.is_working else self.ticket.go
+        tree = self.ticket.done if self.is_working else self.ticket.arrived
+        outcome = yield from self._find_missing(tree, key, moment)
+        return (yield from self._decide(outcome or AGREED))
+
+    def refuse(self, reason: str, data: str = "") -> Steps[Outcome]:
+        """Fail the next round that is open on other ranks, or that they begin; wait for nobody."""
+        scope = self.scope
+        key = yield from scope.read_key()
+        ticket = yield from self._propose(key, self._proposer(""), is_refusing=True)
+        outcome = ticket.record.outcome
+        if outcome is None:
+            outcome = yield from decide(ticket, Outcome("failed", reason, data=data))
+        scope.memory.leave(scope.path, ticket.round)
+        return outcome
+
+    @property
+    def _round(self) -> Ticket:
+        if self.ticket is None:
+            raise RuntimeError(f"{self.title} has not proposed anything")
+        return self.ticket
+
+    def _decide(self, outcome: Outcome) -> Steps[Outcome]:
+        return (yield from decide(self._round, outcome))
+
+    def _end(self, outcome: Outcome) -> Steps[None]:
+        """End the round, and the call with the outcome that holds."""
+        raise EndedCallError((yield from self._decide(outcome)))
+
+    # ---- joining --------------------------------------------------------------------------------
+
+    def _proposer(self, digest: str) -> Proposer:
+        world = self.scope.world
+        token = f"{_process}-{next(_numbers)}"
+        return Proposer(world.rank, world.title(world.rank), this_host(), digest, token)
+
+    def _propose(self, key: str, first: Proposer, *, is_refusing: bool = False) -> Steps[Ticket]:
+        memory, path = self.scope.memory, self.scope.path
+        return (
+            yield from propose(
+                key,
+                first,
+                len(self.scope.ranks),
+                left=memory.left.get(path, -1),
+                entered=memory.entered.get(path, -1),
+                reported=memory.reported,
+                is_refusing=is_refusing,
+            )
+        )
+
+    def _join(self) -> Steps[None]:
+        """Join the round, and compare the proposal of this rank with the first one."""
+        scope, memory = self.scope, self.scope.memory
+        key = yield from scope.read_key()
+        lines = tuple(self.entries())
+        if memory.is_reporting:
+            memory.is_reporting = False
+            yield Write(status_key(memory.namespace or "", scope.world.rank), "")
+        own = self._proposer(digest_of(lines))
+        self.ticket = ticket = yield from self._propose(key, own)
+        first = ticket.record.first
+        if ticket.record.outcome is not None:
+            raise EndedCallError(ticket.record.outcome)
+        if scope.is_fenced and ticket.record.agreed > memory.agreed.get(scope.path, -1):
+            raise CreationError(
+                f"other ranks have continued without {scope.world.title(scope.world.rank)}; end "
+                f"this process, or start the job again"
+            )
+        moment = yield Now()
+        if moment.seconds > self.deadline:
+            late = self._late(scope.world.rank)
+            if first == own:
+                yield from self._end(late)
+            raise EndedCallError(late)  # this rank may join the others at its next call
+        if first == own:
+            yield Write(ticket.first, Entries(lines).encode())
+        elif first.digest != own.digest:
+            yield from self._differ(lines, own, moment)
+
+    def _differ(self, lines: Sequence[str], own: Proposer, moment: Moment) -> Steps[None]:
+        """End the round, because the proposal of this rank is not the first one."""
+        ticket = self._round
+        text = yield Wait(ticket.first, moment.seconds + _FIRST_S)
+        theirs = () if text is None else Entries.decode(ticket.first, text).lines
+        reason = first_difference(lines, theirs, own.name, ticket.record.first.name)
+        yield from self._end(Outcome("differs", f"{reason}; {SAME_CALLS}", token=ticket.name))
+
+    # ---- waiting for the others -----------------------------------------------------------------
+
+    def _gather(self, tree: Tree, key: str) -> Steps[None]:
+        """Set the bit of this rank, and wait until all ranks have set theirs.
+
+        Raises:
+            EndedCallError: The round has failed.
+        """
+        scope, ticket = self.scope, self._round
+        scope.memory.entered[scope.path] = ticket.round
+        is_end = key == ticket.end
+        is_last, complete = yield from tree.mark(scope.position)
+        if not is_last:
+            stale = [*complete, *scope.memory.take_stale()]
+            if stale:
+                yield Delete(stale)
+            text = yield from self._wait(tree, key)
+            if text != _GO:
+                outcome = Outcome.decode(key, text)
+                if outcome.kind != "agreed":
+                    raise EndedCallError(outcome)
+        elif is_end:
+            outcome = yield from self._decide(AGREED)
+            if outcome.kind != "agreed":
+                raise EndedCallError(outcome)
+            rest = [ticket.first, *([ticket.go] if self.is_connecting else [])]
+            yield Delete([*complete, *rest, *scope.memory.take_stale()])
+        else:
+            yield Write(key, _GO)
+            yield Delete(complete)
+
+    def _wait(self, tree: Tree, key: str) -> Steps[str]:
+        """Wait for a key that is written when all bits of a tree are set; return what it holds."""
+        slow_s = self.slow_s
+        end = self.deadline + (_FINISHED_S if self.is_finished else 0.0)
+        moment = yield Now()
+        until = moment.seconds + slow_s
+        while True:
+            text: str | None = yield Wait(key, until)
+            if text is not None:
+                return text
+            moment = yield Now()
+            if moment.seconds >= end:
+                outcome = yield from self._find_missing(tree, key, moment)
+                if outcome is not None:
+                    yield from self._end(outcome)
+                until = moment.seconds + slow_s  # all are there: the key is about to be set
+                continue
+            searches = yield from self._check(tree)
+            if searches:
+                until = min(
+                    end, moment.seconds + max(slow_s / 2, (moment.seconds - self.began) / 4)
+                )
+            else:
+                until = end = max(end, self.deadline + _FOLLOW_S)
+
+    @property
+    def slow_s(self) -> float:
+        """How long this rank waits before it reports that it does, in seconds."""
+        size = self.scope.world.size
+        return min((self.deadline - self.began) / 4, max(_SLOW_S, size / _SLOW_RANKS))
+
+    def _check(self, tree: Tree) -> Steps[bool]:
+        """Report that this rank waits, and end the round if it waits in vain.
+
+        Returns:
+            Whether this rank is one of the few that check again.
+        """
+        scope, ticket, world = self.scope, self._round, self.scope.world
+        outcome = yield from read_outcome(ticket)
+        if outcome is not None:
+            raise EndedCallError(outcome)
+        missing = yield from tree.unmarked(MOST)
+        own = yield from self._report(tuple(scope.ranks[position] for position in missing))
+        most = _SEARCHERS if ticket.size <= WIDTH else 1
+        if not (yield from tree.is_leading(scope.position, most)):
+            return False
+        reason = yield from world.why_ended()
+        if reason:
+            yield from self._end(Outcome("restarted", reason))
+        namespace = scope.memory.namespace or ""
+        known: dict[int, Status | None] = {}
+        circle = yield from find_circle(namespace, own, known)
+        self._peers |= {rank: one for rank, one in known.items() if one and one.outcome is None}
+        if circle:
+            outcome = explain_circle(circle)
+            for status in circle[1:]:
+                record = yield from read_record(status.key)
+                if record is not None and record.round == status.round:
+                    yield from decide(Ticket(status.key, record, 0), outcome)
+            yield from self._end(outcome)
+        for rank in own.waits_for if own.grid else ():
+            peer = yield from read_status(namespace, rank)
+            found = None if peer is None else peer.outcome
+            if found and own.grid in found.grids and found.token not in scope.memory.reported:
+                yield from self._end(found)
+        return True
+
+    # ---- the work -------------------------------------------------------------------------------
+
+    def _do_work(self) -> Steps[None]:
+        """Do the work of this rank, and stop to wait for it if the round ends meanwhile."""
+        moment = yield Now()
+        began = moment.seconds
+        until = began + self.slow_s
+        while not (yield Work(until)):
+            moment = yield Now()
+            if moment.seconds >= self.deadline:
+                yield from self._end((yield from self.time_out(moment)))
+            yield from self._report(())
+            outcome = yield from read_outcome(self._round)
+            if outcome is not None:
+                raise EndedCallError(outcome)
+            until = min(self.deadline, began + 2 * (moment.seconds - began))
+
+    # ---- failures -------------------------------------------------------------------------------
+
+    def _fail(self, error: BaseException) -> Steps[Outcome]:
+        """End the round, because of an error of this rank."""
+        name = self.scope.name
+        if isinstance(error, InterruptedCallError):
+            return (yield from self.interrupt(f"{name} was interrupted"))
+        if isinstance(error, StoreLostError):
+            reason = f"{name} failed: it has lost an operation of the store ({error.__cause__})"
+            if self.ticket is not None:  # the store may be back
+                return (yield from self._decide(Outcome("failed", reason)))
+            with contextlib.suppress(HyperCommError, StoreLostError):
+                yield from self.refuse(reason)
+            raise error
+        if isinstance(error, ConnectionFailedError):
+            return (yield from self._decide((yield from self._could_not_connect(error))))
+        self.error = error
+        outcome = Outcome("failed", failure_of(name, error), data=getattr(error, "data", ""))
+        if self.ticket is not None:
+            return (yield from self._decide(outcome))
+        with contextlib.suppress(HyperCommError, StoreLostError):
+            yield from self.refuse(outcome.text, outcome.data)
+        return outcome
+
+    def _could_not_connect(self, error: Exception) -> Steps[Outcome]:
+        """Return the outcome if a backend could not connect: names the members that are silent."""
+        scope, ticket = self.scope, self._round
+        yield from ticket.stuck.mark(scope.position)
+        moment = yield Now()
+        until = moment.seconds + _STUCK_S
+        while True:
+            outcome = yield from read_outcome(ticket)
+            if outcome is not None:
+                return outcome
+            stuck = yield from ticket.stuck.unmarked()
+            unfinished = yield from ticket.done.unmarked()
+            silent = [scope.ranks[one] for one in unfinished if one in {*stuck}]
+            moment = yield Now()
+            if not silent or moment.seconds >= until:
+                break
+            yield Wait(ticket.end, moment.seconds + _STUCK_S / 20)
+        if silent:
+            silent = (yield from self._silent_of(silent)) or silent
+            return (yield from self._missing(silent, "unfinished", "did not connect"))
+        return Outcome("failed", f"members could not connect ({error}); call it again on all ranks")
+
+    def _find_missing(self, tree: Tree, key: str, moment: Moment) -> Steps[Outcome | None]:
+        """Return the outcome at the deadline; None if all ranks are there, and `key` is set."""
+        scope, ticket = self.scope, self._round
+        positions = yield from tree.unmarked()
+        if key == ticket.go and (yield Read(key)) is not None:
+            return None
+        if not positions:
+            if key == ticket.end:
+                return AGREED  # the rank that has set the last bit has died before it wrote so
+            yield Write(key, _GO)
+            return None
+        absent = [scope.ranks[position] for position in positions]
+        if key == ticket.go or not self.is_connecting:
+            before = (ticket.record.failed or (None,))[-1]
+            here = {*scope.ranks} - {*absent} if before else set()
+            if before is not None and here <= {*before.absent}:
+                return self._late(*sorted(here))  # the others wait for none of these any more
+            return (yield from self._missing(absent, "missing", "did not join"))
+        if moment.was_stopped:
+            return self._late(scope.world.rank)
+        silent = yield from self._silent_of(absent)
+        if not silent and not self.is_finished:  # all of them still wait for each other
+            return Outcome("unfinished", "timed out before all ranks had finished; call it again")
+        return (yield from self._missing(silent or absent, "unfinished", "did not finish"))
+
+    def _silent_of(self, ranks: Sequence[int]) -> Steps[list[int]]:
+        """Return the ranks that do not report that they wait in this round."""
+        silent, ticket = [], self._round
+        for rank in ranks:
+            status = yield from read_status(self.scope.memory.namespace or "", rank)
+            if status is None or status.place != (ticket.key, ticket.round):
+                silent.append(rank)
+        return silent
+
+    @staticmethod
+    def _late(*ranks: int) -> Outcome:
+        return Outcome("missing", f"timed out: ranks {list(ranks)} arrived late", ranks, ranks)
+
+    def _missing(self, ranks: Sequence[int], kind: str, what: str) -> Steps[Outcome]:
+        causes, names = yield from self._name_missing(ranks)
+        text = f"timed out: {names or 'members'} {what}; every rank must make this call"
+        return Outcome(kind, text, causes, tuple(ranks))
+
+    def _name_missing(self, missing: Sequence[int]) -> Steps[tuple[tuple[int, ...], str]]:
+        """Return the ranks that are the cause of a timeout, and their names; raises nothing.
+
+        A missing rank that itself waits elsewhere, or that was seen to wait and has timed out just
+        now, is not the cause, but the ranks that it waits for are. The first ones are named with
+        coordinates, host and call.
+        """
+        here = {*self.scope.ranks} - {*missing}
+        known: dict[int, Status | None] = {}
+
+        def status_of(rank: int) -> Steps[Status | None]:
+            if rank not in known:
+                known[rank] = None
+                with contextlib.suppress(CreationError, StoreLostError):  # only the text suffers
+                    known[rank] = yield from read_status(self.scope.memory.namespace or "", rank)
+            return known[rank]
+
+        causes: dict[int, None] = {}
+        for rank in missing[:MOST]:
+            at, passed = rank, {rank}
+            for _ in range(MOST):
+                status = yield from status_of(at)
+                ahead = status.waits_for if status is not None and self._waits(status) else ()
+                others = [one for one in ahead if one not in passed and one not in here]
+                if not others:
+                    break
+                at = others[0]
+                passed.add(at)
+            causes[at] = None
+        causes |= dict.fromkeys(missing[MOST:])
+        names = []
+        for rank in [*causes][:MOST]:
+            status = yield from status_of(rank)
+            names.append(self._describe(rank, status))
+        more = len(causes) - len(names)
+        return tuple(causes), ", ".join(names) + (f" and {more} more" if more else "")
+
+    def _waits(self, status: Status) -> bool:
+        """Return whether a rank waits, or was seen to wait until it timed out just now."""
         if status.outcome is None:
             return True
-        waited = seen.get(status.rank)
-        is_same = waited is not None and (waited.key, waited.round) == (status.key, status.round)
+        waited = self._peers.get(status.rank)
+        is_same = waited is not None and waited.place == status.place
         return is_same and status.outcome.kind in ("missing", "unfinished")
 
-    known: dict[int, Status | None] = {}
+    def _describe(self, rank: int, status: Status | None) -> str:
+        layout, notes = self.scope.layout, []
+        if layout is not None and rank in layout:
+            notes.append(format_coords(layout.coords(rank)))
+        if status is not None:
+            notes.append(f"host {status.host}")
+            if status.outcome is None:
+                others = ", ".join(map(str, status.waits_for))
+                ahead = f" for rank {others}" if others else ""
+                notes.append(f"it waits in {status.call}{ahead}")
+        return self.scope.world.title(rank) + (f" ({'; '.join(notes)})" if notes else "")
 
-    def status_of(rank: int) -> Steps[Status | None]:
-        if rank not in known:
-            known[rank] = None
-            with contextlib.suppress(CreationError, RuntimeError):  # only the text suffers
-                known[rank] = yield from read_status(world.namespace, rank)
-        return known[rank]
+    # ---- reports --------------------------------------------------------------------------------
 
-    def cause_of(rank: int) -> Steps[int]:
-        at, seen = rank, {rank, *present}
-        for _ in range(MOST):
-            status = yield from status_of(at)
-            ahead = [] if status is None or not explains(status) else status.waits_for
-            ahead = [one for one in ahead if one not in seen]
-            if not ahead:
-                break
-            at = ahead[0]
-            seen.add(at)
-        return at
+    def _status(self, waits_for: tuple[int, ...], outcome: Outcome | None = None) -> Status:
+        scope, ticket = self.scope, self._round
+        rank = scope.world.rank
+        return Status(
+            rank,
+            scope.world.title(rank),
+            this_host(),
+            self.title,
+            scope.grid,
+            ticket.key,
+            ticket.round,
+            waits_for,
+            self.threads(),
+            outcome,
+        )
 
-    causes: dict[int, None] = {}
-    for rank in missing[:MOST]:
-        causes[(yield from cause_of(rank))] = None
-    causes |= dict.fromkeys(missing[MOST:])
-    names = []
-    for rank in [*causes][:MOST]:
-        status = yield from status_of(rank)
-        names.append(_name(world, rank, status, layout))
-    more = len(causes) - len(names)
-    return tuple(causes), ", ".join(names) + (f" and {more} more" if more else "")
+    def _report(self, waits_for: tuple[int, ...]) -> Steps[Status]:
+        """Report for which ranks this one waits, unless it has done so; return the report."""
+        memory, rank = self.scope.memory, self.scope.world.rank
+        own = self._status(waits_for)
+        if waits_for != self._reports:
+            self._reports = waits_for
+            memory.is_reporting = True
+            yield Write(status_key(memory.namespace or "", rank), own.encode())
+        return own
+
+    def _report_end(self, outcome: Outcome) -> Steps[None]:
+        """Replace the report of this rank, if there is one, by how its call has ended."""
+        if self.ticket is None or not (self._reports is not None or outcome.grids):
+            return
+        memory, has_failed = self.scope.memory, outcome.kind != "agreed"
+        memory.is_reporting = has_failed
+        text = self._status(self._reports or (), outcome).encode() if has_failed else ""
+        key = status_key(memory.namespace or "", self.scope.world.rank)
+        with contextlib.suppress(StoreLostError):
+            yield Write(key, text)
 
 
-def _name(world: World, rank: int, status: Status | None, layout: RankLayout | None) -> str:
-    notes = []
-    if layout is not None and rank in layout:
-        notes.append(format_coords(layout.coords(rank)))
-    if status is not None:
-        notes.append(f"host {status.host}")
-        if status.outcome is None:
-            others = ", ".join(map(str, status.waits_for))
-            notes.append(f"it waits in {status.call}" + (f" for rank {others}" if others else ""))
-    return world.title(rank) + (f" ({'; '.join(notes)})" if notes else "")
+def failure_of(name: str, error: BaseException) -> str:
+    """Describe the failure of a rank for the others."""
+    text = " ".join(str(error).split())[:500]
+    return f"{name} failed: {type(error).__name__}: {text}"

@@ -1,9 +1,4 @@
-"""How the members of a gloo group find each other: at its creation, or at their first message.
-
-gloo reads the address of each member from the store, and nothing can end its wait there. It takes
-any store, so a `GlooStore` waits instead: it polls, and ends the wait if the round of the creation
-has ended.
-"""
+"""The addresses and devices of gloo groups, and when their members connect."""
 
 from __future__ import annotations
 
@@ -18,18 +13,11 @@ from typing import Any
 import torch.distributed as dist
 
 from hypercomm.process_groups.torch_internals.capabilities import Patch
-from hypercomm.process_groups.torch_internals.store import read_bytes
-
-_FEW = 2
-"""Up to how many addresses are read one by one: `check` and `multi_get` take two operations."""
-
-Wait = Callable[[Callable[[], "bool | None"]], Any]
-"""Polls a function until it returns True; raises if the wait must end."""
 
 
-def world_address_key(rank: int) -> str:
-    """Return the key, within WORLD's own store, of the address of a rank of a gloo WORLD."""
-    return f"cpu//0/{rank}"
+def address_key(name: str, position: int) -> str:
+    """Return the key of the address that a member of a gloo group has published."""
+    return f"{name}//cpu//0/{position}"
 
 
 class ConnectionFailedError(RuntimeError):
@@ -42,121 +30,6 @@ class ConnectionFailedError(RuntimeError):
     def __init__(self, error: Exception, ranks: Sequence[int]) -> None:
         super().__init__((str(error).splitlines() or [""])[0])
         self.ranks = ranks
-
-
-class GlooStore(dist.Store):  # type: ignore[name-defined, misc]
-    """The store that one gloo group is created with, on top of that of its world.
-
-    Args:
-        store: The store of the world.
-        size: The number of members.
-        wait: Waits for their addresses; None where the group has one member.
-        stale: Receives the keys that no member needs any more.
-    """
-
-    def __init__(self, store: Any, size: int, wait: Wait | None, stale: list[str]) -> None:
-        super().__init__()
-        self._store = store
-        self._stale = stale
-        self._size = size
-        self._wait: Wait | None = wait
-        self._found: dict[str, bytes] = {}
-        self._published: list[str] = []
-        self.error: BaseException | None = None
-        """The error that ended the wait, which gloo replaces by a RuntimeError."""
-
-    def close(self) -> None:
-        """Pass further operations on to the store of the world: the group exists."""
-        self._wait = None
-        self._found.clear()
-
-    def has_all(self) -> bool:
-        """Return whether gloo has the addresses of all members, and connects to them."""
-        return len(self._found) >= self._size
-
-    def forget(self) -> None:
-        """Have the addresses of this member deleted: the group has ended."""
-        self._stale.extend(self._published)
-        self._published.clear()
-
-    def set(self, key: str, value: bytes) -> None:
-        """Publish the address of this member."""
-        self._found[key] = bytes(value)
-        self._published.append(key)
-        self._store.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        """Return the address of a member, once it is there."""
-        if key not in self._found:
-            if self._wait is None:
-                return bytes(self._store.get(key))
-            self._gather(key, self._wait)
-        return self._found[key]
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the addresses of members, once they are there."""
-        return [self.get(key) for key in keys]
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # noqa: ARG002
-        """Wait for the addresses of members."""
-        for key in keys:
-            self.get(key)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys are set."""
-        return bool(self._store.check(list(keys)))
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to the number in a key."""
-        return int(self._store.add(key, amount))
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set a key that holds `expected`; return what it holds afterwards."""
-        return bytes(self._store.compare_set(key, expected, desired))
-
-    def delete_key(self, key: str) -> bool:
-        """Delete a key."""
-        return bool(self._store.delete_key(key))
-
-    def has_extended_api(self) -> bool:
-        """Return True: `multi_get` works."""
-        return True
-
-    def clone(self) -> Any:
-        """Return the store for a group that is split off."""
-        return self._store.clone()
-
-    def _gather(self, key: str, wait: Wait) -> None:
-        """Wait for the addresses of all members, whichever gloo asks for first."""
-        place, _, position = key.rpartition("/")
-        members = [f"{place}/{member}" for member in range(self._size)]
-        keys = members if position.isdecimal() and key in members else [key]
-        missing = [one for one in keys if one not in self._found]
-        read = self._peek if len(missing) <= _FEW else self._read
-        try:
-            wait(lambda: read(missing))
-        except BaseException as error:
-            self.error = error
-            raise
-
-    def _peek(self, keys: Sequence[str]) -> bool | None:
-        for key in keys:
-            if key not in self._found:
-                value = read_bytes(self._store, key)
-                if value is None:
-                    return None
-                self._found[key] = value
-        return True
-
-    def _read(self, keys: Sequence[str]) -> bool | None:
-        if not self._store.check(list(keys)):
-            return None
-        if self._store.has_extended_api():
-            values = self._store.multi_get(list(keys))
-        else:
-            values = [self._store.get(key) for key in keys]
-        self._found.update(zip(keys, map(bytes, values), strict=True))
-        return True
 
 
 # ---- the devices of groups ---------------------------------------------------------------------

@@ -31,8 +31,7 @@ from hypercomm.process_groups.torch_internals.capabilities import (
 )
 from hypercomm.process_groups.torch_internals.gloo import (
     ConnectionFailedError,
-    GlooStore,
-    Wait,
+    address_key,
     lazy_init,
     on_that_device,
 )
@@ -52,8 +51,8 @@ _torch: Any = dist.distributed_c10d
 
 _defaults_lock = threading.Lock()
 
-_kept: WeakKeyDictionary[ProcessGroup, object] = WeakKeyDictionary()
-"""Objects that must live as long as their group."""
+_kept: WeakKeyDictionary[ProcessGroup, tuple[list[str], str]] = WeakKeyDictionary()
+"""The groups that `new_group` created: a list for keys to delete, and the key of an address."""
 
 
 def why_not_members() -> str | None:
@@ -68,7 +67,13 @@ def why_not_members() -> str | None:
 
 
 def new_group(
-    name: str, ranks: Sequence[int], *, options: GroupOptions, world: World, wait: Wait | None
+    name: str,
+    ranks: Sequence[int],
+    *,
+    options: GroupOptions,
+    world: World,
+    store: Any,
+    stale: list[str],
 ) -> ProcessGroup:
     """Create the group of the calling rank, under `name`; only its members call this.
 
@@ -81,28 +86,29 @@ def new_group(
         options: Its options; without a timeout it has torch's default.
         world: The world of the ranks. torch takes a group of ranks that are not those of WORLD for
             a default process group, but does not make it that.
-        wait: Waits for the addresses of gloo's members; None lets gloo wait.
+        store: The client of the world's store that the group uses.
+        stale: Receives the key of the address that this rank published for gloo, once no member
+            needs it.
     """
     backend = dist.Backend(options.backend or world.backend)
     timeout = options.timeout or default_timeout(backend)
     members, lazily, changes = list(ranks), options.lazy_init, options.enable_reconfigure
-    place: Any = world.store
+    position = members.index(world.rank)
     singles = set(single_backends(backend))
     with (
         lazy_init.set_to(lazily) if "gloo" in singles else contextlib.nullcontext() as is_lazy,
         made_alone(backend, options.pg_options, timeout, lazily) as (pg_options, device),
         in_one_place() if changes else contextlib.nullcontext(),
     ):
-        if singles == {"gloo"} and not (is_lazy or changes or uses_torchcomms()):
-            place = GlooStore(place, len(members), wait, world.stale)
+        is_gloo = singles == {"gloo"} and not (is_lazy or changes or uses_torchcomms())
         try:
-            with on_that_device() if place is not world.store else contextlib.nullcontext():
+            with on_that_device() if is_gloo else contextlib.nullcontext():
                 group, _ = _torch._new_process_group_helper(
                     len(members),
-                    members.index(world.rank),
+                    position,
                     members if world.is_default else [],
                     backend,
-                    place,
+                    store,
                     group_name=name,
                     backend_options=pg_options,
                     timeout=timeout,
@@ -110,19 +116,12 @@ def new_group(
                     group_desc=options.group_desc,
                     **({"enable_reconfigure": True} if changes else {}),
                 )
-        except Exception as error:
-            if not isinstance(place, GlooStore):
+        except RuntimeError as error:
+            if not is_gloo or isinstance(error, dist.DistNetworkError):
                 raise
-            place.forget()
-            if place.error is not None:
-                raise place.error from error
-            if wait is not None and place.has_all():
-                raise ConnectionFailedError(error, members) from error
-            raise
-        finally:
-            if isinstance(place, GlooStore):
-                place.close()
-    _kept[group] = place
+            stale.append(address_key(name, position))
+            raise ConnectionFailedError(error, members) from error
+    _kept[group] = stale, address_key(name, position) if "gloo" in singles else ""
     _torch._world.pg_group_ranks[group] = _numbers(members)
     return group  # type: ignore[no-any-return]
 
@@ -245,9 +244,9 @@ def destroy(groups: Iterable[ProcessGroup]) -> None:
 def _destroy(group: ProcessGroup) -> None:
     """Destroy a group, and the empty tag that torch leaves for it."""
     tag, tagged = _torch._world.pg_to_tag.get(group), _torch._world.tags_to_pg
-    place = _kept.get(group)
-    if isinstance(place, GlooStore):
-        place.forget()
+    stale, key = _kept.get(group, ([], ""))
+    if key:
+        stale.append(key)
     dist.destroy_process_group(group)
     if not tagged.get(tag, True):
         del tagged[tag]  # torch leaves an empty list for every group that ever was
@@ -360,8 +359,10 @@ def reconfigure(
     ranks: Sequence[int],
     *,
     timeout: timedelta | None,
-    world: World,
-    wait: Wait | None,
+    rank: int,
+    store: Any,
+    stale: list[str],
+    left_s: float,
 ) -> None:
     """Give a group these members; each of them calls this.
 
@@ -370,19 +371,20 @@ def reconfigure(
         name: A new name for the group with these members, the same on all of them.
         ranks: The members, in the order of their numbers in the group.
         timeout: How long they may take to connect; None is torch's default.
-        world: The world of the ranks.
-        wait: Waits for the handles of the others; None if there are none.
+        rank: The calling rank.
+        store: A client of the store of the ranks.
+        stale: Receives the key of the handle of this rank.
+        left_s: How long to wait for the handles of the others, in seconds.
     """
     if not _any(group).supports_reconfigure:
         raise GroupOptionsError(
             f"backend {backend_of(group)!r} of this torch does not support enable_reconfigure=True"
         )
     keys = [f"{name}/handle/{member}" for member in ranks]
-    own, store = keys[list(ranks).index(world.rank)], world.store
+    own = keys[list(ranks).index(rank)]
     store.set(own, _any(group).get_reconfigure_handle())
-    world.stale.append(own)
-    if wait is not None:
-        wait(lambda: store.check(keys) or None)
+    stale.append(own)
+    store.wait(keys, timedelta(seconds=min(left_s, 1e6)))
     handles = [store.get(key).decode() for key in keys]
     number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
     _reconfigure(group, number, handles, timeout)

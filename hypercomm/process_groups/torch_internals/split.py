@@ -29,6 +29,7 @@ from hypercomm.process_groups.torch_internals.capabilities import (
     single_backends,
     why_unavailable,
 )
+from hypercomm.process_groups.torch_internals.gloo import lazy_init
 
 _NEVER_SPLIT = {"gloo", "fake"}
 """Backends that torch creates anew on a bound WORLD, too."""
@@ -82,6 +83,14 @@ def lazy_options(backend: str, pg_options: Any, timeout: timedelta | None) -> An
             pg_options._timeout = timeout
     pg_options.lazy_init = True
     return pg_options
+
+
+def connects_at_creation(backend: str, lazily: bool | None) -> bool:
+    """Return whether members of a group connect when they create it."""
+    if is_nccl(backend):
+        return lazily is False or (bound_device() is not None and not lazily)
+    is_lazy = lazy_init.is_set if lazily is None else lazily
+    return "fake" not in single_backends(backend) and not is_lazy
 
 
 @contextlib.contextmanager

@@ -1,0 +1,697 @@
+"""Calls that ranks make together: all of them succeed, or all fail and keep what they had.
+
+`agree` makes one. The steps of the protocol run in a worker thread, because an operation on the
+store can hang for a quarter of an hour when a link is cut, whatever its timeout (seen in torch
+2.13). The calling thread waits for the worker, and changes state only when it has the outcome.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+import attrs
+import torch.distributed as dist
+
+from hypercomm.errors import (
+    CreationError,
+    GroupCreationTimeout,
+    HyperCommError,
+    LateRankError,
+    OutcomeUnknownError,
+    PlanMismatchError,
+    WorldRestartedError,
+)
+from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups.agreement.protocol import Member, failure_of
+from hypercomm.process_groups.agreement.records import (
+    Add,
+    Delete,
+    Exchange,
+    InterruptedCallError,
+    Moment,
+    Now,
+    Operation,
+    Outcome,
+    Read,
+    Steps,
+    StoreLostError,
+    Wait,
+    Work,
+    Write,
+)
+from hypercomm.process_groups.agreement.scope import Connections, Scope
+from hypercomm.process_groups.agreement.system import LateError, in_time, system
+from hypercomm.process_groups.torch_internals.store import read_bytes
+from hypercomm.process_groups.world import World
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+V = TypeVar("V")
+Entries = Callable[[], Sequence[str]]
+
+_BEAT_S = 1.0
+"""How often the calling thread checks whether the process was stopped."""
+
+_STUCK_S = 1.2
+"""How long after the deadline the calling thread waits for its worker."""
+
+_INTERRUPTED_S = 0.6
+"""How long the calling thread waits for its worker once it was interrupted."""
+
+_LAST_S = 0.5
+"""How long a rank whose worker is stuck tries to end the round."""
+
+_REFUSAL_S = 1.9
+"""How long a rank with an error of its own tries to end the round on the others."""
+
+_LINGER_S = 0.25
+"""How long the process that serves the store lets the others read how a call has failed."""
+
+_SLICE_S = 10.0
+"""The longest wait in one request, and a second more for each 1,000 ranks, as torch's barrier."""
+
+
+# ---- operations ---------------------------------------------------------------------------------
+
+
+def run(steps: Steps[V], store: Any) -> V:
+    """Run steps that neither wait nor work on a store in this thread, and return their result.
+
+    Raises:
+        RuntimeError: torch's error, such as DistNetworkError: the store is gone.
+    """
+    reply: Any = None
+    while True:
+        try:
+            operation = steps.send(reply)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
+        reply = Moment(system.now()) if isinstance(operation, Now) else perform(operation, store)
+
+
+def perform(operation: Operation, store: Any) -> Any:
+    """Perform one operation on a store, and return the reply."""
+    match operation:
+        case Exchange(key, expected, text):
+            return store.compare_set(key, expected, text).decode(errors="replace")
+        case Read(key):
+            found = read_bytes(store, key)
+            return None if found is None else found.decode(errors="replace")
+        case Add(key, amount):
+            return store.add(key, amount)
+        case Write(key, text):
+            return store.set(key, text)
+        case Delete(keys):
+            for key in keys:
+                store.delete_key(key)
+            return None
+    raise TypeError(f"{operation} is no operation of a store")
+
+
+def _wait(store: Any, key: str, until: float, slice_s: float) -> str | None:
+    """Wait for a key, and return what it holds; None if it is not set in time.
+
+    Other threads of the process may use the same client: a long wait ends now and then for them.
+    """
+    while True:
+        left_s = until - system.now()
+        if left_s <= 0.0:
+            return None
+        try:
+            store.wait([key], timedelta(seconds=min(left_s, slice_s)))
+        except dist.DistStoreError:
+            system.sleep(0.001)
+            continue
+        reply: str | None = perform(Read(key), store)
+        return reply
+
+
+# ---- the result ---------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Round:
+    """The round of a call, for the work in it.
+
+    Attributes:
+        name: A name for what the work creates, the same on all ranks and new in each round.
+        number: The number of the round.
+        store: A client of the world's store which no other thread uses.
+        left_s: How many seconds are left until the deadline.
+    """
+
+    name: str
+    number: int
+    store: Any
+    left_s: float = math.inf
+
+
+@attrs.frozen
+class Result(Generic[T]):
+    """The result of a call that all ranks have made.
+
+    Attributes:
+        value: What the work of this rank returned.
+        pending: What interrupted this rank although all agreed; raised once state is changed.
+    """
+
+    value: T
+    pending: BaseException | None = None
+
+    def get(self) -> T:
+        """Return the value, or raise what is pending."""
+        if self.pending is not None:
+            raise self.pending
+        return self.value
+
+
+# ---- the threads of one call --------------------------------------------------------------------
+
+
+@attrs.define(eq=False)
+class _Blocked:
+    """An operation that blocks a worker.
+
+    Attributes:
+        operation: The operation, as it was yielded last.
+        changed: Set when the operation is over, or the call was interrupted.
+        is_continued: Whether another worker continues the steps.
+        is_over: Whether the operation is over.
+        reply: Its reply.
+        error: The error that it raised.
+    """
+
+    operation: Wait | Work
+    changed: Any
+    is_continued: bool = False
+    is_over: bool = False
+    reply: Any = None
+    error: BaseException | None = None
+
+    def is_same(self, operation: Wait | Work) -> bool:
+        """Return whether an operation is this one, with another limit."""
+        return attrs.evolve(operation, until=self.operation.until) == self.operation
+
+    def result(self) -> Any:
+        """Return the reply, or raise the error."""
+        if self.error is not None:
+            raise self.error
+        return self.reply
+
+
+class _LeftError(BaseException):
+    """This worker continues the steps no longer: another one does, or the call is over."""
+
+
+class Driver(Generic[T]):
+    """The threads of one call of this rank.
+
+    A worker runs the steps of the protocol. When it blocks for longer than the steps ask for,
+    another worker continues them, with a client of the store of its own. The first worker stays
+    blocked: a rank that waits for long has still sent one request.
+
+    Args:
+        member: The protocol of this rank.
+        work: The work of this rank.
+        undo: Undoes the work, as much of it as was done, if the call fails.
+    """
+
+    def __init__(
+        self, member: Member, work: Callable[[Round], T], undo: Callable[[], None]
+    ) -> None:
+        self._member = member
+        self._work = work
+        self._undo = undo
+        self._steps = member.call()
+        self._connections = member.scope.memory.connections_to(member.scope.world.store)
+        self._device = c10d.current_device()
+        self._lock = threading.Lock()  # never held while this thread waits
+        self._undoing = system.lock()
+        self._ended = system.event()
+        self._blocked: _Blocked | None = None
+        self._is_interrupted = False
+        self._is_over = False
+        self._has_failed = False
+        self._is_working = False
+        self._is_to_undo = False
+        self._result: T | None = None
+        self._outcome: Outcome | None = None
+        self._error: BaseException | None = None
+        self._beat = member.began
+        self._was_stopped = False
+
+    # ---- in the calling thread ------------------------------------------------------------------
+
+    def make(self) -> Result[T]:
+        """Make the call; the errors are those of `agree`."""
+        member = self._member
+        pending: BaseException | None = None
+        end = member.deadline + _STUCK_S
+        until = member.began + member.slow_s
+        _active.add(self)
+        try:
+            self._start(None, None)
+            while True:
+                try:
+                    now = self._note_time()
+                    if self._ended.wait(max(0.0, min(until, now + _BEAT_S, end) - now)):
+                        break
+                    if self._note_time() >= end:
+                        break
+                    until = self._continue_elsewhere()
+                except BaseException as error:  # noqa: BLE001 - raised once the others know
+                    pending = pending or error
+                    self._is_interrupted = True
+                    end = min(end, system.now() + _INTERRUPTED_S)
+                    until = 0.0
+        finally:
+            _active.discard(self)
+        if not self._ended.is_set():
+            self._abandon(pending)
+        return self._conclude(pending)
+
+    def _note_time(self) -> float:
+        """Return the time, and note whether the process was stopped since the last call."""
+        now = system.now()
+        self._was_stopped |= now - self._beat > 2 * _BEAT_S
+        self._beat = now
+        return now
+
+    def _moment(self) -> Moment:
+        now = system.now()
+        return Moment(now, self._was_stopped or now - self._beat > 2 * _BEAT_S)
+
+    def _continue_elsewhere(self) -> float:
+        """Have another worker continue the steps if theirs is blocked beyond its limit.
+
+        Returns:
+            When to call this again.
+        """
+        now = system.now()
+        with self._lock:
+            blocked = self._blocked
+            if blocked is None or blocked.is_over:
+                return math.inf
+            if blocked.is_continued:  # a worker observes the limit
+                if self._is_interrupted:
+                    blocked.changed.set()
+                return math.inf
+            if now < blocked.operation.until and not self._is_interrupted:
+                return blocked.operation.until
+            blocked.is_continued = True
+        if self._is_interrupted:
+            self._start(None, InterruptedCallError())
+        else:
+            self._start(None if isinstance(blocked.operation, Wait) else False, None)
+        return math.inf
+
+    def is_of(self, world: World) -> bool:
+        """Return whether ranks of a world make the call."""
+        return self._member.scope.world is world
+
+    def interrupt(self) -> None:
+        """End the call from another thread."""
+        self._is_interrupted = True
+        self._continue_elsewhere()
+
+    def _abandon(self, pending: BaseException | None) -> None:
+        """End the round without the workers, which are stuck in the store or in a backend."""
+        member, moment = self._member, self._moment()
+        with self._lock:
+            if self._outcome is not None or self._error is not None:
+                return  # a worker has ended the steps just now
+            self._is_over = True
+        steps = member.time_out(moment)
+        if pending is not None:
+            steps = member.interrupt(f"{member.scope.name} was interrupted")
+        try:
+            self._outcome = in_time(lambda: _run_once(steps, self._connections), _LAST_S)
+        except BaseException as error:  # noqa: BLE001 - also a second Ctrl-C
+            self._error = self._explain(error)
+        with self._lock:
+            self._has_failed = self._outcome is None or self._outcome.kind != "agreed"
+        system.start(self._roll_back, lambda: None)
+
+    def _conclude(self, pending: BaseException | None) -> Result[T]:
+        """Return the result of a call that has ended, or raise its error."""
+        member, scope = self._member, self._member.scope
+        outcome, ticket = self._outcome, member.ticket
+        if ticket is not None:
+            scope.memory.leave(scope.path, ticket.round)
+        if ticket is not None and outcome is not None and outcome.kind == "agreed":
+            scope.memory.agreed[scope.path] = ticket.round
+            return Result(self._result, pending)  # type: ignore[arg-type]
+        if outcome is not None:
+            _linger(scope.world)
+        if pending is not None:
+            raise pending
+        raise self._failure()
+
+    def _failure(self) -> BaseException:
+        """Return the error of a call that has failed."""
+        member, outcome, world = self._member, self._outcome, self._member.scope.world
+        title, own = member.title, member.error or self._error
+        if outcome is None or (own is not None and outcome.kind == "failed"):
+            return own or CreationError(f"{title} failed")
+        if outcome.token:
+            member.scope.memory.reported.add(outcome.token)
+        waited = timedelta(seconds=system.now() - member.began)
+        name = world.title(world.rank)
+        if outcome.kind == "missing" and world.rank in outcome.absent:
+            return LateRankError(
+                f"{title} timed out on the other ranks before {name} arrived; call it again on all "
+                f"ranks"
+            )
+        if outcome.kind in ("missing", "unfinished"):
+            return GroupCreationTimeout(
+                f"{title}: {outcome.text}; {name} waited {waited.total_seconds():.1f} s",
+                missing=outcome.missing,
+                absent=outcome.absent,
+                waited=waited,
+            )
+        kinds = {"differs": PlanMismatchError, "restarted": WorldRestartedError}
+        error = kinds.get(outcome.kind, CreationError)(f"{title}: {outcome.text}")
+        error.data = outcome.data
+        return error
+
+    def _explain(self, error: BaseException) -> BaseException:
+        """Return the error of a rank whose store is gone or silent; others as they are."""
+        cause = error.__cause__ if isinstance(error, StoreLostError) else error
+        if isinstance(cause, HyperCommError) or not isinstance(cause, RuntimeError):
+            return error
+        member = self._member
+        return _store_failed(
+            member.scope.world, member.title, cause, is_finished=member.is_finished
+        )
+
+    # ---- in the workers -------------------------------------------------------------------------
+
+    def _start(self, reply: object, error: BaseException | None) -> None:
+        """Have a worker send a reply or an error to the steps, and continue them."""
+
+        def note_idle() -> None:
+            if self._is_over:
+                self._ended.set()
+
+        system.start(lambda: self._run(reply, error), note_idle)
+
+    def _run(self, reply: object, error: BaseException | None) -> None:
+        client = outcome = failure = None
+        try:
+            client = self._connections.take()
+            outcome = self._follow(client, reply, error)
+        except _LeftError:
+            return
+        except BaseException as raised:  # noqa: BLE001 - raised in the calling thread
+            failure = self._explain(raised)
+        finally:
+            if client is not None:
+                self._connections.give_back(client)
+        with self._lock:
+            if self._is_over:
+                return
+            self._outcome, self._error = outcome, failure
+            self._has_failed = outcome is None or outcome.kind != "agreed"
+        self._roll_back()
+        self._is_over = True
+
+    def _follow(self, client: Any, reply: object, error: BaseException | None) -> Outcome:
+        """Run the steps to their end."""
+        steps = self._steps
+        while True:
+            if self._is_over:
+                raise _LeftError
+            try:
+                operation = steps.send(reply) if error is None else steps.throw(error)
+            except StopIteration as stop:
+                return stop.value  # type: ignore[no-any-return]
+            reply = error = None
+            try:
+                if isinstance(operation, Now):
+                    reply = self._moment()
+                elif isinstance(operation, (Wait, Work)):
+                    reply = self._block(operation, client)
+                else:
+                    reply = _perform_on(client, operation)
+            except _LeftError:
+                raise
+            except BaseException as raised:  # noqa: BLE001 - the steps handle it
+                error = raised
+
+    def _block(self, operation: Wait | Work, client: Any) -> Any:
+        """Perform an operation that blocks, or wait for the worker that performs it."""
+        with self._lock:
+            if self._is_interrupted:
+                raise InterruptedCallError
+            blocked = self._blocked
+            is_new = blocked is None or not blocked.is_same(operation)
+            if blocked is None or is_new:
+                blocked = self._blocked = _Blocked(operation, system.event())
+            blocked.operation = operation
+        if is_new:
+            self._perform_blocking(blocked, client)
+        else:
+            blocked.changed.wait(max(0.0, operation.until - system.now()))
+        with self._lock:
+            if is_new and blocked.is_continued:
+                raise _LeftError
+            if not blocked.is_over:
+                if self._is_interrupted:
+                    raise InterruptedCallError
+                return blocked.reply
+            self._blocked = None
+        return blocked.result()
+
+    def _perform_blocking(self, blocked: _Blocked, client: Any) -> None:
+        """Perform an operation, and note its result for the worker that continues the steps."""
+        member, operation = self._member, blocked.operation
+        try:
+            if isinstance(operation, Work):
+                blocked.reply = False
+                self._do_work(client)
+                reply: Any = True
+            else:
+                slice_s = _SLICE_S + member.scope.world.size / 1000
+                reply = _wait(client, operation.key, member.deadline + _STUCK_S, slice_s)
+            error = None
+        except BaseException as raised:  # noqa: BLE001 - raised where the steps continue
+            reply, error = None, raised
+        if isinstance(operation, Wait) and isinstance(error, RuntimeError):
+            lost = StoreLostError(str(error))
+            lost.__cause__ = error
+            error = lost
+        with self._lock:
+            blocked.reply, blocked.error, blocked.is_over = reply, error, True
+            blocked.changed.set()
+
+    def _do_work(self, client: Any) -> None:
+        """Do the work of this rank; undo it if the call has failed meanwhile."""
+        member = self._member
+        if member.ticket is None:
+            raise RuntimeError(f"{member.title} has not proposed anything")
+        left_s = member.deadline - system.now()
+        turn = Round(member.ticket.name, member.ticket.round, client, left_s)
+        self._is_working = self._is_to_undo = True
+        try:
+            with c10d.on_device(self._device):
+                self._result = self._work(turn)
+        finally:
+            with self._lock:
+                self._is_working = False
+            self._roll_back()
+
+    def _roll_back(self) -> None:
+        """Undo the work if the call has failed; also what is done so far, while it goes on.
+
+        A worker that is stuck in a backend undoes the rest once it returns from there.
+        """
+        with self._undoing:
+            with self._lock:
+                if not (self._has_failed and self._is_to_undo):
+                    return
+                self._is_to_undo = self._is_working
+            try:
+                self._undo()
+            except Exception as error:  # noqa: BLE001 - the error at hand matters more
+                logger.warning("rolling back %s: %s", self._member.title, error)
+
+
+def _perform_on(client: Any, operation: Operation) -> Any:
+    """Perform an operation on the store.
+
+    Raises:
+        StoreLostError: The store is gone.
+    """
+    try:
+        return perform(operation, client)
+    except RuntimeError as error:
+        raise StoreLostError(str(error)) from error
+
+
+def _linger(world: World) -> None:
+    """Let the others read how a call has failed: the process that serves the store may end."""
+    if world.serves and world.size > 1:
+        system.sleep(_LINGER_S)
+
+
+def _store_failed(
+    world: World, title: str, error: BaseException, *, is_finished: bool
+) -> CreationError:
+    reason = (str(error).splitlines() or [""])[0]
+    how = "does not answer" if isinstance(error, LateError) else "is gone"
+    where = f"{world.served} {how} ({reason}); {world.if_lost}"
+    if is_finished:
+        text = f"the outcome of {title} on the other ranks is unknown: {where}"
+        failure: CreationError = OutcomeUnknownError(text)
+    else:
+        failure = CreationError(f"{title} failed: {where}")
+    failure.__cause__ = error
+    return failure
+
+
+# ---- what others call ---------------------------------------------------------------------------
+
+
+def limit_of(timeout: timedelta | None, world: World | None) -> float:
+    """Return for how many seconds ranks wait for each other; None is the timeout of the world."""
+    if timeout is None and world is not None:
+        timeout = world.timeout_of(world.backend)
+    return timeout.total_seconds() if timeout else math.inf
+
+
+def ask(world: World, title: str, question: Callable[[], V], limit_s: float) -> V:
+    """Return what `question` reads from the store of a world, within a time limit.
+
+    Raises:
+        CreationError: The store is gone, or does not answer.
+    """
+    try:
+        return in_time(question, limit_s)
+    except HyperCommError:
+        raise
+    except RuntimeError as error:
+        raise _store_failed(world, title, error, is_finished=False) from error
+
+
+def agree(
+    scope: Scope,
+    title: str,
+    entries: Entries,
+    limit_s: float,
+    work: Callable[[Round], T] | None = None,
+    undo: Callable[[], None] = lambda: None,
+    *,
+    is_connecting: bool = False,
+) -> Result[T]:
+    """Make a call on all ranks of a scope, or on none.
+
+    Args:
+        scope: The ranks that take part.
+        title: The call, as users know it.
+        entries: Returns what this rank proposes, which must be equal on all ranks.
+        limit_s: Within how many seconds all ranks must have finished.
+        work: The work of this rank; default: none, the ranks only compare their proposals.
+        undo: Undoes the work, as much of it as was done, if the call fails.
+        is_connecting: Whether the work needs the other ranks: it begins once all have arrived.
+
+    Raises:
+        PlanMismatchError: Ranks propose different things, or have built different grids.
+        GroupCreationTimeout: Ranks are missing; names them.
+        LateRankError: The other ranks have timed out on this one.
+        CreationError: A rank failed, or the store is gone.
+        OutcomeUnknownError: The store is gone, and the other ranks may have agreed.
+    """
+    do = work or _do_nothing
+    memory, world = scope.memory, scope.world
+    if scope.is_alone:
+        key = f"{memory.namespace}/{scope.path}"
+        if memory.namespace is None and world.has_store:
+            key = ask(world, title, lambda: run(scope.read_key(), world.store), limit_s)
+        number = memory.next_number(scope.path)
+        try:
+            return Result(do(Round(f"{key}/{number}", number, scope.world.store)))
+        except BaseException:
+            undo()
+            raise
+    lock, began = memory.lock_of(scope.path), system.now()
+    if not lock.acquire(timeout=min(limit_s, system.longest_s)):
+        raise CreationError(f"{title} failed: another thread of this rank waits in the same call")
+    try:
+        now = system.now()
+        threads = lambda: max(1, sum(one.is_of(world) for one in list(_active)))  # noqa: E731
+        member = Member(scope, title, entries, now, began + limit_s, is_connecting, threads)
+        return Driver(member, do, undo).make()
+    finally:
+        lock.release()
+
+
+def _do_nothing(_: Round) -> Any:
+    return None
+
+
+@contextlib.contextmanager
+def refusing(scope: Scope | None) -> Iterator[None]:
+    """On an error within a `with` block, fail the next call on the ranks that wait for this one."""
+    try:
+        yield
+    except BaseException as error:
+        if scope is not None:
+            refuse(scope, error)
+        raise
+
+
+def refuse(scope: Scope, error: BaseException, data: str = "") -> None:
+    """Fail the next call on the ranks that wait for this one; raises nothing.
+
+    Args:
+        scope: The ranks.
+        error: The error of this rank, which the others raise as a CreationError.
+        data: What the other ranks find as `data` of that error.
+    """
+    if scope.is_alone:
+        return
+    lock, world = scope.memory.lock_of(scope.path), scope.world
+    if not lock.acquire(timeout=_REFUSAL_S):
+        return  # another thread is in such a call: it must not fail for this one
+    try:
+        now = system.now()
+        member = Member(scope, "refuse()", list, now, now)
+        steps = member.refuse(failure_of(scope.name, error), data)
+        connections = scope.memory.connections_to(world.store)
+        with contextlib.suppress(RuntimeError):
+            in_time(lambda: _run_once(steps, connections), _REFUSAL_S)
+            _linger(world)
+    finally:
+        lock.release()
+
+
+def _run_once(steps: Steps[V], connections: Connections) -> V:
+    """Run steps on a client that no other thread uses."""
+    client = connections.take()
+    try:
+        return run(steps, client)
+    finally:
+        connections.give_back(client)
+
+
+_active: set[Driver[Any]] = set()
+"""The calls that threads of this process make now."""
+
+
+def _end_all() -> None:
+    """End all waits: a worker in gloo while the interpreter ends would abort the process."""
+    for call in list(_active):
+        call.interrupt()
+    if _active:
+        system.sleep(2 * _LINGER_S)
+
+
+atexit.register(_end_all)

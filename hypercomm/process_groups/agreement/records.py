@@ -1,0 +1,543 @@
+"""What the store holds for an agreement, and the operations on it that the protocol yields.
+
+Ranks agree in *rounds* of a *record*, one key of the store. These are the keys of round 7 of the
+record `R`, in a scope of up to 60 ranks:
+
+    R                the round, a digest of the first proposal, and the outcome
+    R/7/first        the first proposal, which a rank reads only if its own digest differs
+    R/7/arrived/0.0  one bit for each rank that has arrived
+    R/7/done/0.0     one bit for each rank that has finished
+    R/7/go           written once, when all ranks have arrived, or the round has failed
+    R/7/end          written once, when the round has an outcome
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import attrs
+
+from hypercomm.errors import CreationError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # typing has it from Python 3.11 on
+
+# ---- operations ---------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Exchange:
+    """Set a key that holds `expected` ("": nothing); the reply is what it then holds."""
+
+    key: str
+    expected: str
+    text: str
+
+
+@attrs.frozen
+class Read:
+    """The reply is what a key holds; None if it is not set."""
+
+    key: str
+
+
+@attrs.frozen
+class Add:
+    """Add to the number in a key; the reply is the sum."""
+
+    key: str
+    amount: int
+
+
+@attrs.frozen
+class Write:
+    """Set a key; the store sends no reply."""
+
+    key: str
+    text: str
+
+
+@attrs.frozen
+class Delete:
+    """Delete keys."""
+
+    keys: Sequence[str]
+
+
+@attrs.frozen
+class Wait:
+    """Wait for a key; the reply is what it holds, or None if it is not set at the time `until`.
+
+    A rank that waits sends one request and blocks. An interruption raises `InterruptedCallError`.
+    """
+
+    key: str
+    until: float
+
+
+@attrs.frozen
+class Work:
+    """Do the work of this rank; the reply is whether it is done at the time `until`.
+
+    A repeated operation continues to wait for it. The error of the work is raised.
+    """
+
+    until: float
+
+
+@attrs.frozen
+class Now:
+    """The reply is a `Moment`."""
+
+
+@attrs.frozen
+class Moment:
+    """The time in seconds, and whether the process was stopped since its call began."""
+
+    seconds: float
+    was_stopped: bool = False
+
+
+Operation = Exchange | Read | Add | Write | Delete | Wait | Work | Now
+
+T = TypeVar("T")
+Steps = Generator[Operation, Any, T]
+"""Yields operations, is sent the replies, and returns a result."""
+
+
+class InterruptedCallError(Exception):
+    """The calling thread was interrupted while the call waited."""
+
+
+class StoreLostError(Exception):
+    """The store did not perform an operation; the cause is the error of torch."""
+
+
+# ---- values -------------------------------------------------------------------------------------
+
+
+class Stored:
+    """A value that a key of the store holds, as JSON."""
+
+    def encode(self) -> str:
+        """Return the text that the key holds."""
+        fields: Any = self
+        return json.dumps(attrs.asdict(fields), separators=(",", ":"))
+
+    @classmethod
+    def decode(cls, key: str, text: str) -> Self:
+        """Read a text that `encode` returned.
+
+        Raises:
+            CreationError: The key holds something else.
+        """
+        try:
+            found = cls(**json.loads(text))
+            is_ours = _has_types(found) and found.encode() == text
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise _not_ours(key, text) from error
+        if not is_ours:
+            raise _not_ours(key, text)
+        return found
+
+
+def _not_ours(key: str, text: str) -> CreationError:
+    return CreationError(
+        f"the store's key {key!r} holds {text[:80]!r}, which hypercomm did not write; something "
+        f"else writes there, or the ranks have different versions of hypercomm"
+    )
+
+
+def _has_types(value: object) -> bool:
+    """Return whether the fields of a value, and of the values in it, have the right types."""
+    for name, kinds in _TYPES.get(type(value), {}).items():
+        found = getattr(value, name)
+        for one in found if isinstance(found, tuple) else (found,):
+            if type(one) not in kinds or not _has_types(one):
+                return False
+    return True
+
+
+def as_tuple(found: Iterable[Any]) -> tuple[Any, ...]:
+    """Convert a field that was read as JSON."""
+    return tuple(found)
+
+
+_KINDS = ("agreed", "differs", "failed", "missing", "unfinished", "restarted")
+
+
+@attrs.frozen
+class Outcome(Stored):
+    """How a round has ended.
+
+    Attributes:
+        kind: "agreed", "differs", "failed", "missing" (ranks did not arrive), "unfinished", or
+            "restarted" (a rank has joined the world again).
+        text: The reason, for the error that ranks raise.
+        missing: The ranks that caused a timeout.
+        absent: The ranks that had not arrived or finished: the missing ones, and ranks that wait
+            for them elsewhere.
+        grids: The grids that differ, where ranks have built different ones.
+        token: Identifies an outcome that is reported in more than one record.
+        data: What the rank that failed adds for the other ranks.
+    """
+
+    kind: str = attrs.field(validator=attrs.validators.in_(_KINDS))
+    text: str = ""
+    missing: tuple[int, ...] = attrs.field(default=(), converter=as_tuple)
+    absent: tuple[int, ...] = attrs.field(default=(), converter=as_tuple)
+    grids: tuple[str, ...] = attrs.field(default=(), converter=as_tuple)
+    token: str = ""
+    data: str = ""
+
+
+AGREED = Outcome("agreed")
+_MOST_FAILED = 16
+"""How many rounds that failed a record holds, for ranks that have not seen them."""
+
+
+@attrs.frozen
+class Proposer:
+    """The rank that began a round.
+
+    Attributes:
+        rank: The rank.
+        title: How errors name it.
+        host: Its host.
+        digest: The digest of its proposal.
+        token: Distinguishes the attempts of one rank, whose other fields may be equal.
+    """
+
+    rank: int
+    title: str
+    host: str
+    digest: str
+    token: str
+
+    @property
+    def name(self) -> str:
+        """The rank and its host, for errors."""
+        return f"{self.title} (host {self.host})"
+
+
+def as_outcome(found: Any) -> Outcome | None:
+    """Convert a field that was read as JSON."""
+    return Outcome(**found) if isinstance(found, dict) else found
+
+
+def _as_outcomes(found: Iterable[Any]) -> tuple[Outcome | None, ...]:
+    return tuple(map(as_outcome, found))
+
+
+def _as_proposer(found: Any) -> Proposer:
+    return Proposer(**found) if isinstance(found, dict) else found
+
+
+@attrs.frozen
+class Record(Stored):
+    """The value of a record's key.
+
+    Attributes:
+        round: The number of the round.
+        first: The rank that began it.
+        outcome: How the round has ended; None while it is open.
+        failed: How the rounds before have ended, since the last one that ranks agreed in.
+        agreed_before: The last round before this one that all ranks agreed in; -1 for none.
+    """
+
+    round: int
+    first: Proposer = attrs.field(converter=_as_proposer)
+    outcome: Outcome | None = attrs.field(default=None, converter=as_outcome)
+    failed: tuple[Outcome, ...] = attrs.field(default=(), converter=_as_outcomes)
+    agreed_before: int = -1
+
+    @property
+    def agreed(self) -> int:
+        """The last round that all ranks agreed in; -1 for none."""
+        is_agreed = self.outcome is not None and self.outcome.kind == "agreed"
+        return self.round if is_agreed else self.agreed_before
+
+    def next(self, first: Proposer) -> Record:
+        """Return the record once the next round has begun."""
+        failed: tuple[Outcome, ...] = ()
+        if self.outcome is not None and self.outcome.kind != "agreed":
+            failed = (*self.failed, self.outcome)
+        return Record(
+            self.round + 1, first, failed=failed[-_MOST_FAILED:], agreed_before=self.agreed
+        )
+
+    def outcome_of(self, number: int) -> Outcome | None:
+        """Return how a round has ended, as far as this record shows; None while it is open."""
+        if number == self.round:
+            return self.outcome
+        begin = self.round - len(self.failed)
+        if number >= begin:
+            return self.failed[number - begin]
+        if number == begin - 1 and len(self.failed) < _MOST_FAILED:
+            return AGREED
+        return Outcome("failed", "the other ranks have made further calls since")
+
+    def failed_since(self, left: int) -> Record | None:
+        """Return the first round after `left` that has failed, except for a timeout."""
+        for number in range(max(left + 1, self.round - len(self.failed)), self.round + 1):
+            outcome = self.outcome_of(number)
+            if outcome is not None and outcome.kind in ("differs", "failed"):
+                return attrs.evolve(self, round=number, outcome=outcome)
+        return None
+
+
+@attrs.frozen
+class Status(Stored):
+    """What a rank that waits for long reports.
+
+    Attributes:
+        rank: The rank.
+        title: How errors name it.
+        host: Its host.
+        call: The call that it waits in, as users know it.
+        grid: The grid of the call, as text that is compared; "" for calls without one.
+        key: The record that it waits at.
+        round: The round.
+        waits_for: The first ranks that it waits for.
+        threads: How many threads of the process wait for other ranks.
+        outcome: How the call failed; None while the rank waits.
+    """
+
+    rank: int
+    title: str
+    host: str
+    call: str
+    grid: str
+    key: str
+    round: int
+    waits_for: tuple[int, ...] = attrs.field(default=(), converter=as_tuple)
+    threads: int = 1
+    outcome: Outcome | None = attrs.field(default=None, converter=as_outcome)
+
+    @property
+    def name(self) -> str:
+        """The rank and its host, for errors."""
+        return f"{self.title} (host {self.host})"
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The record and the round that the rank waits in."""
+        return self.key, self.round
+
+
+@attrs.frozen
+class Entries(Stored):
+    """The entries of the first proposal of a round, which are compared one by one."""
+
+    lines: tuple[str, ...] = attrs.field(converter=as_tuple)
+
+
+_TYPES: dict[type, dict[str, tuple[type, ...]]] = {
+    Outcome: {
+        "text": (str,),
+        "missing": (int,),
+        "absent": (int,),
+        "grids": (str,),
+        "token": (str,),
+        "data": (str,),
+    },
+    Proposer: {
+        "rank": (int,),
+        "title": (str,),
+        "host": (str,),
+        "digest": (str,),
+        "token": (str,),
+    },
+    Record: {
+        "round": (int,),
+        "first": (Proposer,),
+        "outcome": (Outcome, type(None)),
+        "failed": (Outcome,),
+        "agreed_before": (int,),
+    },
+    Status: {
+        "rank": (int,),
+        "title": (str,),
+        "host": (str,),
+        "call": (str,),
+        "grid": (str,),
+        "key": (str,),
+        "round": (int,),
+        "waits_for": (int,),
+        "threads": (int,),
+        "outcome": (Outcome, type(None)),
+    },
+    Entries: {"lines": (str,)},
+}
+"""The types of the fields of each value; of a tuple, the types of its items."""
+
+
+# ---- the keys of a round -------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Ticket:
+    """A round that this rank takes part in.
+
+    Attributes:
+        key: The key of the record.
+        record: The record as this rank has seen it.
+        size: The number of ranks of the scope.
+    """
+
+    key: str
+    record: Record
+    size: int
+
+    @property
+    def round(self) -> int:
+        """The number of the round."""
+        return self.record.round
+
+    @property
+    def name(self) -> str:
+        """The record and the round: the prefix of the keys, and of the names of what is created."""
+        return f"{self.key}/{self.round}"
+
+    @property
+    def first(self) -> str:
+        """The key of the first proposal."""
+        return f"{self.name}/first"
+
+    @property
+    def go(self) -> str:
+        """The key that is set when all ranks have arrived, or the round has failed."""
+        return f"{self.name}/go"
+
+    @property
+    def end(self) -> str:
+        """The key that is set when the round has an outcome."""
+        return f"{self.name}/end"
+
+    @property
+    def arrived(self) -> Tree:
+        """The ranks that have arrived."""
+        return Tree(f"{self.name}/arrived", self.size)
+
+    @property
+    def done(self) -> Tree:
+        """The ranks that have finished."""
+        return Tree(f"{self.name}/done", self.size)
+
+    @property
+    def stuck(self) -> Tree:
+        """The ranks that could not connect to the others."""
+        return Tree(f"{self.name}/stuck", self.size)
+
+
+# ---- who has arrived ----------------------------------------------------------------------------
+
+WIDTH = 60
+"""The ranks of one block: the bits of a number that every store can add to."""
+
+
+@attrs.frozen
+class Tree:
+    """Which ranks of a scope have reached a point of a round: one bit for each, in blocks of 60.
+
+    The rank that completes a block sets the bit of the block, one level up. So a rank learns by one
+    request on average whether all others are there, and finds those that are not along one path.
+
+    Args:
+        prefix: The first part of the keys.
+        size: The number of ranks. They are numbered by their positions in the scope.
+    """
+
+    prefix: str
+    size: int
+
+    def _key(self, level: int, block: int) -> str:
+        return f"{self.prefix}/{level}.{block}"
+
+    def _children(self) -> list[int]:
+        """Return the number of ranks, of blocks of ranks, of blocks of blocks, ..., down to 2."""
+        counts = [self.size]
+        while counts[-1] > WIDTH:
+            counts.append(-(-counts[-1] // WIDTH))
+        return counts
+
+    def mark(self, position: int) -> Steps[tuple[bool, list[str]]]:
+        """Set the bit of a rank.
+
+        Returns:
+            Whether all bits are set now, and the keys of complete blocks, which the caller deletes.
+        """
+        complete: list[str] = []
+        for level, count in enumerate(self._children()):
+            block, bit = divmod(position, WIDTH)
+            key, width = self._key(level, block), min(WIDTH, count - block * WIDTH)
+            if (yield Add(key, 1 << bit)) != (1 << width) - 1:
+                return False, complete
+            complete.append(key)
+            position = block
+        return True, complete
+
+    def unmarked(self, most: int | None = None) -> Steps[list[int]]:
+        """Return the positions whose bits are not set, or the first `most` of them.
+
+        A key of the root that is not set reads as if no bit were: it is also deleted once all are.
+        """
+        found: list[int] = []
+        most = self.size if most is None else most
+        yield from self._search(len(self._children()) - 1, 0, found, most)
+        return found
+
+    def _search(
+        self, level: int, block: int, found: list[int], most: int, *, is_in_set: bool = False
+    ) -> Steps[None]:
+        """Append the positions below a block; `is_in_set`: whether its parent has a key."""
+        text = yield Read(self._key(level, block))
+        if text is None and is_in_set and (yield from self._is_complete(level + 1, block)):
+            return  # since its parent was read
+        bits, first = as_bits(self._key(level, block), text), block * WIDTH
+        for child in range(first, min(first + WIDTH, self._children()[level])):
+            if len(found) >= most:
+                return
+            if bits >> (child - first) & 1:
+                continue
+            if level == 0:
+                found.append(child)
+            else:
+                is_set = text is not None
+                yield from self._search(level - 1, child, found, most, is_in_set=is_set)
+
+    def _is_complete(self, level: int, position: int) -> Steps[bool]:
+        block, bit = divmod(position, WIDTH)
+        key = self._key(level, block)
+        text = yield Read(key)
+        return text is None or bool(as_bits(key, text) >> bit & 1)
+
+    def is_leading(self, position: int, most: int) -> Steps[bool]:
+        """Return whether fewer than `most` ranks before this one, in its block, are there."""
+        block, bit = divmod(position, WIDTH)
+        key = self._key(0, block)
+        before = as_bits(key, (yield Read(key))) & ((1 << bit) - 1)
+        return before.bit_count() < most
+
+    def all_keys(self) -> list[str]:
+        """Return all keys that may be set."""
+        return [
+            self._key(level, block)
+            for level, count in enumerate(self._children())
+            for block in range(-(-count // WIDTH))
+        ]
+
+
+def as_bits(key: str, text: str | None) -> int:
+    """Read the number that a key holds; 0 if it is not set.
+
+    Raises:
+        CreationError: The key holds something else.
+    """
+    if text is None:
+        return 0
+    if not (text.isdecimal() and len(text) < 20):
+        raise _not_ours(key, text)
+    return int(text)
