@@ -1,31 +1,45 @@
-"""Every interleaving of the calls of two or three ranks: the protocol's generators, on a dict.
+"""Every interleaving of the calls of two or three ranks: the steps of the protocol, on a dict.
 
-A state is what each rank has been answered, and what the store holds; each is visited once.
+A state is the position of each rank in its steps, and what the store holds. Each state is visited
+once. The ranks run `Member.call`, as the driver and the simulated job do.
 """
 
 from functools import partial
 from typing import NamedTuple
 
+import attrs
 import pytest
 
-from hypercomm.process_groups.agreement import protocol
-from hypercomm.process_groups.agreement.protocol import (
+from hypercomm.process_groups.agreement.protocol import Member, find_circle, status_key
+from hypercomm.process_groups.agreement.records import (
     AGREED,
-    Outcome,
-    Proposal,
+    Add,
+    Delete,
+    Exchange,
+    InterruptedCallError,
+    Moment,
+    Now,
+    Proposer,
+    Read,
     Record,
     Status,
-    find_deadlock,
-    status_key,
+    StoreLostError,
+    Wait,
+    Work,
+    Write,
 )
+from hypercomm.process_groups.agreement.scope import Memory, Scope
+from hypercomm.process_groups.torch_internals.gloo import ConnectionFailedError
+from hypercomm.process_groups.world import World
 
-KEY = "record"
+DEADLINE_S = 1.0
 
-
-class Look(NamedTuple):
-    """Wait until the record holds something else; the reply is "late" if that takes too long."""
-
-    text: str
+ERRORS = {
+    "fails": lambda: MemoryError("no memory"),
+    "cannot connect": lambda: ConnectionFailedError(RuntimeError("refused"), [0, 1]),
+    "is interrupted": InterruptedCallError,
+    "loses an operation": lambda: StoreLostError("the link is lost"),
+}
 
 
 class Ended(NamedTuple):
@@ -35,63 +49,62 @@ class Ended(NamedTuple):
     kind: str
 
 
-def member(rank, size, deed):
-    """Make a call as `Call` does, and again without the deed until all agree."""
-    heard = -1
+def repeat(rank, size, deed, is_connecting):
+    """Make a call, and repeat it without the deed until all agree."""
+    world, memory = World(rank, size, "gloo", has_store=True), Memory(namespace="job")
+    scope = Scope(world, "record", range(size), memory=memory)
     for turn in range(4):
         does = "" if turn else deed
-        own = Proposal(rank, "host", ("other" if does == "differs" else "same",))
+        lines = ["other" if does == "differs" else "same"]
+        member = Member(scope, "call()", lambda lines=lines: lines, 0.0, DEADLINE_S, is_connecting)
+        yield member
         if does == "refuses":
-            own = Proposal(rank, "host", refusal="no such file")
-            heard = yield from protocol.refuse(KEY, own, heard)
-            yield Ended(heard, "refused")
+            outcome = yield from member.refuse("no such file")
+            yield Ended(memory.left["record"], "refused")
             continue
-        ticket = yield from protocol.propose(KEY, own, heard)
-        heard, outcome = ticket.round, ticket.record.outcome
-        if outcome is None and ticket.record.first.refusal:
-            outcome = yield from protocol.decide(ticket, Outcome("failed", "refused"))
-        if outcome is None and protocol.first_difference(own, ticket.record.first):
-            outcome = yield from protocol.decide(ticket, Outcome("differs", "entries"))
-        if outcome is None:
-            yield protocol.Append(ticket.arrivals, f"{rank},")
-            if does == "fails":
-                outcome = yield from protocol.decide(ticket, Outcome("failed", "no memory"))
-            else:
-                outcome = yield from protocol.finish(ticket, rank, size)
-        while outcome is None:
-            if (yield Look(ticket.record.text())) == "late":
-                states = yield from protocol.read_arrivals(ticket)
-                absent = tuple({*range(size)} - {one for one in states if "+" in states[one]})
-                outcome = yield from protocol.decide(ticket, Outcome("missing", "", absent, absent))
-            else:
-                outcome = yield from protocol.read_outcome(ticket)
-        yield Ended(ticket.round, outcome.kind)
-        if outcome.kind == "agreed":
+        try:
+            outcome = yield from member.call()
+        except StoreLostError:
+            continue  # it has left no round
+        yield Ended(member.ticket.round, outcome.kind)
+        if outcome == AGREED:
             return
 
 
 def perform(held, operation):
     """Perform an operation on a dict, and return the reply."""
     match operation:
-        case protocol.Exchange(key, expected, text):
+        case Exchange(key, expected, text):
             if held.get(key, "") == expected:
                 held[key] = text
             return held.get(key, expected)
-        case protocol.Read(key):
+        case Read(key) | Wait(key):
             return held.get(key)
-        case protocol.Add(key):
-            held[key] = str(int(held.get(key, "0")) + 1)
+        case Add(key, amount):
+            held[key] = str(int(held.get(key, "0")) + amount)
             return int(held[key])
-        case protocol.Append(key, text):
-            held[key] = held.get(key, "") + text
-        case protocol.Delete(keys):
+        case Write(key, text):
+            held[key] = text
+        case Delete(keys):
             for key in keys:
                 held.pop(key, None)
     return None
 
 
+class Late(NamedTuple):
+    """The reply to an operation that is not over at a time."""
+
+    seconds: float
+
+
+class Raised(NamedTuple):
+    """The reply to an operation that raises an error."""
+
+    error: str
+
+
 class Node:
-    """Where a rank is: what it asks, how its calls have ended, and replies that lead there."""
+    """The position of a rank: its operation, and how its calls have ended."""
 
     def __init__(self, replies, asks, ended):
         self.replies, self.asks, self.ended = replies, asks, ended
@@ -99,82 +112,132 @@ class Node:
 
 
 class State(NamedTuple):
-    """Where ranks are, what the store holds, who has died, and what may still happen."""
+    """Positions of ranks, what the store holds, who has died, and the faults that may happen."""
 
     nodes: tuple
     items: frozenset
     dead: frozenset
     deaths: int
     late: int
+    lost: int
 
 
 class Search:
     """Visits every state.
 
     Args:
-        deeds: What each rank does at its first call.
+        deeds: What each rank does in its first call.
         deaths: How many ranks may die, each at any operation.
         late: How often a rank may wait for too long.
+        lost: How many operations of the store may fail, with or without effect.
+        is_connecting: Whether the work needs the other ranks.
     """
 
-    def __init__(self, deeds, deaths=0, late=0):
-        self.makes = [partial(member, rank, len(deeds), deed) for rank, deed in enumerate(deeds)]
-        self.nodes = {}
+    def __init__(self, deeds, deaths=0, late=0, lost=0, is_connecting=False):
+        self.deeds = deeds
+        self.makes = [
+            partial(repeat, rank, len(deeds), deed, is_connecting)
+            for rank, deed in enumerate(deeds)
+        ]
+        self.nodes, self.before = {}, {}
         first = tuple(self.node(rank, ()) for rank in range(len(deeds)))
-        waiting = [State(first, frozenset(), frozenset(), deaths, late)]
+        waiting = [State(first, frozenset(), frozenset(), deaths, late, lost)]
         self.seen, self.ends = {*waiting}, set()
         while waiting:
             state = waiting.pop()
             after = {*self.after(state)}
             if not after:
                 self.ends.add((tuple(node.ended for node in state.nodes), state.dead))
+            for one in after - self.seen:
+                self.before[one] = state
             waiting += after - self.seen
             self.seen |= after
 
     def node(self, rank, replies):
-        """Return where a rank is after some replies."""
+        """Return the position of a rank after some replies."""
         run, ended, left = self.makes[rank](), [], [*replies]
+        now, member = 0.0, None
         try:
             asks = next(run)
-            while isinstance(asks, Ended) or left:
+            while isinstance(asks, (Ended, Member, Now)) or left:
                 if isinstance(asks, Ended):
                     ended.append(asks)
                     asks = next(run)
+                elif isinstance(asks, Member):
+                    member, now = asks, 0.0
+                    asks = next(run)
+                elif isinstance(asks, Now):
+                    asks = run.send(Moment(now))
                 else:
-                    asks = run.send(left.pop(0))
+                    reply = left.pop(0)
+                    if isinstance(reply, Late):
+                        now = reply.seconds
+                        reply = False if isinstance(asks, Work) else None
+                    if isinstance(reply, Raised):
+                        asks = run.throw(ERRORS[reply.error]())
+                    else:
+                        asks = run.send(reply)
         except StopIteration:
             asks = None
         frames, at = [], run
         while at is not None and at.gi_frame is not None:
-            frames.append((at.gi_code, at.gi_frame.f_lasti, repr(at.gi_frame.f_locals)))
+            values = {name: plain(value) for name, value in at.gi_frame.f_locals.items()}
+            frames.append((at.gi_code, at.gi_frame.f_lasti, repr(values)))
             at = at.gi_yieldfrom
-        place = rank, repr(asks), tuple(ended), tuple(frames)
+        memory = plain(member.scope.memory)
+        place = rank, repr(asks), tuple(ended), tuple(frames), now, plain(member), memory
         return self.nodes.setdefault(place, Node(replies, asks, tuple(ended)))
 
     def after(self, state):
-        """Yield the states that may come next."""
+        """Yield the states that may come next. If all ranks wait, time passes for all."""
+        is_blocked = True
         for rank, node in enumerate(state.nodes):
             if node.asks is None or rank in state.dead:
                 continue
-
-            def answered(reply, rank=rank, node=node):
-                if reply not in node.after:
-                    node.after[reply] = self.node(rank, (*node.replies, reply))
-                nodes = list(state.nodes)
-                nodes[rank] = node.after[reply]
-                return state._replace(nodes=tuple(nodes))
-
             if state.deaths:
                 yield state._replace(dead=state.dead | {rank}, deaths=state.deaths - 1)
-            held = dict(state.items)
-            if isinstance(node.asks, Look):
-                if held.get(KEY) != node.asks.text:
-                    yield answered("news")
-                elif state.late:
-                    yield answered("late")._replace(late=state.late - 1)
-            else:
-                reply = perform(held, node.asks)
-                yield answered(reply)._replace(items=frozenset(held.items()))
+            for after in self.steps_of(state, rank):
+                is_blocked = False
+                yield after
+            if isinstance(node.asks, (Wait, Work)) and state.late:
+                for seconds in {node.asks.until, max(DEADLINE_S, node.asks.until)}:
+                    late = state._replace(late=state.late - 1)
+                    yield self.answered(late, rank, Late(seconds))
+        if is_blocked:
+            later = state
+            for rank, node in enumerate(state.nodes):
+                if node.asks is not None and rank not in state.dead:
+                    later = self.answered(later, rank, Late(node.asks.until))
+            if later is not state:
+                yield later
+
+    def steps_of(self, state, rank):
+        """Yield the states after an operation of a rank; none if it waits for a key."""
+        asks = state.nodes[rank].asks
+        deed = "" if state.nodes[rank].ended else self.deeds[rank]
+        if isinstance(asks, (Wait, Work)) and deed == "is interrupted":
+            yield self.answered(state, rank, Raised(deed))
+        if isinstance(asks, Work):
+            does = Raised(deed) if deed in ("fails", "cannot connect") else True
+            yield self.answered(state, rank, does)
+            return
+        held = dict(state.items)
+        reply = perform(held, asks)
+        done = state._replace(items=frozenset(held.items()))
+        if state.lost:
+            for effect in (state, done):
+                lost = effect._replace(lost=state.lost - 1)
+                yield self.answered(lost, rank, Raised("loses an operation"))
+        if not isinstance(asks, Wait) or reply is not None:
+            yield self.answered(done, rank, reply)
+
+    def answered(self, state, rank, reply):
+        """Return a state after a rank has received a reply."""
+        node, nodes = state.nodes[rank], list(state.nodes)
+        if reply not in node.after:
+            node.after[reply] = self.node(rank, (*node.replies, reply))
+        nodes[rank] = node.after[reply]
+        return state._replace(nodes=tuple(nodes))
 
     def broken(self):
         """Return the ends that break a promise."""
@@ -186,7 +249,7 @@ class Search:
                     if kind != "refused":
                         rounds.setdefault(round_, set()).add(kind)
                 if len({round_ for round_, _ in ended}) < len(ended):
-                    found.append((ranks, dead))  # a call has heard of an end twice
+                    found.append((ranks, dead))  # a call has ended with the same round twice
             living = [end for rank, end in enumerate(ranks) if rank not in dead]
             all_agree = all(ended and ended[-1].kind == "agreed" for ended in living)
             if any(len(kinds) > 1 for kinds in rounds.values()) or not (dead or all_agree):
@@ -194,51 +257,82 @@ class Search:
         return found
 
 
-DEEDS = ["", "differs", "fails", "refuses"]
+SKIPPED = {"scope", "entries", "threads", "began", "deadline", "title", "_connections", "_lock"}
+"""Fields that are the same in all states, or that no step reads."""
 
 
-# Whatever one of two ranks does, in every order: a round ends alike for both, and both agree at
-# once when nobody does otherwise any more.
+def plain(value):
+    """Return the state of an object as text."""
+    if isinstance(value, (Member, Memory)):
+        fields = [field.name for field in attrs.fields(type(value)) if field.name not in SKIPPED]
+        return repr([plain(getattr(value, name)) for name in fields])
+    if isinstance(value, Scope) or callable(value):
+        return ""
+    if attrs.has(type(value)):
+        return repr([plain(getattr(value, field.name)) for field in attrs.fields(type(value))])
+    return repr(value)
+
+
+DEEDS = ["", "differs", "fails", "refuses", "is interrupted"]
+both = pytest.mark.parametrize("is_connecting", [False, True], ids=["local", "connecting"])
+
+
+# Each round ends in the same way for two ranks, in every order of their operations, and both agree
+# once no rank does anything else.
+@both
 @pytest.mark.parametrize("first", DEEDS)
 @pytest.mark.parametrize("second", DEEDS)
-def test_two_ranks(first, second):
-    search = Search([first, second])
+def test_two_ranks(first, second, is_connecting):
+    search = Search([first, second], is_connecting=is_connecting)
     assert search.ends
     assert search.broken() == []
 
 
-# The same of three ranks, of which one does otherwise.
+# The same for two ranks that cannot connect to each other.
+@pytest.mark.parametrize("second", ["cannot connect", "fails", "is interrupted"])
+def test_two_ranks_that_cannot_connect(second):
+    search = Search(["cannot connect", second], late=1, is_connecting=True)
+    assert search.ends
+    assert search.broken() == []
+
+
+# The same for three ranks, of which one does something else.
+@both
 @pytest.mark.parametrize(
     "deed", ["", *(pytest.param(one, marks=pytest.mark.slow) for one in DEEDS[1:])]
 )
-def test_three_ranks(deed):
-    search = Search(["", "", deed])
+def test_three_ranks(deed, is_connecting):
+    search = Search(["", "", deed], is_connecting=is_connecting)
     assert search.ends
     assert search.broken() == []
 
 
-# A rank that waits for too long, or dies, at every operation: the living end alike.
+# A rank that waits for too long, or dies, or loses an operation of the store, at each operation:
+# the others end in the same way.
+@both
 @pytest.mark.parametrize("deed", ["", pytest.param("fails", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("deaths", "late"), [(0, 1), (1, 1)])
-def test_faults(deed, deaths, late):
-    search = Search(["", deed], deaths, late)
+@pytest.mark.parametrize(
+    ("deaths", "late", "lost"), [(0, 1, 0), (1, 1, 0), (0, 0, 1), (0, 2, 0)], ids=str
+)
+def test_faults(deed, deaths, late, lost, is_connecting):
+    search = Search(["", deed], deaths, late, lost, is_connecting)
     assert search.ends
     assert search.broken() == []
 
 
-# Rank 1 waits in another call for rank 0, which has not seen yet that its own call has ended: that
-# is a circle only while both rounds are open.
+# Rank 1 waits in another call for rank 0, which has not seen yet that its own call has ended. Both
+# form a circle only while both rounds are open.
 @pytest.mark.parametrize("ended", ["", "own", "other"])
 def test_a_circle_that_has_ended(ended):
     own, other = (
-        Status(rank, "host", name, "", name, 0, waits_for=(1 - rank,))
+        Status(rank, f"rank {rank}", "host", name, "", name, 0, waits_for=(1 - rank,))
         for rank, name in enumerate(["own", "other"])
     )
-    held = {status_key("job", 1): other.text()}
+    held = {status_key("job", 1): other.encode()}
     for name in ("own", "other"):
         outcome = AGREED if name == ended else None
-        held[name] = Record(0, Proposal(0, "host"), outcome).text()
-    steps, reply, found = find_deadlock("job", own, {}), None, None
+        held[name] = Record(0, Proposer(0, "rank 0", "host", "", ""), outcome).encode()
+    steps, reply, found = find_circle("job", own, {}), None, None
     while found is None:
         try:
             reply = perform(held, steps.send(reply))

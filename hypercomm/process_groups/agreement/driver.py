@@ -336,6 +336,7 @@ class Driver(Generic[T]):
             self._outcome = in_time(lambda: _run_once(steps, self._connections), _LAST_S)
         except BaseException as error:  # noqa: BLE001 - also a second Ctrl-C
             self._error = self._explain(error)
+        member.leave(self._outcome)
         with self._lock:
             self._has_failed = self._outcome is None or self._outcome.kind != "agreed"
         system.start(self._roll_back, lambda: None)
@@ -343,11 +344,8 @@ class Driver(Generic[T]):
     def _conclude(self, pending: BaseException | None) -> Result[T]:
         """Return the result of a call that has ended, or raise its error."""
         member, scope = self._member, self._member.scope
-        outcome, ticket = self._outcome, member.ticket
-        if ticket is not None:
-            scope.memory.leave(scope.path, ticket.round)
-        if ticket is not None and outcome is not None and outcome.kind == "agreed":
-            scope.memory.agreed[scope.path] = ticket.round
+        outcome = self._outcome
+        if outcome is not None and outcome.kind == "agreed":
             return Result(self._result, pending)  # type: ignore[arg-type]
         if outcome is not None:
             _linger(scope.world)
@@ -361,8 +359,6 @@ class Driver(Generic[T]):
         title, own = member.title, member.error or self._error
         if outcome is None or (own is not None and outcome.kind == "failed"):
             return own or CreationError(f"{title} failed")
-        if outcome.token:
-            member.scope.memory.reported.add(outcome.token)
         waited = timedelta(seconds=system.now() - member.began)
         name = world.title(world.rank)
         if outcome.kind == "missing" and world.rank in outcome.absent:

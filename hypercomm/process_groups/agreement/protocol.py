@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import zip_longest
@@ -104,7 +103,7 @@ def propose(
     left: int = -1,
     entered: int = -1,
     reported: Container[str] = (),
-    is_refusing: bool = False,
+    refusal: Outcome | None = None,
 ) -> Steps[Ticket]:
     """Join the open round of a record, or begin the next one; the caller compares proposals.
 
@@ -118,9 +117,9 @@ def propose(
         left: The last round that this rank has left; -1 for none.
         entered: The last round that this rank has arrived in; -1 for none.
         reported: The tokens of outcomes that this rank has raised already.
-        is_refusing: Whether this rank is about to fail the round.
+        refusal: The outcome of a round that this rank begins and cannot take part in.
     """
-    record = Record(0, first)
+    record = Record(0, first, refusal)
     text = yield Exchange(key, "", record.encode())
     while text != record.encode():
         found = Record.decode(key, text)
@@ -129,7 +128,7 @@ def propose(
             return Ticket(key, missed, size)
         if found.outcome is None:
             is_own = (found.first.rank, found.first.title) == (first.rank, first.title)
-            if not is_own and found.round != entered:
+            if refusal is not None or not (is_own or found.round == entered):
                 return Ticket(key, found, size)
             # This rank was in the round, and left it because of an error of the store.
             again = Outcome("failed", f"{first.name} began the call again")
@@ -137,9 +136,9 @@ def propose(
             left = found.round
             text = (yield Read(key)) or ""
             continue
-        if is_refusing and found.round > left and first.rank in found.outcome.absent:
+        if refusal is not None and found.round > left and first.rank in found.outcome.absent:
             return Ticket(key, found, size)  # the others do not wait for this rank any more
-        record = found.next(first)
+        record = attrs.evolve(found.next(first), outcome=refusal)
         text = yield Exchange(key, text, record.encode())
         if text == record.encode():
             yield from _delete_before(Ticket(key, found, size))
@@ -338,7 +337,7 @@ def explain_circle(circle: Sequence[Status]) -> Outcome:
 # ---- the call of one rank -----------------------------------------------------------------------
 
 _process = uuid4().hex[:8]
-_numbers = itertools.count()
+"""Distinguishes this process from an earlier one of the same rank."""
 
 
 @attrs.define(eq=False)
@@ -393,7 +392,18 @@ class Member:
         except BaseException as error:  # noqa: BLE001 - the other ranks must not wait for it
             outcome = yield from self._fail(error)
         yield from self._report_end(outcome)
+        self.leave(outcome)
         return outcome
+
+    def leave(self, outcome: Outcome | None) -> None:
+        """Remember that this rank has left the round with an outcome; None: it is unknown."""
+        memory, path = self.scope.memory, self.scope.path
+        if outcome is not None and outcome.token:
+            memory.reported.add(outcome.token)
+        if self.ticket is not None:
+            memory.leave(path, self.ticket.round)
+            if outcome == AGREED:
+                memory.agreed[path] = self.ticket.round
 
     def interrupt(self, reason: str) -> Steps[Outcome]:
         """End the round with an error; also from another thread, if that of this rank is stuck."""
@@ -417,10 +427,11 @@ class Member:
         """Fail the next round that is open on other ranks, or that they begin; wait for nobody."""
         scope = self.scope
         key = yield from scope.read_key()
-        ticket = yield from self._propose(key, self._proposer(""), is_refusing=True)
+        refusal = Outcome("failed", reason, data=data)
+        ticket = yield from self._propose(key, self._proposer(""), refusal)
         outcome = ticket.record.outcome
         if outcome is None:
-            outcome = yield from decide(ticket, Outcome("failed", reason, data=data))
+            outcome = yield from decide(ticket, refusal)
         scope.memory.leave(scope.path, ticket.round)
         return outcome
 
@@ -440,11 +451,11 @@ class Member:
     # ---- joining --------------------------------------------------------------------------------
 
     def _proposer(self, digest: str) -> Proposer:
-        world = self.scope.world
-        token = f"{_process}-{next(_numbers)}"
+        world, number = self.scope.world, self.scope.memory.next_number("proposals")
+        token = f"{_process}-{number}"
         return Proposer(world.rank, world.title(world.rank), this_host(), digest, token)
 
-    def _propose(self, key: str, first: Proposer, *, is_refusing: bool = False) -> Steps[Ticket]:
+    def _propose(self, key: str, first: Proposer, refusal: Outcome | None = None) -> Steps[Ticket]:
         memory, path = self.scope.memory, self.scope.path
         return (
             yield from propose(
@@ -454,7 +465,7 @@ class Member:
                 left=memory.left.get(path, -1),
                 entered=memory.entered.get(path, -1),
                 reported=memory.reported,
-                is_refusing=is_refusing,
+                refusal=refusal,
             )
         )
 
@@ -603,7 +614,7 @@ class Member:
         while not (yield Work(until)):
             moment = yield Now()
             if moment.seconds >= self.deadline:
-                yield from self._end((yield from self.time_out(moment)))
+                raise EndedCallError((yield from self.time_out(moment)))
             yield from self._report(())
             outcome = yield from read_outcome(self._round)
             if outcome is not None:
@@ -668,6 +679,10 @@ class Member:
             yield Write(key, _GO)
             return None
         absent = [scope.ranks[position] for position in positions]
+        own = scope.world.rank
+        if self.is_working and not self.is_finished and not self.is_connecting:
+            text = f"timed out: {scope.name} did not finish its own part"
+            return Outcome("unfinished", text, (own,), (own,))
         if key == ticket.go or not self.is_connecting:
             before = (ticket.record.failed or (None,))[-1]
             here = {*scope.ranks} - {*absent} if before else set()
@@ -675,7 +690,7 @@ class Member:
                 return self._late(*sorted(here))  # the others wait for none of these any more
             return (yield from self._missing(absent, "missing", "did not join"))
         if moment.was_stopped:
-            return self._late(scope.world.rank)
+            return self._late(own)
         silent = yield from self._silent_of(absent)
         if not silent and not self.is_finished:  # all of them still wait for each other
             return Outcome("unfinished", "timed out before all ranks had finished; call it again")

@@ -42,6 +42,7 @@ from hypercomm.process_groups.torch_internals.split import (
     named,
     uses_torchcomms,
 )
+from hypercomm.process_groups.torch_internals.store import read_bytes
 
 if TYPE_CHECKING:
     from hypercomm.process_groups.options import GroupOptions
@@ -117,9 +118,12 @@ def new_group(
                     **({"enable_reconfigure": True} if changes else {}),
                 )
         except RuntimeError as error:
+            key = address_key(name, position)
             if not is_gloo or isinstance(error, dist.DistNetworkError):
                 raise
-            stale.append(address_key(name, position))
+            if read_bytes(store, key) is None:
+                raise  # this rank has failed before it could connect to others
+            stale.append(key)
             raise ConnectionFailedError(error, members) from error
     _kept[group] = stale, address_key(name, position) if "gloo" in singles else ""
     _torch._world.pg_group_ranks[group] = _numbers(members)
