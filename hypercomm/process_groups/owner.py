@@ -544,6 +544,7 @@ class Batch:
         """Create the groups in order, named by the call and the name of the grid in it."""
         prefix = f"{turn.name}/{grid and grid + ': '}"
         for group in self._new:
+            turn.check()
             name = f"{prefix}{group.spec.key}"
             pg = create(group.spec, name, turn, scope.memory.stale)
             self._made.append(pg)  # `undo`, which another thread may call, replaces the list

@@ -113,6 +113,7 @@ def reshape(
         if stays:
             old.end_groups()
         for group in new:  # what was made before an error is discarded
+            turn.check()
             name, former = f"{turn.name}/{group.spec.key}", stays.get(group.spec.key)
             stale = [] if scope is None else scope.memory.stale
             made.append(create(group.spec, name, turn, stale, former))

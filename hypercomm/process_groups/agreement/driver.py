@@ -146,12 +146,23 @@ class Round:
         number: The number of the round.
         store: A client of the world's store which no other thread uses.
         left_s: How many seconds are left until the deadline.
+        has_failed: Returns whether the call has failed meanwhile.
     """
 
     name: str
     number: int
     store: Any
     left_s: float = math.inf
+    has_failed: Callable[[], bool] = lambda: False
+
+    def check(self) -> None:
+        """Raise if the call has failed meanwhile: work of several steps checks before each.
+
+        Raises:
+            CreationError: The call has failed, which another thread reports.
+        """
+        if self.has_failed():
+            raise CreationError("the call has failed on this or another rank")
 
 
 @attrs.frozen
@@ -343,12 +354,11 @@ class Driver(Generic[T]):
 
     def _conclude(self, pending: BaseException | None) -> Result[T]:
         """Return the result of a call that has ended, or raise its error."""
-        member, scope = self._member, self._member.scope
         outcome = self._outcome
         if outcome is not None and outcome.kind == "agreed":
             return Result(self._result, pending)  # type: ignore[arg-type]
         if outcome is not None:
-            _linger(scope.world)
+            _linger(self._member.scope.world)
         if pending is not None:
             raise pending
         raise self._failure()
@@ -494,7 +504,8 @@ class Driver(Generic[T]):
         if member.ticket is None:
             raise RuntimeError(f"{member.title} has not proposed anything")
         left_s = member.deadline - system.now()
-        turn = Round(member.ticket.name, member.ticket.round, client, left_s)
+        ticket = member.ticket
+        turn = Round(ticket.name, ticket.round, client, left_s, lambda: self._has_failed)
         self._is_working = self._is_to_undo = True
         try:
             with c10d.on_device(self._device):
