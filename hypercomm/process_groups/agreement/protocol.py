@@ -62,7 +62,7 @@ _SLOW_S = 0.2
 """How long a rank waits before it reports that it does, and checks whether it waits in vain."""
 
 _SLOW_RANKS = 4000
-"""From how many times 0.2 s ranks on this delay grows with the world, by a second each."""
+"""The delay grows with the world, by a second for so many ranks."""
 
 _FINISHED_S = 0.6
 """Extra wait of ranks that have finished, so that the others name who is missing."""
@@ -578,10 +578,12 @@ class Member:
         outcome = yield from read_outcome(ticket)
         if outcome is not None:
             raise EndedCallError(outcome)
-        missing = yield from tree.unmarked(MOST)
-        own = yield from self._report(tuple(scope.ranks[position] for position in missing))
-        most = _SEARCHERS if ticket.size <= WIDTH else 1
-        if not (yield from tree.is_leading(scope.position, most)):
+        missing, before = yield from tree.look_around(scope.position)
+        if not missing and ticket.size > WIDTH:
+            missing = yield from tree.unmarked(MOST)
+        waits_for = tuple(scope.ranks[position] for position in missing[:MOST])
+        own = yield from self._report(waits_for)
+        if before >= (_SEARCHERS if ticket.size <= WIDTH else 1):
             return False
         reason = yield from world.why_ended()
         if reason:

@@ -514,12 +514,19 @@ class Tree:
         text = yield Read(key)
         return text is None or bool(as_bits(key, text) >> bit & 1)
 
-    def is_leading(self, position: int, most: int) -> Steps[bool]:
-        """Return whether fewer than `most` ranks before this one, in its block, are there."""
+    def look_around(self, position: int) -> Steps[tuple[list[int], int]]:
+        """Read the block of a rank.
+
+        Returns:
+            The positions in it that are not marked, and how many ranks with lower positions are.
+        """
         block, bit = divmod(position, WIDTH)
-        key = self._key(0, block)
-        before = as_bits(key, (yield Read(key))) & ((1 << bit) - 1)
-        return before.bit_count() < most
+        first, key = block * WIDTH, self._key(0, block)
+        width = min(WIDTH, self.size - first)
+        text = yield Read(key)
+        bits = (1 << width) - 1 if text is None else as_bits(key, text)  # complete, and deleted
+        missing = [first + one for one in range(width) if not bits >> one & 1]
+        return missing, (bits & ((1 << bit) - 1)).bit_count()
 
     def all_keys(self) -> list[str]:
         """Return all keys that may be set."""
