@@ -23,7 +23,7 @@ from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_ordered
 from hypercomm.layout.parsing import as_dims
 from hypercomm.layout.text import shown
-from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups import torch_internals as torchdist
 
 if TYPE_CHECKING:
     from hypercomm.grid.grid import GridView
@@ -57,28 +57,28 @@ def as_mesh(
     layout = view.layout
     spans = read_dims(view, dims)
     joint = read_flatten(tuple(spans), flatten)
-    here = layout.coords(view._owner.rank())  # raises on a rank outside
+    here = layout.coords(view._table.rank())  # raises on a rank outside
     groups = [view[names].group for names in spans.values()]
     used = [name for names in spans.values() for name in names]
     others = {name: at for name, at in here.items() if name not in used}
     shape = [layout.size_of(names) for names in spans.values()]
     ranks = layout.select(**others).enumerate_ranks(used).reshape(shape)
-    world = view._owner.given_world
+    world = view._table.given_world
     default = None if world is None else world.pg  # a mesh asks it for the rank
-    with nullcontext() if default is None else c10d.shown_as_default(default):
+    with nullcontext() if default is None else torchdist.shown_as_default(default):
         mesh = DeviceMesh.from_group(
             groups,
-            device_type or c10d.device_type(groups[0]),
+            device_type or torchdist.device_type(groups[0]),
             mesh=torch.from_numpy(ranks),
             mesh_dim_names=tuple(spans),
         )
     setattr(mesh, _IN_ORDER, True)
     if not _is_ascending(ranks):
-        c10d.keep_mesh_order(mesh)  # of its slices too, which torch would sort
+        torchdist.keep_mesh_order(mesh)  # of its slices too, which torch would sort
     named = dict(zip(spans, groups, strict=True))
     for name, parts in joint.items():
         named[name] = view[[dim for part in parts for dim in spans[part]]].group
-        c10d.flatten_mesh(mesh, parts, name, named[name])
+        torchdist.flatten_mesh(mesh, parts, name, named[name])
     _check_equal_meshes(mesh, named)
     return mesh
 
@@ -111,7 +111,7 @@ def _check_equal_meshes(mesh: DeviceMesh, groups: Mapping[str, ProcessGroup]) ->
     DTensor caches the result of an operation with the mesh of its first use, and looks it up by
     equality: results on the second mesh would be tensors of the first, and use its groups.
     """
-    flat = {name: ref(one) for name, one in c10d.flattened(mesh).items()}
+    flat = {name: ref(one) for name, one in torchdist.flattened(mesh).items()}
     new = _Made(ref(mesh), flat, {name: ref(group) for name, group in groups.items()})
     with _lock:
         _made[:] = [one for one in _made if one.mesh() is not None]
@@ -120,7 +120,7 @@ def _check_equal_meshes(mesh: DeviceMesh, groups: Mapping[str, ProcessGroup]) ->
     for name, group in groups.items():
         for other in others:
             known = other.groups[name]() if name in other.groups else None
-            if known in {None, group} or not c10d.is_registered(known):
+            if known in {None, group} or not torchdist.is_registered(known):
                 continue
             if other.part(name) == new.part(name):
                 with _lock:
@@ -205,7 +205,7 @@ def read_mesh(mesh: DeviceMesh) -> tuple[RankLayout, dict[str, ProcessGroup] | N
             f"{mesh} has no dim names; make it with init_device_mesh(..., mesh_dim_names=(...))"
         )
     ranks = mesh.mesh.numpy()
-    in_order = getattr(mesh, _IN_ORDER, False) or c10d.keeps_mesh_order(mesh)
+    in_order = getattr(mesh, _IN_ORDER, False) or torchdist.keeps_mesh_order(mesh)
     if not (in_order or _is_ascending(ranks)):
         raise LayoutError(f"the ranks of the mesh are permuted: {shown(ranks.tolist())}{_SORTED}")
     layout = RankLayout(ranks.shape[::-1], names[::-1], ranks=ranks.ravel().tolist())

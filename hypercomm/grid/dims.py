@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from hypercomm.errors import GroupMissingError, SimulationError
 from hypercomm.layout.groups import ArrayGroups, Place, RankGroups
 from hypercomm.layout.views import Views
-from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups import torch_internals as torchdist
 
 if TYPE_CHECKING:
     from hypercomm.grid.grid import GridView
@@ -119,7 +119,7 @@ class GridDims:
 
     @property
     def _place(self) -> Place:
-        view, rank = self._view, self._view._owner.rank()
+        view, rank = self._view, self._view._table.rank()
         views, known = view._state.views, self._known
         if known is None or known[0] is not views or known[1] != rank:
             place = views.layout_of(view._view).place(rank, self.dims)
@@ -138,8 +138,8 @@ class GridDims:
             NotInitializedError: torch.distributed is not initialised, or was destroyed.
             HyperCommError: As for `HyperCommGrid.create_pg`.
         """
-        if self._view._owner.world is None:
-            c10d.world_group()  # raises: WORLD was destroyed
+        if self._view._table.world is None:
+            torchdist.world_group()  # raises: WORLD was destroyed
         _ = self._place  # raises on a rank outside of the grid
         dims = "+".join(self.dims)  # text is looked up faster than a tuple
         try:
@@ -184,7 +184,7 @@ class GridDims:
             total = value.detach().clone()
         else:
             kind = torch.int64 if isinstance(value, Integral) else torch.float64
-            total = torch.tensor(value, dtype=kind, device=c10d.device_type(self.group))
+            total = torch.tensor(value, dtype=kind, device=torchdist.device_type(self.group))
         dist.all_reduce(total, group=self._live_group())
         return total if isinstance(value, Tensor) else total.item()
 
@@ -203,7 +203,7 @@ class GridDims:
     def _live_group(self) -> ProcessGroup:
         """Return the group, if its ranks exist."""
         group = self.group
-        world = self._view._owner.world
+        world = self._view._table.world
         if self.size > 1 and not (world is not None and world.has_store):
             raise SimulationError(
                 f"{self!r} has {self.size} ranks, and those of a fake world do not exist: nothing "
@@ -288,7 +288,7 @@ class PipelineEdges:
             return None
         view = self._at._view
         dims, name = "+".join(self._at.dims), f"edge {direction} {kind}"
-        if view._owner.is_verified:  # all ranks make the same creations, whichever edge they use
+        if view._table.is_verified:  # all ranks make the same creations, whichever edge they use
             self.create()
         try:
             return view.get_pg(dims, name=name)

@@ -40,8 +40,8 @@ from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.agreement import protocol
 from hypercomm.process_groups.agreement.calls import Call, EndedError, Scope, ask, run, together
 from hypercomm.process_groups.agreement.protocol import Outcome, Record, Steps, Ticket, this_host
-from hypercomm.process_groups.options import GroupOptions, check_backend
-from hypercomm.process_groups.owner import discard
+from hypercomm.process_groups.options import check_backend
+from hypercomm.process_groups.strategies import discard
 from hypercomm.process_groups.torch_internals.store import LateError, in_time
 from hypercomm.process_groups.world import World, note
 
@@ -476,9 +476,19 @@ def _enter(world: JoinedWorld, limit_s: float, *, is_new: bool) -> None:
 def _create(world: JoinedWorld, number: int) -> ProcessGroup:
     """Create the process group of all ranks, whose members connect at their first message."""
     title = f"world {world.name}"
-    options = GroupOptions(world.backend, world.timeout, group_desc=title, lazy_init=True)
     name = f"{_ROOT}/{world.name}/{number}/all"
-    return c10d.new_group(name, range(world.size), options=options, world=world, wait=None)
+    return c10d.new_group(
+        name,
+        range(world.size),
+        rank=world.rank,
+        backend=world.backend,
+        store=world.store,
+        timeout=world.timeout,
+        group_desc=title,
+        lazy_init=True,
+        is_default=False,
+        stale=world.stale,
+    )
 
 
 def _delete_former(world: JoinedWorld) -> None:

@@ -7,6 +7,7 @@ group has a fallback, because every creation depends on it.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import logging
@@ -254,6 +255,45 @@ def world_options(backend: str) -> Any:
     return None
 
 
+def has_timeout(pg_options: Any) -> bool:
+    """Return whether an object can be options of a backend: all of those have a timeout."""
+    return hasattr(pg_options, "_timeout")
+
+
+def given_timeout(pg_options: Any) -> timedelta | None:
+    """Return the timeout that a caller has set in backend options; None if it is their default."""
+    own: timedelta | None = getattr(pg_options, "_timeout", None)
+    try:
+        return None if own is None or own == type(pg_options)()._timeout else own
+    except (TypeError, AttributeError):  # their default is unknown if they need arguments
+        return None
+
+
+def with_timeout(pg_options: Any, timeout: timedelta | None) -> Any:
+    """Copy backend options that have a timeout, and set it to the one that torch will use anyway.
+
+    torch writes the timeout, the ranks and the name of the group into the object that it is
+    given; a copy lets a caller use one object for several groups. A copy of a Python subclass is
+    one of the class in C++: such an object serves one group.
+    """
+    if timeout is None or getattr(pg_options, "_timeout", None) is None:
+        return pg_options
+    try:
+        options = copy.deepcopy(pg_options)
+    except TypeError:  # of a third party's backend
+        return pg_options
+    if type(options) is not type(pg_options):
+        return pg_options
+    options._timeout = timeout
+    return options
+
+
+def is_fake_options(pg_options: Any) -> bool:
+    """Return whether backend options are those of the fake backend."""
+    kinds = type(pg_options).__mro__
+    return any(kind.__qualname__ == "FakeProcessGroup.Options" for kind in kinds)
+
+
 def default_timeout(backend: str) -> timedelta:
     """Return the timeout that torch gives a group by default."""
     c10d: Any = dist.distributed_c10d
@@ -325,7 +365,7 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def meeting_place() -> tuple[str, int] | None:
+def store_address() -> tuple[str, int] | None:
     """Return address and port of the store of WORLD; None if it is not known."""
     place = default_store()
     while isinstance(place, dist.PrefixStore):  # type: ignore[attr-defined]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
@@ -33,8 +32,10 @@ from hypercomm.process_groups.torch_internals.gloo import (
     ConnectionFailedError,
     GlooStore,
     Wait,
-    lazy_init,
     on_that_device,
+)
+from hypercomm.process_groups.torch_internals.gloo import (
+    lazy_init as lazy_init_of_gloo,
 )
 from hypercomm.process_groups.torch_internals.split import (
     bound_device,
@@ -43,10 +44,6 @@ from hypercomm.process_groups.torch_internals.split import (
     named,
     uses_torchcomms,
 )
-
-if TYPE_CHECKING:
-    from hypercomm.process_groups.options import GroupOptions
-    from hypercomm.process_groups.world import World
 
 _torch: Any = dist.distributed_c10d
 
@@ -68,7 +65,20 @@ def why_not_members() -> str | None:
 
 
 def new_group(
-    name: str, ranks: Sequence[int], *, options: GroupOptions, world: World, wait: Wait | None
+    name: str,
+    ranks: Sequence[int],
+    *,
+    rank: int,
+    backend: str,
+    store: Any,
+    timeout: timedelta | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+    lazy_init: bool | None = None,
+    enable_reconfigure: bool = False,
+    is_default: bool = True,
+    stale: list[str],
+    wait: Wait | None = None,
 ) -> ProcessGroup:
     """Create the group of the calling rank, under `name`; only its members call this.
 
@@ -78,51 +88,63 @@ def new_group(
     Args:
         name: The name of the group.
         ranks: Its members.
-        options: Its options; without a timeout it has torch's default.
-        world: The world of the ranks. torch takes a group of ranks that are not those of WORLD for
-            a default process group, but does not make it that.
+        rank: The calling rank, which is one of them.
+        backend: Its backend.
+        store: The store of the world of these ranks.
+        timeout: Its timeout; None is torch's default.
+        pg_options: Options of its backend.
+        group_desc: Its description.
+        lazy_init: Whether members connect at their first message; None as torch does.
+        enable_reconfigure: Whether `reconfigure` will give it members.
+        is_default: Whether the ranks are ranks of WORLD. torch takes a group of other ranks for a
+            default process group, but does not make it that.
+        stale: Receives the keys of the store that no member needs any more.
         wait: Waits for the addresses of gloo's members; None lets gloo wait.
     """
-    backend = dist.Backend(options.backend or world.backend)
-    timeout = options.timeout or default_timeout(backend)
-    members, lazily, changes = list(ranks), options.lazy_init, options.enable_reconfigure
-    place: Any = world.store
-    singles = set(single_backends(backend))
-    with (
-        lazy_init.set_to(lazily) if "gloo" in singles else contextlib.nullcontext() as is_lazy,
-        made_alone(backend, options.pg_options, timeout, lazily) as (pg_options, device),
-        in_one_place() if changes else contextlib.nullcontext(),
-    ):
-        if singles == {"gloo"} and not (is_lazy or changes or uses_torchcomms()):
-            place = GlooStore(place, len(members), wait, world.stale)
+    backend = dist.Backend(backend)
+    timeout = timeout or default_timeout(backend)
+    members = list(ranks)
+    singles = single_backends(backend)
+    more = {"enable_reconfigure": True} if enable_reconfigure else {}
+    with contextlib.ExitStack() as stack:
+        own_store: GlooStore | None = None
+        if "gloo" in singles:
+            is_lazy = stack.enter_context(lazy_init_of_gloo.set_to(lazy_init))
+            is_plain = singles == ("gloo",) and not enable_reconfigure
+            if is_plain and not is_lazy and not uses_torchcomms():
+                own_store = GlooStore(store, len(members), wait, stale)
+                stack.enter_context(on_that_device())
+        alone = made_alone(backend, pg_options, timeout, lazy_init)
+        pg_options, device = stack.enter_context(alone)
+        if enable_reconfigure:
+            stack.enter_context(in_one_place())
         try:
-            with on_that_device() if place is not world.store else contextlib.nullcontext():
-                group, _ = _torch._new_process_group_helper(
-                    len(members),
-                    members.index(world.rank),
-                    members if world.is_default else [],
-                    backend,
-                    place,
-                    group_name=name,
-                    backend_options=pg_options,
-                    timeout=timeout,
-                    device_id=device,
-                    group_desc=options.group_desc,
-                    **({"enable_reconfigure": True} if changes else {}),
-                )
+            group, _ = _torch._new_process_group_helper(
+                len(members),
+                members.index(rank),
+                members if is_default else [],
+                backend,
+                own_store or store,
+                group_name=name,
+                backend_options=pg_options,
+                timeout=timeout,
+                device_id=device,
+                group_desc=group_desc,
+                **more,
+            )
         except Exception as error:
-            if not isinstance(place, GlooStore):
+            if own_store is None:
                 raise
-            place.forget()
-            if place.error is not None:
-                raise place.error from error
-            if wait is not None and place.has_all():
+            own_store.forget()
+            if own_store.error is not None:
+                raise own_store.error from error
+            if wait is not None and own_store.has_all():
                 raise ConnectionFailedError(error, members) from error
             raise
         finally:
-            if isinstance(place, GlooStore):
-                place.close()
-    _kept[group] = place
+            if own_store is not None:
+                own_store.close()
+    _kept[group] = own_store or store
     _torch._world.pg_group_ranks[group] = _numbers(members)
     return group  # type: ignore[no-any-return]
 
@@ -136,15 +158,23 @@ def _numbers(members: list[int]) -> dict[int, int]:
 
 
 def split_group(
-    name: str | None, ranks: Sequence[int], options: GroupOptions, backend: str
+    name: str | None,
+    ranks: Sequence[int],
+    *,
+    backend: str,
+    timeout: timedelta | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
 ) -> ProcessGroup | None:
     """Split a group off WORLD; every rank of WORLD calls this, each with the ranks of its group.
 
     Args:
         name: The name of the group, the same on all members; None if the rank is not a member.
         ranks: Its ranks, or those of any group that the calling rank is not in.
-        options: Its options.
         backend: Its backend, or that part of WORLD's.
+        timeout: Its timeout; None is torch's default.
+        pg_options: Options of its backend.
+        group_desc: Its description.
 
     Returns:
         The group; None if the calling rank is not in it.
@@ -153,9 +183,9 @@ def split_group(
     with named(name):
         part: Any = dist.split_group(
             split_ranks=[list(ranks)],
-            timeout=options.timeout,
-            pg_options=options.pg_options,
-            group_desc=options.group_desc,
+            timeout=timeout,
+            pg_options=pg_options,
+            group_desc=group_desc,
             **only,
         )
     return as_member(part)
@@ -359,9 +389,11 @@ def reconfigure(
     name: str,
     ranks: Sequence[int],
     *,
-    timeout: timedelta | None,
-    world: World,
-    wait: Wait | None,
+    rank: int,
+    store: Any,
+    timeout: timedelta | None = None,
+    stale: list[str],
+    wait: Wait | None = None,
 ) -> None:
     """Give a group these members; each of them calls this.
 
@@ -369,8 +401,10 @@ def reconfigure(
         group: The group of the calling rank.
         name: A new name for the group with these members, the same on all of them.
         ranks: The members, in the order of their numbers in the group.
+        rank: The calling rank, which is one of them.
+        store: The store of the world of these ranks.
         timeout: How long they may take to connect; None is torch's default.
-        world: The world of the ranks.
+        stale: Receives the keys of the store that no member needs any more.
         wait: Waits for the handles of the others; None if there are none.
     """
     if not _any(group).supports_reconfigure:
@@ -378,9 +412,9 @@ def reconfigure(
             f"backend {backend_of(group)!r} of this torch does not support enable_reconfigure=True"
         )
     keys = [f"{name}/handle/{member}" for member in ranks]
-    own, store = keys[list(ranks).index(world.rank)], world.store
+    own = keys[list(ranks).index(rank)]
     store.set(own, _any(group).get_reconfigure_handle())
-    world.stale.append(own)
+    stale.append(own)
     if wait is not None:
         wait(lambda: store.check(keys) or None)
     handles = [store.get(key).decode() for key in keys]
@@ -407,103 +441,3 @@ def _reconfigure(
 
 def _any(thing: Any) -> Any:
     return thing  # torch before 2.14 has no types for it
-
-
-# ---- meshes, and the methods of groups that communicate -----------------------------------------
-
-
-def forget_meshes() -> None:
-    """Clear what DTensor remembers of the meshes that it has seen.
-
-    It caches the results of operations with the mesh of their first use, and takes meshes with
-    equal ranks and names for the same: once the groups of that mesh are destroyed, its results are
-    useless. Each thread has a cache; this clears that of the calling thread.
-    """
-    if "torch.distributed.tensor" not in sys.modules:
-        return
-    from torch.distributed.tensor import DTensor
-
-    remembered: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
-    remembered.cache_clear()
-    torch._C._clear_DTensor_sharding_propagator_cache()
-
-
-def keeps_mesh_order(mesh: Any) -> bool:
-    """Return whether the groups of a DeviceMesh have its ranks in its order (torch 2.15)."""
-    return bool(getattr(mesh, "_preserve_rank_order", False))
-
-
-def keep_mesh_order(mesh: Any) -> None:
-    """Mark a DeviceMesh, before it is compared, as one whose groups have its order."""
-    if "_preserve_rank_order" in type(mesh).__annotations__:
-        mesh._preserve_rank_order = True
-
-
-def flatten_mesh(mesh: Any, dims: Sequence[str], name: str, group: ProcessGroup) -> None:
-    """Use an existing group for several dims of a mesh, as `mesh[dims]._flatten(name)` would.
-
-    Args:
-        mesh: A mesh that is not part of another.
-        dims: Adjacent dims of the mesh, in its order.
-        name: Their common name.
-        group: Their group.
-    """
-    from torch.distributed import device_mesh
-
-    meshes: Any = device_mesh
-    part = mesh[tuple(dims)]
-    of_one = meshes.DeviceMesh.from_group(
-        group, mesh.device_type, mesh=part.mesh.flatten(), mesh_dim_names=(name,)
-    )
-    more = {"preserve_rank_order": True} if keeps_mesh_order(mesh) else {}
-    flat = meshes.DeviceMesh(
-        mesh.device_type,
-        _layout=_as_one_dim(part._layout),
-        _rank_map=mesh._rank_map,
-        mesh_dim_names=(name,),
-        _root_mesh=mesh,
-        _init_backend=False,
-        **more,
-    )
-    flat._dim_group_names = of_one._dim_group_names
-    mesh._flatten_mapping[name] = flat
-
-
-def flattened(mesh: Any) -> dict[str, Any]:
-    """Return the flattened dims of a mesh, by name."""
-    return dict(mesh._flatten_mapping)
-
-
-def _as_one_dim(layout: Any) -> Any:
-    """Return the layout of a mesh with all of its dims as one, as `DeviceMesh._flatten` does."""
-    if hasattr(layout, "collapse"):
-        return type(layout)([layout.collapse()])
-    joint = layout.coalesce()  # torch 2.10
-    return joint.nest() if len(joint) > 1 else joint
-
-
-_CALLS = {
-    **{name: name for name in ("broadcast", "reduce", "gather", "scatter", "reduce_scatter")},
-    **{name: name for name in ("barrier", "monitored_barrier", "send", "recv", "recv_anysource")},
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce_coalesced",
-    "allgather": "all_gather",
-    "allgather_coalesced": "all_gather_coalesced",
-    "_allgather_base": "all_gather_into_tensor",
-    "all_gather_single": "all_gather_into_tensor",
-    "all_gather_single_coalesced": "all_gather_into_tensor_coalesced",
-    "allgather_into_tensor_coalesced": "all_gather_into_tensor_coalesced",
-    "gather_single": "gather",
-    "_reduce_scatter_base": "reduce_scatter_tensor",
-    "reduce_scatter_single": "reduce_scatter_tensor",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all_single",
-    "all_to_all_single": "all_to_all_single",
-}
-
-
-def calls_of_groups() -> dict[str, str]:
-    """Return the methods of a ProcessGroup that communicate, and torch.distributed's names."""
-    return {method: op for method, op in _CALLS.items() if hasattr(ProcessGroup, method)}
