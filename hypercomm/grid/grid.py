@@ -337,7 +337,8 @@ class GridView:
             GridDestroyedError: The grid was destroyed, or belongs to the process that forked this
                 one.
         """
-        return create(self._table, self._request("create_pg", dims, more, keywords))
+        table = self._state.table
+        return create(table, table.resolve(self._request("create_pg", dims, more, keywords)))
 
     def get_pg(
         self, dims: Dims, *more: Dims, name: str | None = None, view: str | None = None
@@ -366,7 +367,8 @@ class GridView:
             GroupOptionsError: The options given, or the groups derived, differ from those of the
                 first call.
         """
-        return ensure(self._table, self._request("ensure_pg", dims, more, keywords))
+        table = self._state.table
+        return ensure(table, table.resolve(self._request("ensure_pg", dims, more, keywords)))
 
     def create_pgs(
         self, requests: Iterable[Dims | GroupArguments], **keywords: Unpack[SharedKeywords]
@@ -402,7 +404,7 @@ class GridView:
         check_keywords("create_pgs", keywords, SharedKeywords.__annotations__)
         table = self._table
         table.check_alive()
-        scope = table.grid_scope(table.live_world("no groups can be created"))
+        scope = table.grid_scope(table.live_world())
         entries = create_all(scope, "create_pgs()", lambda: self._requests(requests, keywords))
         return [entry.communicator.pg for entry in entries]
 
@@ -608,6 +610,8 @@ class GridView:
             given.get("creation"),
             options.enable_reconfigure,
         )
+        if given:
+            wanted.check()
         return GroupRequest(
             key,
             state.views.base if key.view is None or view is None else view.layout,

@@ -3,7 +3,7 @@
     spec = table.resolve(request)                   values only: groups, options, strategy
     scope = table.scope_of(spec)                    the ranks that must agree
     with reserved([(table, spec)]) as entries:      released if anything below fails
-        Creation(scope, title, entries).run()       agree, ask torch, and enter the groups
+        Creation(...).run()                         agree, ask torch, and enter the groups
 
 Entries are registered once all ranks agree, so that a call which fails on one rank fails on all of
 them, and leaves what there was.
@@ -37,39 +37,34 @@ from hypercomm.process_groups.strategies import discard
 from hypercomm.process_groups.table import LIVE, Communicator, Entry, GroupTable, enter, reserved
 
 
-def create(table: GroupTable, request: GroupRequest) -> ProcessGroup | None:
+def create(table: GroupTable, spec: GroupSpec) -> ProcessGroup | None:
     """Create a group with its other members, or leave everything as it was.
 
     Raises:
         GroupExistsError: The key is taken.
         PlanMismatchError, GroupCreationTimeout, LateRankError, CreationError: As for `together`.
-        GroupOptionsError, NotInitializedError, WorldSizeError: As for `GroupTable.resolve`.
     """
-    return _create(table, table.resolve(request))
-
-
-def _create(table: GroupTable, spec: GroupSpec) -> ProcessGroup | None:
     with reserved([(table, spec)]) as entries:
         communicator = entries[0].communicator
         scope = None if communicator.is_created else table.scope_of(spec)
         title = f"create_pg({spec.key.as_call()}) of {table.label}"
-        Creation(scope, title, entries).run().get()
+        limit_s = limit_of(spec.options.timeout, spec.world)
+        Creation(scope, title, entries, limit_s).run().get()
     return communicator.pg
 
 
-def ensure(table: GroupTable, request: GroupRequest) -> ProcessGroup | None:
+def ensure(table: GroupTable, spec: GroupSpec) -> ProcessGroup | None:
     """Create a group at the first call; return the same group afterwards.
 
     Raises:
         GroupOptionsError: The group was created with other options, or for other ranks.
         Exception: As for `create`.
     """
-    spec = table.resolve(request)
     while True:
         entry = table.find(spec)
         if entry is None:
             with contextlib.suppress(GroupExistsError):  # another thread was faster
-                return _create(table, spec)
+                return create(table, spec)
             continue
         entry.settled.wait()  # for another thread, whose creation may fail
         if entry.state == LIVE:
@@ -105,7 +100,8 @@ def create_all(
             _check_once(wanted)
             entries = stack.enter_context(reserved(wanted))
         if entries:
-            Creation(scope, title, entries, labels or {}).run().get()
+            limits = [limit_of(spec.options.timeout, spec.world) for _, spec in wanted]
+            Creation(scope, title, entries, max(limits), labels or {}).run().get()
     return entries
 
 
@@ -126,7 +122,7 @@ def _check_once(wanted: Sequence[tuple[GroupTable, GroupSpec]]) -> None:
 def verify(table: GroupTable, timeout: timedelta | None) -> None:
     """Check that all ranks of the grid have the same groups, and wait for them."""
     table.check_alive()
-    world = table.live_world("nothing can be verified")
+    world = table.live_world()
     specs = [entry.spec for entry in list(table.entries.values())]
 
     def proposal() -> list[str]:
@@ -146,7 +142,7 @@ def describe(spec: GroupSpec) -> str:
         members = f" (members {digest})"
     view = "" if request.view is None else f" in view {request.view}"
     return as_entry(
-        f"{spec.key} over {spec.groups!r}{members}{view}",
+        f"{spec.title} over {spec.groups!r}{members}{view}",
         {
             "backend": options.backend,
             "timeout": request.options.timeout,
@@ -168,19 +164,18 @@ class Creation:
         scope: The ranks; None where the calling rank takes no part.
         title: The call, as users know it.
         entries: The reserved entries, in the order of creation.
+        limit_s: Within how many seconds all ranks must have finished.
         labels: The name of each grid, where there are several.
-        preamble: What ranks agree on besides the entries.
-        limit_s: Within how many seconds all ranks must have finished; default: the longest timeout
-            of the groups.
+        preamble: What ranks agree on in addition to the entries.
         prepare: Called once all ranks have arrived, before the groups are created.
     """
 
     scope: Scope | None
     title: str
     entries: Sequence[Entry]
+    limit_s: float
     labels: Mapping[GroupTable, str] = attrs.field(factory=dict)
     preamble: Sequence[str] = ()
-    limit_s: float | None = None
     prepare: Callable[[], None] | None = None
     _made: dict[Communicator, ProcessGroup | None] = attrs.field(factory=dict, init=False)
 
@@ -197,22 +192,18 @@ class Creation:
         """
         result = Result(None)
         if self.scope is not None:
-            limit_s = self._longest_s() if self.limit_s is None else self.limit_s
-            result = together(self.scope, self.title, self.proposal, limit_s, self.work, self.undo)
+            result = together(
+                self.scope, self.title, self.proposal, self.limit_s, self.work, self.undo
+            )
         self.commit()
         return result
-
-    def _longest_s(self) -> float:
-        specs = [entry.spec for entry in self.entries]
-        return max(limit_of(spec.options.timeout, spec.world) for spec in specs)
 
     def proposal(self) -> list[str]:
         """Return what must be equal on all ranks."""
         lines = list(self.preamble)
         for entry in self.entries:
-            label = self.labels.get(entry.table)
             text = describe(entry.spec)
-            lines.append(f"{label}: {text}" if label else text)
+            lines.append(f"{self.labels[entry.table]}: {text}" if self.labels else text)
         return lines
 
     def work(self, call: Call[None]) -> None:
@@ -228,10 +219,9 @@ class Creation:
         with torchdist.one_device(self._undo_gloo) if is_batch else contextlib.nullcontext():
             for communicator, table in missing.items():
                 spec = communicator.spec
-                label = self.labels.get(table)
-                name = f"{call.name}/{label}: {spec.key}" if label else f"{call.name}/{spec.key}"
-                former = communicator.former
-                self._made[communicator] = create_group(spec, name, wait, former)
+                title = f"{self.labels[table]}: {spec.title}" if self.labels else spec.title
+                pg = create_group(spec, f"{call.name}/{title}", wait, communicator.former)
+                self._made[communicator] = pg
 
     def undo(self) -> None:
         """Destroy what was created, except for groups that existed before."""

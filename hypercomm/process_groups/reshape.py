@@ -138,8 +138,8 @@ def reshape(
             scope,
             f"reshape() of {old.label}",
             entries,
+            limit_s,
             preamble=preamble,
-            limit_s=limit_s,
             prepare=old.end_groups if staying else None,
         )
         result = creation.run()

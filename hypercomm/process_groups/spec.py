@@ -68,9 +68,8 @@ class GroupRequest:
         """Return all groups over the dims, or what `derive` returns for them.
 
         Raises:
-            GroupOptionsError: An option is wrong, or `derive` is.
+            GroupOptionsError: `derive` is wrong, or the key has no name for its groups.
         """
-        self.options.check()
         groups = groups_over(self.layout, self.key.dims)
         if self.derive is None:
             return groups
@@ -91,9 +90,11 @@ class GroupSpec:
 
     Attributes:
         key: The key of the request.
+        title: The key as text.
         request: The request.
         groups: All groups over the dims, or what `derive` returned for them.
         options: The options with the defaults of the job, except for the description.
+        group_desc: The description that torch's logs show.
         strategy: How the group is created: "local", "split" or "enumerate"; "adopted" for a group
             of a DeviceMesh.
         reason: Why by this strategy.
@@ -101,9 +102,11 @@ class GroupSpec:
     """
 
     key: GroupKey
+    title: str
     request: GroupRequest
     groups: RankGroups
     options: GroupOptions
+    group_desc: str
     strategy: str
     reason: str
     world: World
@@ -111,21 +114,17 @@ class GroupSpec:
     @cached_property
     def own(self) -> tuple[int, tuple[int, ...]] | None:
         """The index and the ranks of the calling rank's group; None if it is in none."""
+        rank = self.world.rank
         try:
-            index, _ = self.groups.locate(self.world.rank)
+            index, _ = self.groups.locate(rank)
         except RankOutsideError:
             return None
-        return index, self.groups[index]
+        return index, self.groups.of(rank)
 
     @property
     def ranks(self) -> tuple[int, ...] | None:
         """The ranks of the calling rank's group; None if it is in none."""
         return None if self.own is None else self.own[1]
-
-    @property
-    def group_desc(self) -> str:
-        """The description that torch's logs show."""
-        return self.request.options.group_desc or str(self.key)
 
     def sort_key(self) -> tuple[str, int, tuple[int, ...], str]:
         """Return a key for `sorted`, which gives the specs of a grid one order on all ranks."""

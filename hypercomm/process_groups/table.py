@@ -81,15 +81,15 @@ class Entry:
         table: The table.
         spec: The request, resolved.
         communicator: The communicator.
-        state: "reserved" while it is created, then "live"; "ended" once `end_groups` has ended it.
         settled: Set once the entry is not reserved any more.
+        state: "reserved" while it is created, then "live"; "ended" once `end_groups` has ended it.
     """
 
     table: GroupTable = attrs.field(repr=False)
     spec: GroupSpec
     communicator: Communicator
+    settled: threading.Event
     state: Literal["reserved", "live", "ended"] = RESERVED
-    settled: threading.Event = attrs.field(factory=lambda: threading.Event())  # noqa: PLW0108
 
 
 class GroupTable:
@@ -146,11 +146,11 @@ class GroupTable:
         """Return the calling rank in the world of the grid, unless another one is given."""
         return rank_in_world(explicit, self.given_world)
 
-    def live_world(self, what: str) -> World:
+    def live_world(self, key: GroupKey | None = None) -> World:
         """Return the world of the grid, whose ranks must be those that the layout numbers.
 
         Args:
-            what: What cannot be done without a world, for the error.
+            key: The key of the groups that are created, if any, for the error.
 
         Raises:
             NotInitializedError: torch.distributed is not initialised.
@@ -159,9 +159,10 @@ class GroupTable:
         """
         world = self.given_world or current_or_none()
         if world is None:
+            groups = "process groups" if key is None else f"the groups over {key}"
             raise NotInitializedError(
-                f"torch.distributed is not initialised, so {what}; call hypercomm.join(), or "
-                f"torch.distributed.init_process_group()"
+                f"torch.distributed is not initialised, so {groups} cannot be created; call "
+                f"hypercomm.join(), or torch.distributed.init_process_group()"
             )
         if world is not self._checked_world:
             self._check_world(world)
@@ -190,7 +191,7 @@ class GroupTable:
             CreationError: The strategy cannot work here.
             NotInitializedError, WorldSizeError: As for `live_world`.
         """
-        world = self.live_world(f"the groups over {request.key} cannot be created")
+        world = self.live_world(request.key)
         groups = request.find_groups()
         options = request.options
         known = self._plans.get(options) if options.pg_options is None else None
@@ -199,8 +200,17 @@ class GroupTable:
             known = plan(world, groups, options, self.creation, by_all=by_all)
             if known.is_general:
                 self._plans[options] = known
+        title = str(request.key)
         return GroupSpec(
-            request.key, request, groups, known.options, known.strategy, known.reason, world
+            request.key,
+            title,
+            request,
+            groups,
+            known.options,
+            options.group_desc or title,
+            known.strategy,
+            known.reason,
+            world,
         )
 
     def get(self, key: GroupKey) -> ProcessGroup | None:
@@ -243,9 +253,7 @@ class GroupTable:
         return entry
 
     def find_shared(self, spec: GroupSpec) -> Communicator | None:
-        """Return the communicator of another key that can serve a spec, the lender's first."""
-        if spec.request.share != "identical":
-            return None
+        """Return the communicator that can serve a spec that shares, the lender's first."""
         lent = None if self.lender is None else self.lender().find_shared(spec)
         if lent is not None:
             return lent
@@ -260,12 +268,13 @@ class GroupTable:
         """Enter a group that a DeviceMesh owns."""
         request = GroupRequest(GroupKey((dim,)), self.layout)
         options = GroupOptions(backend=None if pg is None else torchdist.backend_of(pg))
-        world = self.live_world("no groups of a mesh can be used")
+        world = self.live_world()
         reason = "a DeviceMesh created it, and stays its owner"
         groups = request.find_groups()
-        spec = GroupSpec(request.key, request, groups, options, "adopted", reason, world)
-        entry = Entry(self, spec, Communicator(spec, pg, is_created=True, is_owned=False), LIVE)
-        entry.communicator.users[entry] = None
+        spec = GroupSpec(request.key, dim, request, groups, options, dim, "adopted", reason, world)
+        communicator = Communicator(spec, pg, is_created=True, is_owned=False)
+        entry = Entry(self, spec, communicator, threading.Event(), LIVE)
+        communicator.users[entry] = None
         entry.settled.set()
         self.entries[spec.key] = entry
 
@@ -275,10 +284,12 @@ class GroupTable:
         if entry is None and self.world is None:
             return Explanation.before_world(request)
         spec = self.resolve(request) if entry is None else entry.spec
-        communicator = self.find_shared(spec) if entry is None else entry.communicator
-        creator = entry if communicator is None else next(iter(communicator.users))
+        communicator = None if entry is None else entry.communicator
+        if entry is None and request.share == "identical":
+            communicator = self.find_shared(spec)
         served_by = None
-        if creator is not entry and creator is not None:
+        creator = entry if communicator is None else next(iter(communicator.users))
+        if creator is not None and creator is not entry:
             served_by = str(creator.spec.key) if creator.table is self else "another grid"
         return Explanation.of(spec, served_by)
 
@@ -288,13 +299,13 @@ class GroupTable:
         """Return the ranks that create a group together; None where this rank takes no part."""
         world = spec.world
         if spec.strategy != "local":
-            return self.identity.scope(world, f"{spec.key}/all", range(world.size))
+            return self.identity.scope(world, f"{spec.title}/all", range(world.size))
         if self.is_verified:
             return self.grid_scope(world)
         if spec.own is None:
             return None
         index, ranks = spec.own
-        return self.identity.scope(world, f"{spec.key}/{index}", ranks)
+        return self.identity.scope(world, f"{spec.title}/{index}", ranks)
 
     def grid_scope(self, world: World) -> Scope:
         """Return the scope of the calls that all ranks of the grid make."""
@@ -322,7 +333,8 @@ class GroupTable:
             GroupOptionsError: The backend cannot run here.
             CreationError: Another thread reshapes the grid.
         """
-        self.check_steady()
+        if self.is_reshaping:
+            self.check_steady()  # raises
         key = spec.key
         existing = self.entries.get(key)
         if existing is not None:
@@ -331,8 +343,11 @@ class GroupTable:
             check_backend(spec.options.backend)
         if spec.strategy == "enumerate":
             self._warn_of_enumeration(spec)
-        communicator = communicator or self.find_shared(spec) or Communicator(spec)
-        entry = Entry(self, spec, communicator)
+        if communicator is None and spec.request.share == "identical":
+            communicator = self.find_shared(spec)
+        if communicator is None:
+            communicator = Communicator(spec)
+        entry = Entry(self, spec, communicator, threading.Event())
         communicator.users[entry] = None
         self.entries[key] = entry
         return entry
@@ -461,7 +476,8 @@ class GroupTable:
             GridDestroyedError: As for `check_alive`.
             NotInitializedError: torch.distributed was initialised when the grid was made.
         """
-        self.check_alive()
+        if self.is_destroyed or os.getpid() != self._process:
+            self.check_alive()  # raises
         if self.given_world is None and self.origin is not None and dist.group.WORLD is None:
             torchdist.world_group()  # raises
 
@@ -535,7 +551,8 @@ def reserved(
 def _find_under_way(wanted: Sequence[tuple[GroupTable, GroupSpec]]) -> Entry | None:
     """Return an entry that another thread creates, and whose group a key will share."""
     for table, spec in wanted:
-        communicator = table.find_shared(spec)
+        is_shared = spec.request.share == "identical"
+        communicator = table.find_shared(spec) if is_shared else None
         if communicator is not None and not communicator.is_created:
             return next(iter(communicator.users))
     return None
