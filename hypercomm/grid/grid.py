@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NoReturn, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
 
 import attrs
 import numpy as np
@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 
 from hypercomm.errors import GroupOptionsError, HyperCommError, UnknownDimError
 from hypercomm.grid.arguments import (
+    OF_ONE_GROUP,
     Cover,
     Creation,
     GivenSizes,
@@ -58,7 +59,7 @@ from hypercomm.process_groups.agreement.calls import limit_of, refusing
 from hypercomm.process_groups.agreement.grid import GridAgreement
 from hypercomm.process_groups.creation import create, create_all, ensure, verify
 from hypercomm.process_groups.explanation import Explanation
-from hypercomm.process_groups.options import GroupOptions, check_timeout
+from hypercomm.process_groups.options import check_timeout
 from hypercomm.process_groups.reshape import Reshaped, reshape, successor
 from hypercomm.process_groups.spec import GroupKey, GroupRequest
 from hypercomm.process_groups.table import Entry, GroupTable
@@ -593,25 +594,21 @@ class GridView:
         self, call: str, dims: Dims, more: tuple[Dims, ...], given: GroupKeywords
     ) -> GroupRequest:
         """Check the arguments of a call, and complete them with the options of the grid."""
+        state = self._state
+        options = state.options
+        wanted = options.of_groups
         if given:
             check_keywords(call, given, GroupKeywords.__annotations__)
             check_choices(given.get("creation"), given.get("share"))
-        state = self._state
-        options = state.options
         key, view = self._key((dims, *more) if more else dims, given.get("name"), given.get("view"))
-        backend = given.get("backend")
-        lazy_init = given.get("lazy_init")
-        wanted = GroupOptions(
-            options.backend if backend is None else backend,
-            given.get("timeout"),
-            given.get("pg_options"),
-            given.get("group_desc"),
-            options.lazy_init if lazy_init is None else lazy_init,
-            given.get("creation"),
-            options.enable_reconfigure,
-        )
+        wanted = options.of_groups
         if given:
-            wanted.check()
+            values = cast("Mapping[str, Any]", given)
+            replaced = {name: values[name] for name in OF_ONE_GROUP if name in values}
+            replaced = {name: value for name, value in replaced.items() if value is not None}
+            if replaced:
+                wanted = attrs.evolve(wanted, **replaced)
+                wanted.check()
         return GroupRequest(
             key,
             state.views.base if key.view is None or view is None else view.layout,

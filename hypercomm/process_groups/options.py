@@ -16,7 +16,7 @@ from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.world import World
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class GroupOptions:
     """The options of one creation, as given; None where the default holds.
 

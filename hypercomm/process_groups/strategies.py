@@ -37,19 +37,19 @@ class Plan:
         options: The options with the defaults of the world.
         strategy: The name of the strategy.
         reason: Why by this strategy.
-        is_general: Whether it holds for all groups, not only for those that it was made for.
     """
 
     options: GroupOptions
     strategy: str
     reason: str
-    is_general: bool
 
 
 def plan(
     world: World, groups: RankGroups, given: GroupOptions, creation: str, *, by_all: bool
 ) -> Plan:
     """Decide how groups are created in a world, and complete their options.
+
+    A plan that holds for all groups is made once in a world.
 
     Args:
         world: The world.
@@ -63,6 +63,10 @@ def plan(
         CreationError: The requested strategy cannot work here; the message has the reason, and
             the strategies that would work.
     """
+    asked = given, creation, by_all
+    known: Plan | None = world.choices.get(asked) if given.pg_options is None else None
+    if known is not None:
+        return known
     creation = given.creation or creation
     if given.enable_reconfigure and creation != "local":
         if creation != "auto":
@@ -72,10 +76,11 @@ def plan(
             )
         creation = "local"
     strategy, reason = _choose(world, groups, given, creation, by_all=by_all)
-    options = given.resolve(world)
-    can_split = torchdist.split_device() is not None
-    is_general = strategy == "local" and not can_split and given.pg_options is None
-    return Plan(options, strategy, reason, is_general)
+    made = Plan(given.resolve(world), strategy, reason)
+    depends_on_groups = strategy != "local" or torchdist.split_device() is not None
+    if not depends_on_groups and given.pg_options is None:
+        world.choices[asked] = made
+    return made
 
 
 def _choose(

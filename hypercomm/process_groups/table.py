@@ -35,7 +35,7 @@ from hypercomm.process_groups.agreement.grid import GridAgreement
 from hypercomm.process_groups.explanation import Explanation
 from hypercomm.process_groups.options import GroupOptions, check_backend
 from hypercomm.process_groups.spec import GroupKey, GroupRequest, GroupSpec
-from hypercomm.process_groups.strategies import Plan, plan
+from hypercomm.process_groups.strategies import plan
 from hypercomm.process_groups.world import World, current_or_none, rank_in_world
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,6 @@ class GroupTable:
         self.given_world = None if world is None or world.is_default else world
         self.origin = self.world
         self._checked_world: World | None = None
-        self._plans: dict[GroupOptions, Plan] = {}
         self._process = os.getpid()
         self._warned: set[str] = set()
         if self.given_world is not None:
@@ -178,7 +177,6 @@ class GroupTable:
         last = self.layout.last_rank
         if last >= world.size:
             raise world_too_small(f"the grid {self.layout}", last, world.size)
-        self._plans.clear()
         self._checked_world = world
 
     # ---- entries --------------------------------------------------------------------------------
@@ -194,12 +192,8 @@ class GroupTable:
         world = self.live_world(request.key)
         groups = request.find_groups()
         options = request.options
-        known = self._plans.get(options) if options.pg_options is None else None
-        if known is None:
-            by_all = self.layout.size == world.size
-            known = plan(world, groups, options, self.creation, by_all=by_all)
-            if known.is_general:
-                self._plans[options] = known
+        by_all = self.layout.size == world.size
+        known = plan(world, groups, options, self.creation, by_all=by_all)
         title = str(request.key)
         return GroupSpec(
             request.key,
@@ -596,7 +590,8 @@ def enter(entries: Iterable[Entry], made: Mapping[Communicator, ProcessGroup | N
                 entry.state = LIVE
                 known[key] = known.pop(key)
         unused = [pg for one, pg in made.items() if pg is not None and not one.users]
-    torchdist.destroy(unused)
+    if unused:
+        torchdist.destroy(unused)
 
 
 # ---- the texts of errors -----------------------------------------------------------------------

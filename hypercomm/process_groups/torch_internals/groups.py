@@ -106,32 +106,30 @@ def new_group(
     members = list(ranks)
     singles = single_backends(backend)
     more = {"enable_reconfigure": True} if enable_reconfigure else {}
-    with contextlib.ExitStack() as stack:
-        own_store: GlooStore | None = None
-        if "gloo" in singles:
-            is_lazy = stack.enter_context(lazy_init_of_gloo.set_to(lazy_init))
-            is_plain = singles == ("gloo",) and not enable_reconfigure
-            if is_plain and not is_lazy and not uses_torchcomms():
-                own_store = GlooStore(store, len(members), wait, stale)
-                stack.enter_context(on_that_device())
-        alone = made_alone(backend, pg_options, timeout, lazy_init)
-        pg_options, device = stack.enter_context(alone)
-        if enable_reconfigure:
-            stack.enter_context(in_one_place())
+    own_store: GlooStore | None = None
+    nothing = contextlib.nullcontext()
+    with (
+        lazy_init_of_gloo.set_to(lazy_init) if "gloo" in singles else nothing as is_lazy,
+        made_alone(backend, pg_options, timeout, lazy_init) as (backend_options, device),
+        in_one_place() if enable_reconfigure else nothing,
+    ):
+        if singles == ("gloo",) and not (is_lazy or enable_reconfigure or uses_torchcomms()):
+            own_store = GlooStore(store, len(members), wait, stale)
         try:
-            group, _ = _torch._new_process_group_helper(
-                len(members),
-                members.index(rank),
-                members if is_default else [],
-                backend,
-                own_store or store,
-                group_name=name,
-                backend_options=pg_options,
-                timeout=timeout,
-                device_id=device,
-                group_desc=group_desc,
-                **more,
-            )
+            with nothing if own_store is None else on_that_device():
+                group, _ = _torch._new_process_group_helper(
+                    len(members),
+                    members.index(rank),
+                    members if is_default else [],
+                    backend,
+                    own_store or store,
+                    group_name=name,
+                    backend_options=backend_options,
+                    timeout=timeout,
+                    device_id=device,
+                    group_desc=group_desc,
+                    **more,
+                )
         except Exception as error:
             if own_store is None:
                 raise
@@ -154,7 +152,7 @@ def _numbers(members: list[int]) -> dict[int, int]:
     known: dict[int, int] = _torch._world.pg_group_ranks.get(dist.group.WORLD, {})
     if len(members) == len(known) and members == list(known):
         return known
-    return {member: at for at, member in enumerate(members)}
+    return dict(zip(members, range(len(members)), strict=True))
 
 
 def split_group(
