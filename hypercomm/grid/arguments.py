@@ -32,7 +32,7 @@ GivenSizes = str | Mapping[str, int] | Iterable[int]
 Sizes = GivenSizes | RankLayout | HasLayout | None
 """The sizes of a grid's dims, or a layout; None stands for those of the environment."""
 
-Creation = Literal["auto", "enumerate", "local", "split"]
+StrategyName = Literal["auto", "enumerate", "local", "split"]
 Share = Literal["never", "identical"]
 Cover = Literal["any", "exact"]
 CREATIONS = ("auto", *STRATEGIES)
@@ -55,7 +55,7 @@ class GroupKeywords(SharedKeywords, total=False):
     pg_options: Any
     group_desc: str | None
     derive: Derive | None
-    creation: Creation | None
+    creation: StrategyName | None
     lazy_init: bool | None
 
 
@@ -74,7 +74,7 @@ class SetArguments(TypedDict, total=False):
 
     name: str | None
     backend: str | None
-    creation: Creation
+    creation: StrategyName
     share: Share
     lazy_init: bool | None
     verify: bool | None
@@ -91,7 +91,7 @@ class GridOptions:
 
     backend: str | None
     name: str | None
-    creation: Creation
+    creation: StrategyName
     share: Share
     lazy_init: bool | None
     verify: bool = attrs.field(converter=as_verified)

@@ -214,7 +214,10 @@ class Creation:
         if self.prepare is not None:
             self.prepare()
         wait = None if call.scope.is_alone else call.wait
-        missing = self._missing()
+        missing: dict[Communicator, GroupTable] = {}
+        for entry in self.entries:
+            if not entry.communicator.is_created:
+                missing.setdefault(entry.communicator, entry.table)
         is_batch = len(missing) > 1
         with torchdist.one_device(self._undo_gloo) if is_batch else contextlib.nullcontext():
             for communicator, table in missing.items():
@@ -236,14 +239,6 @@ class Creation:
         enter(self.entries, self._made)
         for entry in self.entries:
             entry.table.check_alive()
-
-    def _missing(self) -> dict[Communicator, GroupTable]:
-        """Return the communicators that do not exist, with the table that each is created for."""
-        missing: dict[Communicator, GroupTable] = {}
-        for entry in self.entries:
-            if not entry.communicator.is_created:
-                missing.setdefault(entry.communicator, entry.table)
-        return missing
 
     def _undo_gloo(self) -> None:
         made = [(one, pg) for one, pg in self._made.items() if pg is not None]

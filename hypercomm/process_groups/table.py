@@ -528,48 +528,43 @@ def reserved(
     Raises:
         GroupExistsError: A key is taken.
     """
-    while True:
-        with _lock:
-            under_way = _find_under_way(wanted)
-            if under_way is None:
-                entries = _reserve_all(wanted, kept or {})
-                break
-        under_way.settled.wait()
+    entries: list[Entry] = []
     try:
+        while (under_way := _reserve(wanted, kept or {}, entries)) is not None:
+            under_way.settled.wait()
         yield entries
     finally:
         with _lock:
-            _release_reserved(entries)
+            for entry in entries:
+                if entry.state == RESERVED:
+                    entry.table.release([entry])
+                entry.settled.set()
 
 
-def _find_under_way(wanted: Sequence[tuple[GroupTable, GroupSpec]]) -> Entry | None:
-    """Return an entry that another thread creates, and whose group a key will share."""
-    for table, spec in wanted:
-        is_shared = spec.request.share == "identical"
-        communicator = table.find_shared(spec) if is_shared else None
-        if communicator is not None and not communicator.is_created:
-            return next(iter(communicator.users))
-    return None
+def _reserve(
+    wanted: Sequence[tuple[GroupTable, GroupSpec]],
+    kept: Mapping[GroupKey, Communicator],
+    entries: list[Entry],
+) -> Entry | None:
+    """Reserve all keys, unless another thread creates a group that one of them will share.
 
+    Args:
+        wanted: The keys, with their tables.
+        kept: Communicators that serve keys, by key.
+        entries: Receives the entries.
 
-def _reserve_all(
-    wanted: Sequence[tuple[GroupTable, GroupSpec]], kept: Mapping[GroupKey, Communicator]
-) -> list[Entry]:
-    entries: list[Entry] = []
-    try:
+    Returns:
+        The entry of the other thread, with nothing reserved; None if all keys are reserved.
+    """
+    with _lock:
+        for table, spec in wanted:
+            is_shared = spec.request.share == "identical"
+            communicator = table.find_shared(spec) if is_shared else None
+            if communicator is not None and not communicator.is_created:
+                return next(iter(communicator.users))
         for table, spec in wanted:
             entries.append(table.reserve(spec, kept.get(spec.key)))
-    except BaseException:
-        _release_reserved(entries)
-        raise
-    return entries
-
-
-def _release_reserved(entries: Iterable[Entry]) -> None:
-    for entry in entries:
-        if entry.state == RESERVED:
-            entry.table.release([entry])
-        entry.settled.set()
+    return None
 
 
 def enter(entries: Iterable[Entry], made: Mapping[Communicator, ProcessGroup | None]) -> None:

@@ -128,11 +128,14 @@ class Patch:
     def applied(self, owner: Any, ours: Any) -> Iterator[None]:
         """Replace the attribute of `owner` within a `with` block."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._users or self._ours == ours)
+            if self._users and self._ours != ours:
+                self._changed.wait_for(lambda: not self._users or self._ours == ours)
             if not self._users:
-                self._owner, self._ours = owner, ours
+                self._owner = owner
+                self._ours = ours
                 self._original = self._read(owner, self._name)
-                self._set(ours)
+                if self._original is not ours:
+                    setattr(owner, self._name, ours)
             self._users += 1
         try:
             yield
@@ -140,13 +143,10 @@ class Patch:
             with self._changed:
                 self._users -= 1
                 if not self._users:
-                    self._set(self._original)
+                    if self._original is not ours:
+                        setattr(owner, self._name, self._original)
                     self._owner = self._original = self._ours = None
                     self._changed.notify_all()
-
-    def _set(self, value: Any) -> None:
-        if self._original is not self._ours:
-            setattr(self._owner, self._name, value)
 
 
 # ---- backends, their options, and those of WORLD ------------------------------------------------
