@@ -6,9 +6,8 @@ A DeviceMesh numbers its ranks with the LAST dim varying fastest, a grid with th
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 from weakref import ref
 
 import attrs
@@ -21,12 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_ordered
-from hypercomm.layout.parsing import as_dims
+from hypercomm.layout.parsing import Dims, as_dims
 from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as torchdist
-
-if TYPE_CHECKING:
-    from hypercomm.grid.grid import GridView
+from hypercomm.process_groups.table import GroupTable
 
 _IN_ORDER = "_hypercomm_in_order"
 """Set on a mesh whose groups have its ranks in its order, on every rank."""
@@ -48,22 +45,31 @@ _SORTED = (
 
 
 def as_mesh(
-    view: GridView,
-    dims: Sequence[str | Iterable[str]],
+    layout: RankLayout,
+    table: GroupTable,
+    group_over: Callable[[tuple[str, ...]], ProcessGroup],
+    spans: Mapping[str, tuple[str, ...]],
     device_type: str | None,
     flatten: Mapping[str, Sequence[str]] | None,
 ) -> DeviceMesh:
-    """Return the mesh for `HyperCommGrid.device_mesh`, which documents the arguments."""
-    layout = view.layout
-    spans = read_dims(view, dims)
+    """Return the mesh for `HyperCommGrid.device_mesh`, which documents the arguments.
+
+    Args:
+        layout: The layout of the grid or view.
+        table: The process groups of the grid.
+        group_over: Returns the calling rank's process group over some dims.
+        spans: The result of `read_dims`.
+        device_type: The type of the devices.
+        flatten: The dims that get a further name together.
+    """
     joint = read_flatten(tuple(spans), flatten)
-    here = layout.coords(view._table.rank())  # raises on a rank outside
-    groups = [view[names].group for names in spans.values()]
+    here = layout.coords(table.rank())  # raises on a rank outside
+    groups = [group_over(names) for names in spans.values()]
     used = [name for names in spans.values() for name in names]
     others = {name: at for name, at in here.items() if name not in used}
     shape = [layout.size_of(names) for names in spans.values()]
     ranks = layout.select(**others).enumerate_ranks(used).reshape(shape)
-    world = view._table.given_world
+    world = table.given_world
     default = None if world is None else world.pg  # a mesh asks it for the rank
     with nullcontext() if default is None else torchdist.shown_as_default(default):
         mesh = DeviceMesh.from_group(
@@ -77,7 +83,7 @@ def as_mesh(
         torchdist.keep_mesh_order(mesh)  # of its slices too, which torch would sort
     named = dict(zip(spans, groups, strict=True))
     for name, parts in joint.items():
-        named[name] = view[[dim for part in parts for dim in spans[part]]].group
+        named[name] = group_over(tuple(dim for part in parts for dim in spans[part]))
         torchdist.flatten_mesh(mesh, parts, name, named[name])
     _check_equal_meshes(mesh, named)
     return mesh
@@ -134,28 +140,36 @@ def _check_equal_meshes(mesh: DeviceMesh, groups: Mapping[str, ProcessGroup]) ->
                 )
 
 
-def read_dims(view: GridView, dims: Sequence[str | Iterable[str]]) -> dict[str, tuple[str, ...]]:
-    """Return the names of the dims of a mesh, and the dims of the view that each one spans.
+def read_dims(
+    dim_names: Sequence[str],
+    order: Callable[[Dims], tuple[str, ...]],
+    dims: Sequence[str | Iterable[str]],
+) -> dict[str, tuple[str, ...]]:
+    """Return the names of the dims of a mesh, and the dims of the layout that each one spans.
+
+    Args:
+        dim_names: The dims of the layout.
+        order: Returns dims in the order of the layout.
+        dims: The dims of the mesh, as for `HyperCommGrid.device_mesh`.
 
     Raises:
         UnknownDimError, LayoutError: As for `RankLayout.order_dims`, or a dim is used twice.
         LayoutError: Several dims are in an order in which no process group has its ranks.
 
     Example:
-        >>> from hypercomm import HyperCommGrid
-        >>> grid = HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"], world_size=8)
-        >>> read_dims(grid, ["dp+cp", "tp"])
+        >>> layout = RankLayout([2, 2, 2], ["tp", "cp", "dp"])
+        >>> read_dims(layout.dim_names, layout.order_dims, ["dp+cp", "tp"])
         {'dp_cp': ('dp', 'cp'), 'tp': ('tp',)}
-        >>> read_dims(grid, [])
+        >>> read_dims(layout.dim_names, layout.order_dims, [])
         {'dp': ('dp',), 'cp': ('cp',), 'tp': ('tp',)}
     """
     read = [
         as_dims(item if isinstance(item, str) else as_ordered(item, "a dim of a mesh"))
-        for item in dims or tuple(reversed(view.layout.dim_names))
+        for item in dims or tuple(reversed(dim_names))
     ]
-    view._order(read)  # raises for an unknown dim, and one that is used twice
+    order(read)  # raises for an unknown dim, and one that is used twice
     for names in read:
-        ordered = tuple(reversed(view._order(names)))
+        ordered = tuple(reversed(order(names)))
         if names != ordered:
             raise LayoutError(
                 f"in a mesh dim over {names} {names[-1]!r} would vary fastest, but a process group "

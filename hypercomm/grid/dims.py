@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 from numbers import Integral
-from typing import TYPE_CHECKING, overload
+from typing import Protocol, overload
 
 import attrs
 import torch
@@ -19,12 +19,38 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import GroupMissingError, SimulationError
+from hypercomm.grid.arguments import Share, StrategyName
+from hypercomm.layout import RankLayout
 from hypercomm.layout.groups import ArrayGroups, Place, RankGroups
-from hypercomm.layout.views import Views
+from hypercomm.layout.parsing import Dims
 from hypercomm.process_groups import torch_internals as torchdist
+from hypercomm.process_groups.spec import Derive
+from hypercomm.process_groups.table import GroupTable
 
-if TYPE_CHECKING:
-    from hypercomm.grid.grid import GridView
+
+class HasGroups(Protocol):
+    """A grid or a view, as far as its dims use it."""
+
+    @property
+    def layout(self) -> RankLayout:
+        """The numbering of the ranks, which a reshape replaces."""
+
+    @property
+    def _table(self) -> GroupTable: ...
+
+    def get_pg(self, dims: Dims, *, name: str | None = None) -> ProcessGroup | None:
+        """Return a process group that was created before."""
+
+    def ensure_pg(
+        self,
+        dims: Dims,
+        *,
+        name: str | None = None,
+        derive: Derive | None = None,
+        creation: StrategyName | None = None,
+        share: Share | None = None,
+    ) -> ProcessGroup | None:
+        """Create a process group on the first call, and return the same one afterwards."""
 
 
 class Size(int):
@@ -65,11 +91,11 @@ class GridDims:
 
     __slots__ = ("_known", "_view", "dims")
 
-    def __init__(self, view: GridView, dims: tuple[str, ...]) -> None:
+    def __init__(self, view: HasGroups, dims: tuple[str, ...]) -> None:
         self._view = view
         self.dims = dims
-        self._known: tuple[Views, int, Place] | None = None
-        """The last place that was computed, and the views and the rank that it holds for."""
+        self._known: tuple[RankLayout, int, Place] | None = None
+        """The last place that was computed, and the layout and the rank that it holds for."""
 
     # ---- the calling rank -----------------------------------------------------------------------
 
@@ -119,11 +145,11 @@ class GridDims:
 
     @property
     def _place(self) -> Place:
-        view, rank = self._view, self._view._table.rank()
-        views, known = view._state.views, self._known
-        if known is None or known[0] is not views or known[1] != rank:
-            place = views.layout_of(view._view).place(rank, self.dims)
-            known = self._known = views, rank, place
+        rank = self._view._table.rank()
+        layout = self._view.layout
+        known = self._known
+        if known is None or known[0] is not layout or known[1] != rank:
+            known = self._known = layout, rank, layout.place(rank, self.dims)
         return known[2]
 
     # ---- the group ------------------------------------------------------------------------------

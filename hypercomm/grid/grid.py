@@ -42,6 +42,7 @@ from hypercomm.grid.arguments import (
     check_name,
     read_target,
 )
+from hypercomm.grid.connect import Connection, connect
 from hypercomm.grid.dims import GridDims, PipelineEdges, Size
 from hypercomm.layout import RankLayout, read_layout
 from hypercomm.layout.checks import (
@@ -69,7 +70,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Self, Unpack  # typing has them from Python 3.11 on
 
-    from hypercomm.grid.connect import Connection
     from hypercomm.tools.blame.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -546,10 +546,12 @@ class GridView:
             ...     print(grid.coords(), tuple(mesh.get_coordinate()), mesh.mesh.tolist())
             {'tp': 1, 'dp': 2} (2, 1) [[0, 1], [2, 3], [4, 5], [6, 7]]
         """
-        from hypercomm.grid.device_mesh import as_mesh
+        from hypercomm.grid.device_mesh import as_mesh, read_dims
 
         self._table.check_alive()
-        mesh = as_mesh(self, dims, device_type, flatten)
+        spans = read_dims(self.layout.dim_names, self._order, dims)
+        group_over = lambda names: self[names].group  # noqa: E731 - the first use creates it
+        mesh = as_mesh(self.layout, self._table, group_over, spans, device_type, flatten)
         self._state.gave_meshes = True
         return mesh
 
@@ -683,8 +685,6 @@ class GridView:
             pp edge (5, 7) 0.0
             pp edge (3, 5) 0.0
         """
-        from hypercomm.grid.connect import connect
-
         self._table.check_alive()
         check_timeout(timeout)
         table = self._table
