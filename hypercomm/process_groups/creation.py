@@ -1,4 +1,4 @@
-"""The creation of process groups: of one, of several, and of those of a reshape.
+"""Creates process groups: one, several in one call, and the groups of a reshape.
 
     spec = table.resolve(request)                   values only: groups, options, strategy
     scope = table.scope_of(spec)                    the ranks that must agree
@@ -42,7 +42,7 @@ def create(table: GroupTable, spec: GroupSpec) -> ProcessGroup | None:
 
     Raises:
         GroupExistsError: The key is taken.
-        PlanMismatchError, GroupCreationTimeout, LateRankError, CreationError: As for `together`.
+        PlanMismatchError, GroupCreationTimeout, LateRankError, CreationError: See `together`.
     """
     with reserved([(table, spec)]) as entries:
         communicator = entries[0].communicator
@@ -58,7 +58,7 @@ def ensure(table: GroupTable, spec: GroupSpec) -> ProcessGroup | None:
 
     Raises:
         GroupOptionsError: The group was created with other options, or for other ranks.
-        Exception: As for `create`.
+        Exception: The errors of `create`.
     """
     while True:
         entry = table.find(spec)
@@ -161,12 +161,12 @@ class Creation:
     """Groups that ranks create together: all of them on all ranks, or none.
 
     Attributes:
-        scope: The ranks; None where the calling rank takes no part.
+        scope: The ranks, or None if the calling rank does not take part.
         title: The call, as users know it.
         entries: The reserved entries, in the order of creation.
         limit_s: Within how many seconds all ranks must have finished.
         labels: The name of each grid, where there are several.
-        preamble: What ranks agree on in addition to the entries.
+        preamble: Further lines that must be equal on all ranks.
         prepare: Called once all ranks have arrived, before the groups are created.
     """
 

@@ -18,7 +18,7 @@ class Explanation:
     Attributes:
         key: The dims and the name.
         groups: All the groups over them.
-        backend: Their backend; None before torch.distributed is initialised.
+        backend: Their backend, or None before torch.distributed is initialised.
         strategy: "local", "split" or "enumerate"; "adopted" where a DeviceMesh made the group.
         reason: Why this strategy.
         alternatives: Why each other strategy was not used, by its name.

@@ -18,7 +18,7 @@ from hypercomm.process_groups.world import World
 
 @attrs.frozen(cache_hash=True)
 class GroupOptions:
-    """The options of one creation, as given; None where the default holds.
+    """The options of one creation, as given. None stands for the default.
 
     Args:
         backend: "gloo", "nccl", "cpu:gloo,cuda:nccl", ...; default: the backend of WORLD.

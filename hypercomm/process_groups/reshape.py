@@ -116,8 +116,8 @@ def reshape(
         The result for each key, and the exception that interrupted this rank after the agreement.
 
     Raises:
-        PlanMismatchError, GroupCreationTimeout, CreationError: As for `together`; both tables are
-            as they were, except that groups that stay have ended, as after `survivors`.
+        PlanMismatchError, GroupCreationTimeout, CreationError: See `together`. Both tables are as
+            they were, except that groups that stay have ended, as after `survivors`.
     """
     world = scope.world
     is_same_world = old.origin is None or old.origin is world

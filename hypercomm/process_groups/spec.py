@@ -46,13 +46,13 @@ class GroupKey:
 
 @attrs.frozen
 class GroupRequest:
-    """What a call asks for.
+    """The request of one call for a process group.
 
     Attributes:
-        key: The key that the group is to be registered under.
+        key: The key of the group.
         layout: The layout that has the dims of the key.
         view: The view that the call names, also for dims that it shares with the grid.
-        derive: Derives other groups from those over the dims; None without one.
+        derive: Derives other groups from the groups over the dims, or None.
         options: The options as given.
         share: Whether the group may serve other keys: "never" or "identical".
     """
@@ -113,7 +113,7 @@ class GroupSpec:
 
     @cached_property
     def own(self) -> tuple[int, tuple[int, ...]] | None:
-        """The index and the ranks of the calling rank's group; None if it is in none."""
+        """The index and the ranks of the calling rank's group, or None if it is in none."""
         rank = self.world.rank
         try:
             index, _ = self.groups.locate(rank)
@@ -123,7 +123,7 @@ class GroupSpec:
 
     @property
     def ranks(self) -> tuple[int, ...] | None:
-        """The ranks of the calling rank's group; None if it is in none."""
+        """The ranks of the calling rank's group, or None if it is in none."""
         return None if self.own is None else self.own[1]
 
     def sort_key(self) -> tuple[str, int, tuple[int, ...], str]:

@@ -115,7 +115,7 @@ def obstacles(
     lazily: bool | None,
     names: Sequence[str] = (),
 ) -> dict[str, str | None]:
-    """Return why each strategy cannot create groups here, by its name; None if it can.
+    """Return why each strategy cannot create groups here, by its name, or None if it can.
 
     Args:
         world: The world.
@@ -268,7 +268,7 @@ class Strategy(NamedTuple):
 
     Attributes:
         why_not: Returns why it cannot create groups, by backend, groups and `lazy_init`.
-        cost: What it costs, for explanations.
+        cost: Its cost, for explanations.
         create: Creates a group; takes the arguments of `create` below.
     """
 
@@ -313,11 +313,11 @@ def create(
     Args:
         spec: The group.
         name: The name of the groups over its dims, the same on all ranks.
-        wait: Waits for other members; None if there are none.
+        wait: Waits for other members, or None if there are none.
         former: An existing group that is given these members; None creates a new one.
 
     Returns:
-        The group; None where the calling rank is not a member.
+        The group, or None if the calling rank is not a member.
 
     Raises:
         ConnectionFailedError: The members of a gloo group could not connect.

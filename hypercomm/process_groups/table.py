@@ -54,7 +54,7 @@ class Communicator:
 
     Attributes:
         spec: The spec that it is created from.
-        pg: The process group; None before it is created, and where the rank is not a member.
+        pg: The process group, or None before it is created and if the rank is not a member.
         is_created: Whether it exists, on the ranks that are members.
         is_owned: Whether it is destroyed with its last user; else another object owns it.
         users: The entries that use it, the one that it was created for first.
@@ -105,7 +105,7 @@ class GroupTable:
     Attributes:
         entries: The entries, by key; live ones in the order of creation.
         given_world: The world that the grid was given; None: the default one.
-        origin: The world whose ranks the layout numbers; None before there is one.
+        origin: The world whose ranks the layout numbers, or None before there is one.
         is_reshaping: Whether a reshape is under way, which would lose what others create.
     """
 
@@ -138,7 +138,7 @@ class GroupTable:
 
     @property
     def world(self) -> World | None:
-        """The world of the grid; None before there is one."""
+        """The world of the grid, or None before there is one."""
         return self.given_world or current_or_none()
 
     def rank(self, explicit: int | None = None) -> int:
@@ -146,7 +146,7 @@ class GroupTable:
         return rank_in_world(explicit, self.given_world)
 
     def live_world(self, key: GroupKey | None = None) -> World:
-        """Return the world of the grid, whose ranks must be those that the layout numbers.
+        """Return the world of the grid, and check that the layout numbers its ranks.
 
         Args:
             key: The key of the groups that are created, if any, for the error.
@@ -187,7 +187,7 @@ class GroupTable:
         Raises:
             GroupOptionsError: An option is wrong, or `derive` is.
             CreationError: The strategy cannot work here.
-            NotInitializedError, WorldSizeError: As for `live_world`.
+            NotInitializedError, WorldSizeError: See `live_world`.
         """
         world = self.live_world(request.key)
         groups = request.find_groups()
@@ -290,7 +290,7 @@ class GroupTable:
     # ---- scopes ---------------------------------------------------------------------------------
 
     def scope_of(self, spec: GroupSpec) -> Scope | None:
-        """Return the ranks that create a group together; None where this rank takes no part."""
+        """Return the ranks that create a group together, or None if this rank takes no part."""
         world = spec.world
         if spec.strategy != "local":
             return self.identity.scope(world, f"{spec.title}/all", range(world.size))
@@ -306,7 +306,7 @@ class GroupTable:
         return self.identity.scope(world, "calls")
 
     def reshape_scope(self, world: World, ranks: Iterable[int] | None) -> Scope:
-        """Return the scope of a reshape, by all ranks of the grid or by those that continue."""
+        """Return the scope of a reshape, by all ranks of the grid or by the ranks that continue."""
         if ranks is None:
             return self.grid_scope(world)
         # All lists of ranks use one record: the first one holds.
@@ -320,7 +320,7 @@ class GroupTable:
     # ---- changes --------------------------------------------------------------------------------
 
     def reserve(self, spec: GroupSpec, communicator: Communicator | None = None) -> Entry:
-        """Enter a key whose group is to be created, unless a communicator can serve it.
+        """Enter a key, with a communicator that can serve it or with a new one.
 
         Raises:
             GroupExistsError: The key is taken.
@@ -467,7 +467,7 @@ class GroupTable:
         """Raise if the grid is not alive, or if the job that it was made in has ended.
 
         Raises:
-            GridDestroyedError: As for `check_alive`.
+            GridDestroyedError: See `check_alive`.
             NotInitializedError: torch.distributed was initialised when the grid was made.
         """
         if self.is_destroyed or os.getpid() != self._process:
@@ -490,7 +490,7 @@ class GroupTable:
             )
 
     def check_outlasts(self, timeout: timedelta) -> None:
-        """Raise unless a timeout is longer than those of the groups, in which peers may wait.
+        """Raise unless a timeout is longer than the timeout of each group: peers may wait in it.
 
         Raises:
             GroupOptionsError: Names the longest one.
@@ -554,7 +554,7 @@ def _reserve(
         entries: Receives the entries.
 
     Returns:
-        The entry of the other thread, with nothing reserved; None if all keys are reserved.
+        The entry of the other thread, or None if all keys are reserved.
     """
     with _lock:
         for table, spec in wanted:

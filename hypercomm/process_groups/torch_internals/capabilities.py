@@ -119,7 +119,7 @@ class Patch:
         self._ours: Any = None
 
     def original(self, owner: Any) -> Any:
-        """Return the value that `owner` has when it is not replaced; None if it has none."""
+        """Return the value that `owner` has when it is not replaced, or None if it has none."""
         with self._changed:
             is_replaced = self._users and self._owner is owner
             return self._original if is_replaced else self._read(owner, self._name, None)
@@ -149,7 +149,7 @@ class Patch:
                     self._changed.notify_all()
 
 
-# ---- backends, their options, and those of WORLD ------------------------------------------------
+# ---- backends and their options ------------------------------------------------
 
 NCCL = frozenset({"nccl", "nccl2", "nccl-lazy", "nccl-legacy"})
 """torch's names for NCCL, as of 2.15."""
@@ -171,7 +171,7 @@ def world_group() -> ProcessGroup:
 
 
 def default_backend() -> str:
-    """Return the backend that torch gives a group when none is named: that of WORLD."""
+    """Return the backend that torch gives a group when none is named: the backend of WORLD."""
     return backend_of(world_group())
 
 
@@ -220,9 +220,9 @@ def _entry_points() -> tuple[str, ...]:
 
 
 def why_unavailable(backend: str) -> str | None:
-    """Return why torch cannot run a single backend on this host; None if it can."""
+    """Return why torch cannot run a single backend on this host, or None if it can."""
     if is_other_world():
-        return None  # it is to be run elsewhere
+        return None  # it will run elsewhere
     # torch registers "fake" when its module is loaded, and calls it available before that too.
     if backend == "fake":
         loaded = "FAKE" in dist.Backend._plugins
@@ -261,7 +261,7 @@ def has_timeout(pg_options: Any) -> bool:
 
 
 def given_timeout(pg_options: Any) -> timedelta | None:
-    """Return the timeout that a caller has set in backend options; None if it is their default."""
+    """Return the timeout that a caller has set in backend options, or None for the default."""
     own: timedelta | None = getattr(pg_options, "_timeout", None)
     try:
         return None if own is None or own == type(pg_options)()._timeout else own
@@ -289,7 +289,7 @@ def with_timeout(pg_options: Any, timeout: timedelta | None) -> Any:
 
 
 def is_fake_options(pg_options: Any) -> bool:
-    """Return whether backend options are those of the fake backend."""
+    """Return whether backend options belong to the fake backend."""
     kinds = type(pg_options).__mro__
     return any(kind.__qualname__ == "FakeProcessGroup.Options" for kind in kinds)
 
@@ -366,7 +366,7 @@ def default_store() -> Any:
 
 
 def store_address() -> tuple[str, int] | None:
-    """Return address and port of the store of WORLD; None if it is not known."""
+    """Return address and port of the store of WORLD, or None if it is not known."""
     place = default_store()
     while isinstance(place, dist.PrefixStore):  # type: ignore[attr-defined]
         place = place.underlying_store

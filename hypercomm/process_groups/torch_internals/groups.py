@@ -54,7 +54,7 @@ _kept: WeakKeyDictionary[ProcessGroup, object] = WeakKeyDictionary()
 
 
 def why_not_members() -> str | None:
-    """Return why members cannot create a group without the other ranks; None if they can."""
+    """Return why members cannot create a group without the other ranks, or None if they can."""
     if not capabilities.HAS_HELPER:
         return "this torch lacks the private name _new_process_group_helper, or it has changed"
     if uses_torchcomms() and not since("2.14"):
@@ -167,15 +167,15 @@ def split_group(
     """Split a group off WORLD; every rank of WORLD calls this, each with the ranks of its group.
 
     Args:
-        name: The name of the group, the same on all members; None if the rank is not a member.
-        ranks: Its ranks, or those of any group that the calling rank is not in.
+        name: The name of the group, the same on all members, or None if the rank is not a member.
+        ranks: Its ranks, or the ranks of any group that the calling rank is not in.
         backend: Its backend, or that part of WORLD's.
         timeout: Its timeout; None is torch's default.
         pg_options: Options of its backend.
         group_desc: Its description.
 
     Returns:
-        The group; None if the calling rank is not in it.
+        The group, or None if the calling rank is not in it.
     """
     only: dict[str, Any] = {} if parts_of(backend) == parts_of_world() else {"backend": backend}
     with named(name):
@@ -190,7 +190,7 @@ def split_group(
 
 
 def current_device() -> torch.device | None:
-    """Return the CUDA device of this thread; None if CUDA is not in use."""
+    """Return the CUDA device of this thread, or None if CUDA is not in use."""
     cuda: Any = torch.cuda
     if not cuda.is_available() or not cuda.is_initialized():
         return None
@@ -212,7 +212,8 @@ _defaults: list[ProcessGroup | None] = []
 def shown_as_default(group: ProcessGroup) -> Iterator[None]:
     """Show a group to torch as its default process group within a `with` block, to all threads.
 
-    Blocks of several threads may end in any order: torch has the group of the last that goes on.
+    Blocks of several threads may end in any order: torch has the group of the last
+    one that is still open.
     """
     with _defaults_lock:
         if not _defaults:
@@ -282,7 +283,7 @@ def _destroy(group: ProcessGroup) -> None:
 
 
 def abort(groups: Iterable[ProcessGroup]) -> None:
-    """End groups without waiting for other ranks: abort those of NCCL, destroy the rest.
+    """End groups without waiting for other ranks: abort NCCL groups, destroy the rest.
 
     The groups of NCCL are aborted together, as torch does for a whole job: one by one they would
     wait for each other (pytorch issue 119797).
@@ -345,14 +346,15 @@ def _at_once(group: ProcessGroup) -> contextlib.ExitStack:
 
 # ---- groups whose members change while the object stays (torch 2.14) ----------------------------
 
-# Such a group is created without members. Each member publishes its handle, reads those of the
-# others, and connects: at the creation, and again with other members after a loss. gloo publishes
-# addresses below the name of the group, so that members of several groups could not meet: all
-# groups that may be reconfigured have one prefix there, and each set of members a number.
+# Such a group is created without members. Each member publishes its handle, reads the handles of
+# the others, and connects: at the creation, and again with other members after a loss. gloo
+# publishes addresses below the name of the group, so that members of several groups could not
+# connect: all groups that may be reconfigured have one prefix there, and each set of members has a
+# number.
 
 
 def why_not_reconfigured(backend: str) -> str | None:
-    """Return why groups of a backend cannot get other members; None if they can."""
+    """Return why groups of a backend cannot get other members, or None if they can."""
     if not since("2.14"):
         return "torch has it since 2.14"
     if uses_torchcomms():
@@ -403,7 +405,7 @@ def reconfigure(
         store: The store of the world of these ranks.
         timeout: How long they may take to connect; None is torch's default.
         stale: Receives the keys of the store that no member needs any more.
-        wait: Waits for the handles of the others; None if there are none.
+        wait: Waits for the handles of the others, or None if there are none.
     """
     if not _any(group).supports_reconfigure:
         raise GroupOptionsError(

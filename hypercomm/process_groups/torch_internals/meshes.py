@@ -1,4 +1,4 @@
-"""What hypercomm reads and changes of torch's DeviceMesh."""
+"""Reads and changes private attributes of torch's DeviceMesh."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def forget_meshes() -> None:
 
     It caches the results of operations with the mesh of their first use, and takes meshes with
     equal ranks and names for the same: once the groups of that mesh are destroyed, its results are
-    useless. Each thread has a cache; this clears that of the calling thread.
+    useless. Each thread has a cache; this clears the one of the calling thread.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
