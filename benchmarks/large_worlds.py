@@ -19,8 +19,7 @@ from measure import Goal, Table, interleaved
 from peers import PEERS, REFERENCE, Wanted, enumerated
 
 from hypercomm import HyperCommGrid, RankLayout
-from hypercomm.process_groups import torch_internals as c10d
-from hypercomm.process_groups.options import GroupOptions
+from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.world import current
 from hypercomm.testing import fake_world, simulate
 
@@ -136,10 +135,15 @@ def memory(world_size: int) -> Iterator[Table]:
 
     def torch_alone() -> object:
         world = current()
-        options = GroupOptions("fake", group_desc="alone")
         return [
-            c10d.new_group(
-                str(dims), layout.groups(*dims).of(rank), options=options, world=world, wait=None
+            torchdist.new_group(
+                str(dims),
+                layout.groups(*dims).of(rank),
+                rank=world.rank,
+                backend="fake",
+                store=world.store,
+                group_desc="alone",
+                stale=[],
             )
             for dims in FIVE
         ]

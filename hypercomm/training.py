@@ -13,7 +13,7 @@ from torch import Tensor
 from hypercomm.errors import GroupOptionsError
 from hypercomm.grid.dims import GridDims
 from hypercomm.layout.text import shown
-from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups import torch_internals as torchdist
 
 __all__ = ["clip_grad_norm_", "grad_norm"]
 
@@ -120,7 +120,7 @@ def _norm_of(values: Tensor, norm_type: float) -> Tensor:
 
 def _over(cut: GridDims, part: Tensor, norm_type: float) -> Tensor:
     """Join the norms of a group's members, in one dtype on one device."""
-    device = torch.device(c10d.device_type(cut.group))
+    device = torch.device(torchdist.device_type(cut.group))
     part = part.to(device, torch.float32)
     if math.isinf(norm_type):  # the largest of some numbers may hide a NaN
         found = torch.stack([part.nan_to_num(0.0, math.inf), part.isnan().to(part.dtype)])

@@ -72,13 +72,13 @@ def report() -> Report:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch reads it when it is loaded
     with quiet():
         try:
-            from hypercomm.process_groups import torch_internals as c10d
+            from hypercomm.process_groups import torch_internals as torchdist
         except Exception as error:  # noqa: BLE001 - whatever it raises is the problem
             found.problems = [f"torch cannot be loaded: {one_line(error)}"]
             return found
         _describe_torch(found)
-        for name in c10d.known_backends():
-            found.backends[name] = c10d.why_unavailable(name)
+        for name in torchdist.known_backends():
+            found.backends[name] = torchdist.why_unavailable(name)
         found.strategies = {name: _why_not(name) for name in ("local", "split", "enumerate")}
     if None not in found.strategies.values():
         found.problems = ["no process group could be created"]

@@ -6,6 +6,7 @@ import operator
 import warnings
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Literal, TypedDict
 
 import attrs
@@ -16,7 +17,12 @@ from hypercomm.layout.checks import check_choice, is_utf8
 from hypercomm.layout.mapping import HasLayout
 from hypercomm.layout.parsing import Dims, check_spelling, close_sizes, read_sizes
 from hypercomm.layout.text import did_you_mean, format_ranks, shown
-from hypercomm.process_groups.options import as_verified, check_known, check_lazy_init
+from hypercomm.process_groups.options import (
+    GroupOptions,
+    as_verified,
+    check_known,
+    check_lazy_init,
+)
 from hypercomm.process_groups.spec import Derive
 from hypercomm.process_groups.strategies import STRATEGIES
 
@@ -26,7 +32,7 @@ GivenSizes = str | Mapping[str, int] | Iterable[int]
 Sizes = GivenSizes | RankLayout | HasLayout | None
 """The sizes of a grid's dims, or a layout; None stands for those of the environment."""
 
-Creation = Literal["auto", "enumerate", "local", "split"]
+StrategyName = Literal["auto", "enumerate", "local", "split"]
 Share = Literal["never", "identical"]
 Cover = Literal["any", "exact"]
 CREATIONS = ("auto", *STRATEGIES)
@@ -49,8 +55,12 @@ class GroupKeywords(SharedKeywords, total=False):
     pg_options: Any
     group_desc: str | None
     derive: Derive | None
-    creation: Creation | None
+    creation: StrategyName | None
     lazy_init: bool | None
+
+
+OF_ONE_GROUP = ("backend", "timeout", "pg_options", "group_desc", "creation", "lazy_init")
+"""The keywords of `create_pg` that replace an option of the grid."""
 
 
 class GroupArguments(GroupKeywords, total=False):
@@ -64,14 +74,14 @@ class SetArguments(TypedDict, total=False):
 
     name: str | None
     backend: str | None
-    creation: Creation
+    creation: StrategyName
     share: Share
     lazy_init: bool | None
     verify: bool | None
     enable_reconfigure: bool
 
 
-@attrs.frozen
+@attrs.frozen(slots=False)
 class GridOptions:
     """The arguments of a grid that hold for all of its groups, checked.
 
@@ -81,7 +91,7 @@ class GridOptions:
 
     backend: str | None
     name: str | None
-    creation: Creation
+    creation: StrategyName
     share: Share
     lazy_init: bool | None
     verify: bool = attrs.field(converter=as_verified)
@@ -99,6 +109,15 @@ class GridOptions:
             )
         if self.name is not None:
             check_name(self.name)
+
+    @cached_property
+    def of_groups(self) -> GroupOptions:
+        """The options of a group for which a call gives none."""
+        return GroupOptions(
+            backend=self.backend,
+            lazy_init=self.lazy_init,
+            enable_reconfigure=self.enable_reconfigure,
+        )
 
 
 def check_choices(creation: object, share: object) -> None:

@@ -7,9 +7,9 @@ that it is in, as one call of all ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import torch
@@ -17,22 +17,15 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import GroupCreationTimeout
-from hypercomm.layout.parsing import Dims
-from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.agreement.driver import Round, agree, limit_of, refusing
 from hypercomm.process_groups.agreement.scope import Scope
-from hypercomm.process_groups.options import check_timeout
-from hypercomm.process_groups.owner import Group
+from hypercomm.process_groups.creation import describe
 from hypercomm.process_groups.spec import GroupSpec
-from hypercomm.process_groups.torch_internals.gloo import ConnectionFailedError
+from hypercomm.process_groups.table import Entry
 from hypercomm.process_groups.world import World
 
-if TYPE_CHECKING:
-    from hypercomm.grid.grid import GridView
-
 CALL = "connect()"
-_Titled = Mapping[str, tuple[GroupSpec, Group]]
-"""Groups by title, such as "dp+cp"."""
 
 
 @attrs.frozen
@@ -53,31 +46,27 @@ class Connection:
 
 
 def connect(
-    grid: GridView, scope: Scope, pipelines: Dims | None, timeout: timedelta | None
+    entries: Iterable[Entry], along: Sequence[str], scope: Scope, timeout: timedelta | None
 ) -> list[Connection]:
     """Connect the groups of a grid that exist, as `HyperCommGrid.connect` documents.
 
     Args:
-        grid: The grid, or a view of it.
+        entries: The groups of the grid, or of a view of it.
+        along: The dims whose neighbours are connected.
         scope: All ranks of the grid.
-        pipelines: The dims whose neighbours are connected.
         timeout: For the whole call; default: the timeout of WORLD.
     """
-    check_timeout(timeout)
     limit_s = limit_of(timeout, scope.world)
-    along: tuple[str, ...] = ("pp",)
-    if pipelines is not None:
-        along = grid._order(pipelines) if pipelines else ()
     with refusing(scope):
-        groups = _in_order(grid)
+        groups = _in_order(entries)
         items = _items_of(groups, along, scope.world)
 
-    def entries() -> list[str]:
+    def proposal() -> list[str]:
         edges = f"{CALL} with edges along {', '.join(along) or 'no dim'}"
-        return [edges, *(spec.describe() for spec, _ in groups.values())]
+        return [edges, *(describe(entry.spec) for entry in groups)]
 
     if not _is_live(scope.world):
-        agree(scope, CALL, entries, limit_s).get()
+        agree(scope, CALL, proposal, limit_s).get()
         return [item.row for item in items]
     begun: list[_Item] = []
     rows: list[Connection] = []
@@ -89,7 +78,7 @@ def connect(
         return rows
 
     try:
-        return agree(scope, CALL, entries, limit_s, work, is_connecting=True).get()
+        return agree(scope, CALL, proposal, limit_s, work, is_connecting=True).get()
     except GroupCreationTimeout as error:
         if len(rows) < len(begun):
             error.group = begun[-1].row.title
@@ -125,7 +114,7 @@ class _Item:
             failure = RuntimeError(
                 f"{CALL} failed in {self.row.title} of ranks {self.row.ranks}: {reason}"
             )
-            raise ConnectionFailedError(failure, self.row.ranks) from error
+            raise torchdist.ConnectionFailedError(failure, self.row.ranks) from error
         return attrs.evolve(self.row, seconds=time.perf_counter() - begin)
 
     def _communicate(self, rank: int) -> None:
@@ -144,31 +133,28 @@ class _Item:
         own.item()  # waits for an accelerator
 
 
-def _in_order(grid: GridView) -> _Titled:
-    """Return the groups of a grid in an order that all ranks have: small ones first."""
-    owner = grid._owner
-    with owner.pool.lock:
-        owner.check_steady()
-        specs = sorted((owner.specs[key] for key in grid._created), key=GroupSpec.place)
-        specs.sort(key=lambda spec: spec.groups.group_size)
-        return {str(spec.key): (spec, owner.created[spec.key]) for spec in specs}
+def _in_order(entries: Iterable[Entry]) -> list[Entry]:
+    """Return groups in an order that all ranks have: small ones first."""
+    in_order = sorted(entries, key=lambda entry: entry.spec.sort_key())
+    return sorted(in_order, key=lambda entry: entry.spec.groups.group_size)
 
 
-def _items_of(groups: _Titled, along: Iterable[str], world: World) -> list[_Item]:
+def _items_of(groups: Iterable[Entry], along: Iterable[str], world: World) -> list[_Item]:
     """Return what the calling rank connects, in order.
 
     Keys that share a group make one item, at the position of the first of them.
     """
     keys: dict[ProcessGroup, dict[str, GroupSpec]] = {}
-    for title, (spec, group) in groups.items():
-        if group.pg is not None:
-            keys.setdefault(group.pg, {})[title] = spec
+    for entry in groups:
+        pg = entry.communicator.pg
+        if pg is not None:
+            keys.setdefault(pg, {})[str(entry.spec.key)] = entry.spec
     edged, rank = [(dim,) for dim in along], world.rank
     items: list[_Item] = []
     for pg, users in keys.items():
         title, specs, devices = ", ".join(users), [*users.values()], _devices_of(pg, world)
         ranks, last = specs[0].groups.of(rank), [*devices][-1]  # the accelerator comes last
-        is_pipeline = any(one.derive is None and one.key.dims in edged for one in specs)
+        is_pipeline = any(one.request.derive is None and one.key.dims in edged for one in specs)
         for backend, device in devices.items():
             items.append(_Item(pg, device, Connection(title, ranks, backend)))
             if is_pipeline and backend == last:
@@ -195,7 +181,7 @@ def _devices_of(group: ProcessGroup, world: World) -> dict[str, str]:
     """Return a type of device of this host for each backend of a group."""
     pairs = [entry.split(":") for entry in dist.get_backend_config(group).split(",")]
     if len({backend for _, backend in pairs}) == 1:
-        return {pairs[0][1]: c10d.device_type(group)}
+        return {pairs[0][1]: torchdist.device_type(group)}
     found: dict[str, str] = {}
     for device, backend in pairs:
         module: Any = getattr(torch, device, None)
@@ -207,4 +193,4 @@ def _devices_of(group: ProcessGroup, world: World) -> dict[str, str]:
 
 def _is_live(world: World) -> bool:
     """Return whether there are ranks to communicate with: not in fake and simulated worlds."""
-    return world.has_store and not c10d.is_other_world()
+    return world.has_store and not torchdist.is_other_world()

@@ -6,9 +6,8 @@ A DeviceMesh numbers its ranks with the LAST dim varying fastest, a grid with th
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 from weakref import ref
 
 import attrs
@@ -21,12 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_ordered
-from hypercomm.layout.parsing import as_dims
+from hypercomm.layout.parsing import Dims, as_dims
 from hypercomm.layout.text import shown
-from hypercomm.process_groups import torch_internals as c10d
-
-if TYPE_CHECKING:
-    from hypercomm.grid.grid import GridView
+from hypercomm.process_groups import torch_internals as torchdist
+from hypercomm.process_groups.table import GroupTable
 
 _IN_ORDER = "_hypercomm_in_order"
 """Set on a mesh whose groups have its ranks in its order, on every rank."""
@@ -48,37 +45,46 @@ _SORTED = (
 
 
 def as_mesh(
-    view: GridView,
-    dims: Sequence[str | Iterable[str]],
+    layout: RankLayout,
+    table: GroupTable,
+    group_over: Callable[[tuple[str, ...]], ProcessGroup],
+    spans: Mapping[str, tuple[str, ...]],
     device_type: str | None,
     flatten: Mapping[str, Sequence[str]] | None,
 ) -> DeviceMesh:
-    """Return the mesh for `HyperCommGrid.device_mesh`, which documents the arguments."""
-    layout = view.layout
-    spans = read_dims(view, dims)
+    """Return the mesh for `HyperCommGrid.device_mesh`, which documents the arguments.
+
+    Args:
+        layout: The layout of the grid or view.
+        table: The process groups of the grid.
+        group_over: Returns the calling rank's process group over some dims.
+        spans: The result of `read_dims`.
+        device_type: The type of the devices.
+        flatten: The dims that get a further name together.
+    """
     joint = read_flatten(tuple(spans), flatten)
-    here = layout.coords(view._owner.rank())  # raises on a rank outside
-    groups = [view[names].group for names in spans.values()]
+    here = layout.coords(table.rank())  # raises on a rank outside
+    groups = [group_over(names) for names in spans.values()]
     used = [name for names in spans.values() for name in names]
     others = {name: at for name, at in here.items() if name not in used}
     shape = [layout.size_of(names) for names in spans.values()]
     ranks = layout.select(**others).enumerate_ranks(used).reshape(shape)
-    world = view._owner.given_world
+    world = table.given_world
     default = None if world is None else world.pg  # a mesh asks it for the rank
-    with nullcontext() if default is None else c10d.shown_as_default(default):
+    with nullcontext() if default is None else torchdist.shown_as_default(default):
         mesh = DeviceMesh.from_group(
             groups,
-            device_type or c10d.device_type(groups[0]),
+            device_type or torchdist.device_type(groups[0]),
             mesh=torch.from_numpy(ranks),
             mesh_dim_names=tuple(spans),
         )
     setattr(mesh, _IN_ORDER, True)
     if not _is_ascending(ranks):
-        c10d.keep_mesh_order(mesh)  # of its slices too, which torch would sort
+        torchdist.keep_mesh_order(mesh)  # of its slices too, which torch would sort
     named = dict(zip(spans, groups, strict=True))
     for name, parts in joint.items():
-        named[name] = view[[dim for part in parts for dim in spans[part]]].group
-        c10d.flatten_mesh(mesh, parts, name, named[name])
+        named[name] = group_over(tuple(dim for part in parts for dim in spans[part]))
+        torchdist.flatten_mesh(mesh, parts, name, named[name])
     _check_equal_meshes(mesh, named)
     return mesh
 
@@ -111,7 +117,7 @@ def _check_equal_meshes(mesh: DeviceMesh, groups: Mapping[str, ProcessGroup]) ->
     DTensor caches the result of an operation with the mesh of its first use, and looks it up by
     equality: results on the second mesh would be tensors of the first, and use its groups.
     """
-    flat = {name: ref(one) for name, one in c10d.flattened(mesh).items()}
+    flat = {name: ref(one) for name, one in torchdist.flattened(mesh).items()}
     new = _Made(ref(mesh), flat, {name: ref(group) for name, group in groups.items()})
     with _lock:
         _made[:] = [one for one in _made if one.mesh() is not None]
@@ -120,7 +126,7 @@ def _check_equal_meshes(mesh: DeviceMesh, groups: Mapping[str, ProcessGroup]) ->
     for name, group in groups.items():
         for other in others:
             known = other.groups[name]() if name in other.groups else None
-            if known in {None, group} or not c10d.is_registered(known):
+            if known in {None, group} or not torchdist.is_registered(known):
                 continue
             if other.part(name) == new.part(name):
                 with _lock:
@@ -134,28 +140,36 @@ def _check_equal_meshes(mesh: DeviceMesh, groups: Mapping[str, ProcessGroup]) ->
                 )
 
 
-def read_dims(view: GridView, dims: Sequence[str | Iterable[str]]) -> dict[str, tuple[str, ...]]:
-    """Return the names of the dims of a mesh, and the dims of the view that each one spans.
+def read_dims(
+    dim_names: Sequence[str],
+    order: Callable[[Dims], tuple[str, ...]],
+    dims: Sequence[str | Iterable[str]],
+) -> dict[str, tuple[str, ...]]:
+    """Return the names of the dims of a mesh, and the dims of the layout that each one spans.
+
+    Args:
+        dim_names: The dims of the layout.
+        order: Returns dims in the order of the layout.
+        dims: The dims of the mesh, as for `HyperCommGrid.device_mesh`.
 
     Raises:
         UnknownDimError, LayoutError: As for `RankLayout.order_dims`, or a dim is used twice.
         LayoutError: Several dims are in an order in which no process group has its ranks.
 
     Example:
-        >>> from hypercomm import HyperCommGrid
-        >>> grid = HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"], world_size=8)
-        >>> read_dims(grid, ["dp+cp", "tp"])
+        >>> layout = RankLayout([2, 2, 2], ["tp", "cp", "dp"])
+        >>> read_dims(layout.dim_names, layout.order_dims, ["dp+cp", "tp"])
         {'dp_cp': ('dp', 'cp'), 'tp': ('tp',)}
-        >>> read_dims(grid, [])
+        >>> read_dims(layout.dim_names, layout.order_dims, [])
         {'dp': ('dp',), 'cp': ('cp',), 'tp': ('tp',)}
     """
     read = [
         as_dims(item if isinstance(item, str) else as_ordered(item, "a dim of a mesh"))
-        for item in dims or tuple(reversed(view.layout.dim_names))
+        for item in dims or tuple(reversed(dim_names))
     ]
-    view._order(read)  # raises for an unknown dim, and one that is used twice
+    order(read)  # raises for an unknown dim, and one that is used twice
     for names in read:
-        ordered = tuple(reversed(view._order(names)))
+        ordered = tuple(reversed(order(names)))
         if names != ordered:
             raise LayoutError(
                 f"in a mesh dim over {names} {names[-1]!r} would vary fastest, but a process group "
@@ -205,7 +219,7 @@ def read_mesh(mesh: DeviceMesh) -> tuple[RankLayout, dict[str, ProcessGroup] | N
             f"{mesh} has no dim names; make it with init_device_mesh(..., mesh_dim_names=(...))"
         )
     ranks = mesh.mesh.numpy()
-    in_order = getattr(mesh, _IN_ORDER, False) or c10d.keeps_mesh_order(mesh)
+    in_order = getattr(mesh, _IN_ORDER, False) or torchdist.keeps_mesh_order(mesh)
     if not (in_order or _is_ascending(ranks)):
         raise LayoutError(f"the ranks of the mesh are permuted: {shown(ranks.tolist())}{_SORTED}")
     layout = RankLayout(ranks.shape[::-1], names[::-1], ranks=ranks.ravel().tolist())

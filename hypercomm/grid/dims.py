@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 from numbers import Integral
-from typing import TYPE_CHECKING, overload
+from typing import Protocol, overload
 
 import attrs
 import torch
@@ -19,12 +19,38 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import GroupMissingError, SimulationError
+from hypercomm.grid.arguments import Share, StrategyName
+from hypercomm.layout import RankLayout
 from hypercomm.layout.groups import ArrayGroups, Place, RankGroups
-from hypercomm.layout.views import Views
-from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.layout.parsing import Dims
+from hypercomm.process_groups import torch_internals as torchdist
+from hypercomm.process_groups.spec import Derive
+from hypercomm.process_groups.table import GroupTable
 
-if TYPE_CHECKING:
-    from hypercomm.grid.grid import GridView
+
+class HasGroups(Protocol):
+    """A grid or a view, as far as its dims use it."""
+
+    @property
+    def layout(self) -> RankLayout:
+        """The numbering of the ranks, which a reshape replaces."""
+
+    @property
+    def _table(self) -> GroupTable: ...
+
+    def get_pg(self, dims: Dims, *, name: str | None = None) -> ProcessGroup | None:
+        """Return a process group that was created before."""
+
+    def ensure_pg(
+        self,
+        dims: Dims,
+        *,
+        name: str | None = None,
+        derive: Derive | None = None,
+        creation: StrategyName | None = None,
+        share: Share | None = None,
+    ) -> ProcessGroup | None:
+        """Create a process group on the first call, and return the same one afterwards."""
 
 
 class Size(int):
@@ -65,11 +91,11 @@ class GridDims:
 
     __slots__ = ("_known", "_view", "dims")
 
-    def __init__(self, view: GridView, dims: tuple[str, ...]) -> None:
+    def __init__(self, view: HasGroups, dims: tuple[str, ...]) -> None:
         self._view = view
         self.dims = dims
-        self._known: tuple[Views, int, Place] | None = None
-        """The last place that was computed, and the views and the rank that it holds for."""
+        self._known: tuple[RankLayout, int, Place] | None = None
+        """The last place that was computed, and the layout and the rank that it holds for."""
 
     # ---- the calling rank -----------------------------------------------------------------------
 
@@ -119,11 +145,11 @@ class GridDims:
 
     @property
     def _place(self) -> Place:
-        view, rank = self._view, self._view._owner.rank()
-        views, known = view._state.views, self._known
-        if known is None or known[0] is not views or known[1] != rank:
-            place = views.layout_of(view._view).place(rank, self.dims)
-            known = self._known = views, rank, place
+        rank = self._view._table.rank()
+        layout = self._view.layout
+        known = self._known
+        if known is None or known[0] is not layout or known[1] != rank:
+            known = self._known = layout, rank, layout.place(rank, self.dims)
         return known[2]
 
     # ---- the group ------------------------------------------------------------------------------
@@ -138,8 +164,8 @@ class GridDims:
             NotInitializedError: torch.distributed is not initialised, or was destroyed.
             HyperCommError: As for `HyperCommGrid.create_pg`.
         """
-        if self._view._owner.world is None:
-            c10d.world_group()  # raises: WORLD was destroyed
+        if self._view._table.world is None:
+            torchdist.world_group()  # raises: WORLD was destroyed
         _ = self._place  # raises on a rank outside of the grid
         dims = "+".join(self.dims)  # text is looked up faster than a tuple
         try:
@@ -184,7 +210,7 @@ class GridDims:
             total = value.detach().clone()
         else:
             kind = torch.int64 if isinstance(value, Integral) else torch.float64
-            total = torch.tensor(value, dtype=kind, device=c10d.device_type(self.group))
+            total = torch.tensor(value, dtype=kind, device=torchdist.device_type(self.group))
         dist.all_reduce(total, group=self._live_group())
         return total if isinstance(value, Tensor) else total.item()
 
@@ -203,7 +229,7 @@ class GridDims:
     def _live_group(self) -> ProcessGroup:
         """Return the group, if its ranks exist."""
         group = self.group
-        world = self._view._owner.world
+        world = self._view._table.world
         if self.size > 1 and not (world is not None and world.has_store):
             raise SimulationError(
                 f"{self!r} has {self.size} ranks, and those of a fake world do not exist: nothing "
@@ -288,7 +314,7 @@ class PipelineEdges:
             return None
         view = self._at._view
         dims, name = "+".join(self._at.dims), f"edge {direction} {kind}"
-        if view._owner.is_verified:  # all ranks make the same creations, whichever edge they use
+        if view._table.is_verified:  # all ranks make the same creations, whichever edge they use
             self.create()
         try:
             return view.get_pg(dims, name=name)

@@ -17,17 +17,16 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NoReturn, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
 
 import attrs
 import numpy as np
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import GroupOptionsError, HyperCommError, UnknownDimError
 from hypercomm.grid.arguments import (
+    OF_ONE_GROUP,
     Cover,
-    Creation,
     GivenSizes,
     GridOptions,
     GroupArguments,
@@ -35,6 +34,7 @@ from hypercomm.grid.arguments import (
     Share,
     SharedKeywords,
     Sizes,
+    StrategyName,
     check_choices,
     check_cover,
     check_dims,
@@ -42,6 +42,7 @@ from hypercomm.grid.arguments import (
     check_name,
     read_target,
 )
+from hypercomm.grid.connect import Connection, connect
 from hypercomm.grid.dims import GridDims, PipelineEdges, Size
 from hypercomm.layout import RankLayout, read_layout
 from hypercomm.layout.checks import (
@@ -50,25 +51,25 @@ from hypercomm.layout.checks import (
     as_ranks,
     as_world_size,
     check_duration,
-    world_too_small,
 )
 from hypercomm.layout.parsing import Dims
 from hypercomm.layout.text import format_coords, shown
 from hypercomm.layout.views import View, Views
-from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.agreement.driver import limit_of, refusing
 from hypercomm.process_groups.agreement.grid import GridAgreement
-from hypercomm.process_groups.options import GroupOptions, check_timeout
-from hypercomm.process_groups.owner import Group, GroupOwner, Pool, create_all, reshaping
-from hypercomm.process_groups.reshape import Reshaped, check_settled, reshape
-from hypercomm.process_groups.spec import Explanation, GroupKey, GroupSpec, specify
+from hypercomm.process_groups.creation import create, create_all, ensure, verify
+from hypercomm.process_groups.explanation import Explanation
+from hypercomm.process_groups.options import check_timeout
+from hypercomm.process_groups.reshape import Reshaped, reshape, successor
+from hypercomm.process_groups.spec import GroupKey, GroupRequest
+from hypercomm.process_groups.table import Entry, GroupTable
 from hypercomm.process_groups.world import World, current, rank_in_world, size_of_world
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Self, Unpack  # typing has them from Python 3.11 on
 
-    from hypercomm.grid.connect import Connection
     from hypercomm.tools.blame.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class GridState:
 
     Attributes:
         views: The layout and its views; `reshape` replaces it.
-        owner: The process groups; `reshape` replaces it.
+        table: The process groups; `reshape` replaces it.
         options: The arguments of the grid: the defaults of its calls.
         world_size: Number of ranks of the job.
         lender: The state of `share_with`, kept alive.
@@ -91,7 +92,7 @@ class GridState:
     """
 
     views: Views
-    owner: GroupOwner
+    table: GroupTable
     options: GridOptions
     world_size: int
     lender: GridState | None = None
@@ -99,11 +100,11 @@ class GridState:
 
     def warn_of_live(self) -> None:
         """Warn that a grid was collected and not destroyed; its groups stay, as others use them."""
-        live = self.owner.live()
-        if live:
+        leaked = ", ".join(map(str, self.table.leaked()))
+        if leaked:
             warnings.warn(
                 f"a HyperCommGrid ({self.views.base}) was collected while its process groups "
-                f"live: {', '.join(map(str, live))}; call its destroy(), or use it in a with block",
+                f"live: {leaked}; call its destroy(), or use it in a with block",
                 ResourceWarning,
                 stacklevel=2,
             )
@@ -177,7 +178,7 @@ class GridView:
     @property
     def is_destroyed(self) -> bool:
         """Whether the grid was destroyed."""
-        return self._owner.is_destroyed
+        return self._table.is_destroyed
 
     @property
     def pgs(self) -> Mapping[GroupKey, ProcessGroup | None]:
@@ -185,13 +186,14 @@ class GridView:
 
         A view has its own groups and those over the dims that it shares with the grid.
         """
-        return MappingProxyType({key: group.pg for key, group in self._created.items()})
+        live = self._live()
+        return MappingProxyType({key: entry.communicator.pg for key, entry in live.items()})
 
     # ---- ranks ----------------------------------------------------------------------------------
 
     def is_current_rank_in_grid(self) -> bool:
         """Return whether the calling rank is in the grid."""
-        return self._owner.rank() in self.layout
+        return self._table.rank() in self.layout
 
     def coords(self, rank: int | None = None) -> dict[str, int]:
         """Return the coordinates of a rank.
@@ -209,7 +211,7 @@ class GridView:
             >>> grid.coords(5), grid.view("expert").coords(5)
             ({'tp': 1, 'dp': 2}, {'ep': 1, 'expt_dp': 1})
         """
-        return self.layout.coords(self._owner.rank(rank))
+        return self.layout.coords(self._table.rank(rank))
 
     def group_ranks(self, dims: Dims, rank: int | None = None) -> tuple[int, ...]:
         """Return the ranks of the group over some dims that a rank is in.
@@ -225,7 +227,7 @@ class GridView:
             UnknownDimError, LayoutError: As for `RankLayout.order_dims`. The error names the view
                 that has the dims, if one does.
         """
-        return self.layout.place(self._owner.rank(rank), self._order(dims)).ranks
+        return self.layout.place(self._table.rank(rank), self._order(dims)).ranks
 
     def get_rank_enum(self, dims: Dims, *more: Dims, view: str | None = None) -> list[list[int]]:
         """Return all groups over some dims, members in the order of the layout.
@@ -336,7 +338,8 @@ class GridView:
             GridDestroyedError: The grid was destroyed, or belongs to the process that forked this
                 one.
         """
-        return self._owner.create(self._spec("create_pg", dims, more, keywords))
+        table = self._state.table
+        return create(table, table.resolve(self._request("create_pg", dims, more, keywords)))
 
     def get_pg(
         self, dims: Dims, *more: Dims, name: str | None = None, view: str | None = None
@@ -352,7 +355,7 @@ class GridView:
             GridDestroyedError: The grid was destroyed.
         """
         key, _ = self._key((dims, *more) if more else dims, name, view)
-        return self._state.owner.get(key)
+        return self._state.table.get(key)
 
     def ensure_pg(
         self, dims: Dims, *more: Dims, **keywords: Unpack[GroupKeywords]
@@ -365,7 +368,8 @@ class GridView:
             GroupOptionsError: The options given, or the groups derived, differ from those of the
                 first call.
         """
-        return self._owner.ensure(self._spec("ensure_pg", dims, more, keywords))
+        table = self._state.table
+        return ensure(table, table.resolve(self._request("ensure_pg", dims, more, keywords)))
 
     def create_pgs(
         self, requests: Iterable[Dims | GroupArguments], **keywords: Unpack[SharedKeywords]
@@ -399,7 +403,11 @@ class GridView:
             2 4 ['tp', 'cp+dp']
         """
         check_keywords("create_pgs", keywords, SharedKeywords.__annotations__)
-        return create_all(self._owner, lambda: self._specs(requests, keywords))
+        table = self._table
+        table.check_alive()
+        scope = table.grid_scope(table.live_world())
+        entries = create_all(scope, "create_pgs()", lambda: self._requests(requests, keywords))
+        return [entry.communicator.pg for entry in entries]
 
     def destroy_pg(
         self, dims: Dims, *more: Dims, name: str | None = None, view: str | None = None
@@ -425,7 +433,7 @@ class GridView:
         """
         key, _ = self._key((dims, *more) if more else dims, name, view)
         self._forget_meshes()
-        self._owner.remove(key)
+        self._table.remove(key)
 
     def edges(
         self, dims: Dims = "pp", *more: Dims, wrap: bool = False, view: str | None = None
@@ -478,7 +486,7 @@ class GridView:
               not split: WORLD is not bound to a device: init_process_group(device_id=...) binds it
               not enumerate: it would work too: every rank walks every group of the world
         """
-        return self._owner.explain(self._spec("explain", dims, more, keywords))
+        return self._table.explain(self._request("explain", dims, more, keywords))
 
     def find(self, group: ProcessGroup | None) -> GroupKey | None:
         """Return the key of a process group of the grid; None for other groups.
@@ -538,44 +546,42 @@ class GridView:
             ...     print(grid.coords(), tuple(mesh.get_coordinate()), mesh.mesh.tolist())
             {'tp': 1, 'dp': 2} (2, 1) [[0, 1], [2, 3], [4, 5], [6, 7]]
         """
-        from hypercomm.grid.device_mesh import as_mesh
+        from hypercomm.grid.device_mesh import as_mesh, read_dims
 
-        self._owner.check_alive()
-        mesh = as_mesh(self, dims, device_type, flatten)
+        self._table.check_alive()
+        spans = read_dims(self.layout.dim_names, self._order, dims)
+        group_over = lambda names: self[names].group  # noqa: E731 - the first use creates it
+        mesh = as_mesh(self.layout, self._table, group_over, spans, device_type, flatten)
         self._state.gave_meshes = True
         return mesh
 
     # ---- internals of process groups ------------------------------------------------------------
 
     @property
-    def _owner(self) -> GroupOwner:
-        return self._state.owner
+    def _table(self) -> GroupTable:
+        return self._state.table
 
-    @property
-    def _created(self) -> Mapping[GroupKey, Group]:
-        """The groups that exist, of this view and of the dims that it shares."""
-        created = self._owner.created
+    def _live(self) -> dict[GroupKey, Entry]:
+        """Return the groups that exist, of this view and of the dims that it shares."""
+        live = self._state.table.live()
         if self._view is None:
-            return dict(created)
+            return live
         shared = set(self._state.views[self._view].shared_dims)
         return {
-            key: group
-            for key, group in created.items()
+            key: entry
+            for key, entry in live.items()
             if key.view == self._view or (key.view is None and set(key.dims) <= shared)
         }
 
     def _forget_meshes(self) -> None:
         """Make torch forget the meshes of groups that are about to be destroyed."""
-        if self._state.gave_meshes and not self._owner.is_destroyed:
-            c10d.forget_meshes()
+        if self._state.gave_meshes and not self._table.is_destroyed:
+            torchdist.forget_meshes()
 
     def _key(self, dims: Dims, name: str | None, view: str | None) -> tuple[GroupKey, View | None]:
         """Return the key, and the view that was asked for, which may share the dims."""
         state = self._state
-        owner = state.owner
-        owner.check_alive()
-        if dist.group.WORLD is None and owner.given_world is None and owner.origin is not None:
-            c10d.world_group()  # raises: the job that the grid was made in has ended
+        state.table.check_usable()
         if name is not None:
             check_name(name)
         view = self._view if view is None else view
@@ -586,50 +592,49 @@ class GridView:
         key = GroupKey(ordered, name, None if found is None else found.name)
         return key, None if view is None else state.views.asked(view)
 
-    def _spec(
+    def _request(
         self, call: str, dims: Dims, more: tuple[Dims, ...], given: GroupKeywords
-    ) -> GroupSpec:
+    ) -> GroupRequest:
         """Check the arguments of a call, and complete them with the options of the grid."""
+        state = self._state
+        options = state.options
+        wanted = options.of_groups
         if given:
             check_keywords(call, given, GroupKeywords.__annotations__)
             check_choices(given.get("creation"), given.get("share"))
-        state, options = self._state, self._state.options
         key, view = self._key((dims, *more) if more else dims, given.get("name"), given.get("view"))
-        backend, lazy_init = given.get("backend"), given.get("lazy_init")
-        wanted = GroupOptions(
-            options.backend if backend is None else backend,
-            given.get("timeout"),
-            given.get("pg_options"),
-            given.get("group_desc"),
-            options.lazy_init if lazy_init is None else lazy_init,
-            given.get("creation"),
-            options.enable_reconfigure,
-        )
-        base, world = state.views.base, state.owner.world
-        if world is not None:
-            if world is not state.owner.origin:
-                state.owner.check_numbers(world)
-            if base.last_rank >= world.size:
-                raise world_too_small(f"the grid {base}", base.last_rank, world.size)
-        return specify(
-            *(key, view, base, given.get("derive"), wanted),
-            *(given.get("share") or options.share, options.creation, world),
+        wanted = options.of_groups
+        if given:
+            values = cast("Mapping[str, Any]", given)
+            replaced = {name: values[name] for name in OF_ONE_GROUP if name in values}
+            replaced = {name: value for name, value in replaced.items() if value is not None}
+            if replaced:
+                wanted = attrs.evolve(wanted, **replaced)
+                wanted.check()
+        return GroupRequest(
+            key,
+            state.views.base if key.view is None or view is None else view.layout,
+            view,
+            given.get("derive"),
+            wanted,
+            given.get("share") or options.share,
         )
 
-    def _specs(
+    def _requests(
         self, requests: Iterable[Dims | GroupArguments], defaults: SharedKeywords
-    ) -> list[GroupSpec]:
+    ) -> list[tuple[GroupTable, GroupRequest]]:
         """Return what each request of `create_pgs` asks for."""
-        self._owner.check_alive()
-        specs = []
+        table = self._table
+        table.check_alive()
+        found = []
         for request in as_ordered(requests, "the list in create_pgs(['tp', ['dp', 'cp']])"):
             given = dict(request) if isinstance(request, Mapping) else {"dims": request}
             if "dims" not in given:
                 raise GroupOptionsError(f"the request {shown(given)} of create_pgs() needs 'dims'")
             dims = given.pop("dims")
             keywords = cast("GroupKeywords", {**defaults, **given})
-            specs.append(self._spec("create_pg", dims, (), keywords))
-        return specs
+            found.append((table, self._request("create_pg", dims, (), keywords)))
+        return found
 
     # ---- a running job --------------------------------------------------------------------------
 
@@ -680,12 +685,17 @@ class GridView:
             pp edge (5, 7) 0.0
             pp edge (3, 5) 0.0
         """
-        from hypercomm.grid.connect import connect
-
-        self._owner.check_alive()
-        return connect(
-            self, self._owner.grid_scope(self._owner.world or current()), pipelines, timeout
-        )
+        self._table.check_alive()
+        check_timeout(timeout)
+        table = self._table
+        scope = table.grid_scope(table.world or current())
+        along: tuple[str, ...] = ("pp",)
+        with refusing(scope):
+            if pipelines is not None:
+                along = self._order(pipelines) if pipelines else ()
+            table.check_steady()
+            entries = list(self._live().values())
+        return connect(entries, along, scope, timeout)
 
     def watch(self, seconds: float, folder: str | os.PathLike[str] = "hypercomm_watch") -> Watch:
         """Write a report for `hypercomm blame` when no collective has moved for a while.
@@ -733,10 +743,10 @@ class GridView:
             return {"": views.base, **{name: view.layout for name, view in views.items()}}
 
         def groups() -> list[ProcessGroup | None]:
-            return [group.pg for group in list(state.owner.created.values())]
+            return [entry.communicator.pg for entry in state.table.live().values()]
 
         start: type[Watch] = importlib.import_module(_WATCH).Watch
-        return start(seconds, folder, layouts, groups, (state.owner.world or current()).rank)
+        return start(seconds, folder, layouts, groups, (state.table.world or current()).rank)
 
     def survivors(self, timeout: timedelta, *, min_ranks: int = 1) -> tuple[int, ...]:
         """Return the ranks of the grid that are left after a loss: the same on all of them.
@@ -776,19 +786,19 @@ class GridView:
             ...     print(grid.survivors(timedelta(seconds=30)))  # no rank of a fake world is lost
             (0, 1, 2, 3, 4, 5, 6, 7)
         """
-        owner = self._owner
-        owner.check_alive()
+        table = self._table
+        table.check_alive()
         check_duration(timeout)
         self.coords()  # raises on a rank outside
-        owner.check_outlasts(timeout)
-        least, limit_s = as_int(min_ranks, "min_ranks"), timeout.total_seconds()
+        table.check_outlasts(timeout)
+        least = as_int(min_ranks, "min_ranks")
         self._forget_meshes()
         error = sys.exc_info()[1]
         while error is not None:
             traceback.clear_frames(error.__traceback__)
             error = error.__context__
-        owner.end_groups()
-        return owner.agreement.find_survivors(owner.world, limit_s, least)
+        table.end_groups()
+        return table.identity.find_survivors(table.world, timeout.total_seconds(), least)
 
     # ---- training -------------------------------------------------------------------------------
 
@@ -841,7 +851,7 @@ class GridView:
     def __str__(self) -> str:
         if self.is_destroyed:
             return f"{self!r}\n  destroyed"
-        specs = [self._owner.specs[key] for key in self._created]
+        specs = [entry.spec for entry in self._live().values()]
         groups = [
             f"group {one.key}: {len(one.groups)} of {one.groups.group_size} ranks"
             + (f", {one.options.backend}" if one.options.backend else "")
@@ -849,7 +859,7 @@ class GridView:
         ]
         views = [f"view {name}: {view}" for name, view in self.views.items()]
         lines = [
-            position_in(self.layout, self._owner.given_world),
+            position_in(self.layout, self._table.given_world),
             *views,
             *(groups or ["no process groups yet"]),
         ]
@@ -927,7 +937,7 @@ class HyperCommGrid(GridView):
         *,
         name: str | None = None,
         cover: Cover | None = None,
-        creation: Creation = "auto",
+        creation: StrategyName = "auto",
         share: Share = "never",
         share_with: HyperCommGrid | None = None,
         world_size: int | None = None,
@@ -948,10 +958,14 @@ class HyperCommGrid(GridView):
         if share_with is not None and not isinstance(share_with, HyperCommGrid):
             raise GroupOptionsError(f"share_with must be a HyperCommGrid, got {share_with!r}")
         lender = None if share_with is None else share_with._state
-        owner = _owner_of(
-            layout, options, Pool(None if lender is None else lender.owner.pool), world
+        table = GroupTable(
+            GridAgreement(layout, name, backend),
+            creation,
+            is_verified=options.verify,
+            world=world,
+            lender=None if lender is None else lambda: lender.table,
         )
-        super().__init__(GridState(Views(layout), owner, options, total, lender), None)
+        super().__init__(GridState(Views(layout), table, options, total, lender), None)
         weakref.finalize(self, self._state.warn_of_live).atexit = False
 
     @classmethod
@@ -985,7 +999,7 @@ class HyperCommGrid(GridView):
         layout, groups = read_mesh(mesh)
         grid = cls(layout, name=name)
         for dim in layout.dim_names:
-            grid._owner.adopt(dim, groups[dim] if groups is not None else None)
+            grid._table.adopt(dim, groups[dim] if groups is not None else None)
         return grid
 
     # ---- views ----------------------------------------------------------------------------------
@@ -1023,7 +1037,7 @@ class HyperCommGrid(GridView):
 
         Source: names and arguments follow newer versions of `megatron.core.hyper_comm_grid`.
         """
-        self._owner.check_alive()
+        self._table.check_alive()
         self._state.views.register(name, shape, dim_names, shared_dims)
 
     def view(self, name: str) -> GridView:
@@ -1091,30 +1105,32 @@ class HyperCommGrid(GridView):
               destroyed: tp
             True
         """
-        owner, state = self._owner, self._state
-        owner.check_alive()
+        state = self._state
+        table = state.table
+        table.check_alive()
         check_timeout(timeout)
-        world = owner.world
+        world = table.world
         total = state.world_size if world is None or ranks is None else world.size
         left = None if ranks is None else as_ranks(ranks, "ranks", total)
-        with reshaping(owner):
-            scope = None
-            if world is not None:
-                scope = owner.grid_scope(world)
-                if left is not None:  # all lists use one record: the first holds
-                    there = tuple(sorted(left))
-                    scope = owner.agreement.scope(world, "continues", there, is_fenced=True)
+        pending: BaseException | None = None
+        with table.reshaping():
+            scope = None if world is None else table.reshape_scope(world, left)
             with refusing(scope):
                 layout = read_target(target, self.layout, left)
                 refactored = state.views.refactored(layout, views or {})
-                check_settled(owner)
-                pool = owner.pool if left is None else Pool()
-                fresh = _owner_of(layout, state.options, pool, owner.given_world)
-            result, pending = reshape(owner, fresh, refactored, scope, limit_of(timeout, world))
+                table.check_settled()
+                identity = GridAgreement(layout, self.name, self.backend)
+                fresh = successor(table, identity, keeps=left is None)
+            if scope is None:  # before there is a world there are no groups
+                result = Reshaped(table.layout, layout)
+            else:
+                limit_s = limit_of(timeout, world)
+                keeps = left is None
+                result, pending = reshape(table, fresh, refactored, scope, limit_s, keeps=keeps)
             self._forget_meshes()
-            state.views, state.owner, state.world_size = refactored, fresh, total
+            state.views, state.table, state.world_size = refactored, fresh, total
             self._dims = {}
-        owner.end(c10d.destroy if left is None else c10d.abort)
+        table.end(torchdist.destroy if left is None else torchdist.abort)
         if pending is not None:
             raise pending
         logger.info("reshaped: %s", result)
@@ -1129,7 +1145,7 @@ class HyperCommGrid(GridView):
         answers questions about ranks, but has no groups and creates none.
         """
         self._forget_meshes()
-        self._owner.end(c10d.destroy)
+        self._table.end(torchdist.destroy)
 
     def abort(self) -> None:
         """Abort the groups that the grid created: collectives under way fail.
@@ -1147,7 +1163,7 @@ class HyperCommGrid(GridView):
             0
         """
         self._forget_meshes()
-        self._owner.end(c10d.abort)
+        self._table.end(torchdist.abort)
 
     def verify(self, timeout: timedelta | None = None) -> None:
         """Check that all ranks of the grid have the same process groups.
@@ -1169,10 +1185,10 @@ class HyperCommGrid(GridView):
             ...     grid.verify()
         """
         check_timeout(timeout)
-        self._owner.verify(timeout)
+        verify(self._table, timeout)
 
     def __enter__(self) -> Self:
-        self._owner.check_alive()
+        self._table.check_alive()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -1188,13 +1204,3 @@ def position_in(layout: RankLayout, world: World | None = None) -> str:
     if rank not in layout:
         return f"this is rank {rank}, outside the grid"
     return f"this is rank {rank}, at {format_coords(layout.coords(rank))}"
-
-
-def _owner_of(
-    layout: RankLayout, options: GridOptions, pool: Pool, world: World | None
-) -> GroupOwner:
-    """Return a new owner of groups: of a new grid, or of the new shape of a reshaped one."""
-    agreement = GridAgreement(layout, options.name, options.backend)
-    return GroupOwner(
-        *(layout, options.creation, pool, agreement), is_verified=options.verify, world=world
-    )

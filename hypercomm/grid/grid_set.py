@@ -32,9 +32,10 @@ from hypercomm.layout.placement import (
     tile,
 )
 from hypercomm.layout.text import aligned, did_you_mean, format_ranks, shown
-from hypercomm.process_groups.agreement.driver import limit_of, refusing
 from hypercomm.process_groups.agreement.grid import GridAgreement
-from hypercomm.process_groups.owner import Batch, create_batches
+from hypercomm.process_groups.creation import create_all
+from hypercomm.process_groups.spec import GroupRequest
+from hypercomm.process_groups.table import GroupTable
 from hypercomm.process_groups.world import World, current, rank_in_world, size_of_world
 from hypercomm.transfers.transfer import transfer
 
@@ -141,7 +142,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
 
     def _checked(self, label: str, grid: HyperCommGrid) -> HyperCommGrid:
         """Return a grid that was made before, which must be alive and of this world."""
-        grid._owner.check_alive()
+        grid._table.check_alive()
         size = grid._state.world_size
         if size != self._world_size:
             raise WorldSizeError(
@@ -344,7 +345,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
         """
         check_keywords("create_pgs", keywords, SharedKeywords.__annotations__)
         for name in requests:
-            self[name]._owner.check_alive()  # raises for an unknown one
+            self[name]._table.check_alive()  # raises for an unknown one
         names = [name for name in self if name in requests]
         if not names:
             return {}
@@ -352,20 +353,22 @@ class GridSet(Mapping[str, HyperCommGrid]):
         layout = RankLayout([len(ranks)], ["rank"], ranks=ranks)
         agreement = GridAgreement(layout, self._label, None)
         scope = agreement.scope(self._world or current(), "calls of a set")
-        batches: dict[str, Batch] = {}
-        try:
-            with refusing(scope):
-                for name in names:
-                    specs = self[name]._specs(requests[name], keywords)
-                    batches[name] = batch = Batch(self[name]._owner, specs)
-                    batch.reserve()
-        except BaseException:
-            for batch in batches.values():
-                batch.release()
-            raise
-        return create_batches(
-            scope, CREATE, batches, limit_of(keywords.get("timeout"), scope.world)
-        )
+        owners: list[str] = []
+
+        def find() -> list[tuple[GroupTable, GroupRequest]]:
+            found: list[tuple[GroupTable, GroupRequest]] = []
+            for name in names:
+                own = self[name]._requests(requests[name], keywords)
+                owners.extend([name] * len(own))
+                found += own
+            return found
+
+        labels = {self[name]._table: name for name in names}
+        entries = create_all(scope, CREATE, find, labels)
+        created: dict[str, list[ProcessGroup | None]] = {name: [] for name in names}
+        for name, entry in zip(owners, entries, strict=True):
+            created[name].append(entry.communicator.pg)
+        return created
 
     # ---- life cycle -----------------------------------------------------------------------------
 

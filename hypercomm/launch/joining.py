@@ -19,11 +19,10 @@ from hypercomm.errors import HyperCommError, LaunchError, RankOutsideError
 from hypercomm.launchers import FoundJob, find_job
 from hypercomm.layout.checks import as_int, as_ranks
 from hypercomm.layout.text import format_ranks
-from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.agreement.driver import agree, limit_of
 from hypercomm.process_groups.agreement.scope import Scope
 from hypercomm.process_groups.options import check_backend, check_known, check_timeout
-from hypercomm.process_groups.torch_internals.split import bound_device
 from hypercomm.process_groups.world import World, current
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ class Joined(FoundJob):
         """
         made = self._made.pop() if self._made else None
         if made is not None and dist.group.WORLD is made:
-            c10d.destroy_world()
+            torchdist.destroy_world()
 
     def __enter__(self) -> Self:
         return self
@@ -192,20 +191,20 @@ def _live(
     Raises:
         LaunchError: An argument contradicts it.
     """
-    live, here = c10d.default_backend(), (dist.get_rank(), dist.get_world_size())
+    live, here = torchdist.default_backend(), (dist.get_rank(), dist.get_world_size())
     is_same = rank is None or (rank, size) == here
     if backend is not None:
         check_known(backend)
-        is_same &= c10d.parts_of(backend).items() <= c10d.parts_of_world().items()
+        is_same &= torchdist.parts_of(backend).items() <= torchdist.parts_of_world().items()
     if not is_same:
         raise LaunchError(
             f"torch.distributed is already initialised with rank={here[0]}, size={here[1]} and "
             f"backend={live!r}, but rank={rank}, size={size} and backend={backend!r} were given; "
             f"leave them out, or call destroy_process_group() first"
         )
-    address, port = c10d.meeting_place() or (None, None)
+    address, port = torchdist.store_address() or (None, None)
     job = attrs.evolve(_launched(variables, *here), address=address, port=port)
-    kind = c10d.devices_made_for(live)
+    kind = torchdist.devices_made_for(live)
     device = torch.device("cpu")
     if kind != "cpu" and _count(kind):  # a fake world may be for absent devices
         device = torch.device(kind, torch.get_device_module(kind).current_device())
@@ -219,7 +218,7 @@ def _initialise(
     options: dict[str, Any] = {"rank": job.rank, "world_size": job.size, "timeout": timeout}
     if device.type != "cpu":
         torch.get_device_module(device.type).set_device(device)
-        if c10d.parts_of(backend)[device.type] in c10d.NCCL:
+        if torchdist.parts_of(backend)[device.type] in torchdist.NCCL:
             options["device_id"] = device
     if job.address is None:
         stores: Any = dist  # has them, but not for type checkers
@@ -230,7 +229,7 @@ def _initialise(
     try:
         dist.init_process_group(backend, **options)
     except BaseException as error:
-        c10d.destroy_world()
+        torchdist.destroy_world()
         if not isinstance(error, Exception) or isinstance(error, HyperCommError):
             raise
         where = "" if job.address is None else f" at {job.address}, port {job.port}"
@@ -257,14 +256,14 @@ def _choose(
     """
     check_backend(backend)
     if device is None:
-        device = _accelerator() if backend is None else c10d.devices_made_for(backend)
+        device = _accelerator() if backend is None else torchdist.devices_made_for(backend)
     chosen = torch.device(device)
     if chosen.index is None and chosen.type != "cpu":
         chosen = torch.device(chosen.type, _index_of_rank(chosen.type, job))
     if backend is None:
         own = dist.Backend.default_device_backend_map.get(chosen.type, "gloo")
         backend = "gloo" if own == "gloo" else f"cpu:gloo,{chosen.type}:{own}"
-    parts = c10d.parts_of(backend)
+    parts = torchdist.parts_of(backend)
     if chosen.type not in parts:
         raise LaunchError(
             f"device {str(chosen)!r} does not fit backend {backend!r}, which is for tensors on "
@@ -292,7 +291,7 @@ def _accelerator() -> str:
     """Return the type of this host's accelerator if torch has a backend for it; else "cpu"."""
     found = torch.accelerator.current_accelerator(check_available=True)
     backend = found and dist.Backend.default_device_backend_map.get(found.type)
-    if found is None or backend in {None, "gloo"} or c10d.why_unavailable(str(backend)):
+    if found is None or backend in {None, "gloo"} or torchdist.why_unavailable(str(backend)):
         return "cpu"
     return found.type
 
@@ -360,7 +359,7 @@ def renew_world(
     check_timeout(timeout)
     old = current()
     given = as_ranks(ranks, "ranks", old.size)
-    if not c10d.has_ranks() or c10d.is_other_world():
+    if not torchdist.has_ranks() or torchdist.is_other_world():
         raise LaunchError("this is a fake or simulated world: its other ranks do not exist")
     if store is None and not old.has_store:
         raise LaunchError("this torch does not expose the job's store; pass a store as store=")
@@ -371,7 +370,7 @@ def renew_world(
         )
     if store is None:  # one record for all lists of ranks, so that other lists are an error
         key = _meet(old, given, timeout)
-        store = c10d.default_store()
+        store = torchdist.default_store()
     else:
         digest = hashlib.sha256(json.dumps(given).encode()).hexdigest()[:16]
         key = f"hypercomm/new world {digest}"
@@ -391,14 +390,14 @@ def _meet(old: World, ranks: tuple[int, ...], timeout: timedelta | None) -> str:
 def _renew(old: World, ranks: tuple[int, ...], store: Any) -> Renewed:
     """Destroy the old WORLD, and create the new one."""
     options: dict[str, Any] = {"timeout": old.timeout_of(old.backend)}
-    if (device := bound_device()) is not None:
+    if (device := torchdist.bound_device()) is not None:
         options["device_id"] = device
     rank, size = ranks.index(old.rank), len(ranks)
-    c10d.end_world()
+    torchdist.end_world()
     try:
         dist.init_process_group(old.backend, store=store, rank=rank, world_size=size, **options)
     except Exception as error:
-        c10d.destroy_world()
+        torchdist.destroy_world()
         raise LaunchError(
             f"rank {old.rank} could not join the new WORLD of ranks {format_ranks(sorted(ranks))} "
             f"({' '.join(str(error).split())}); the old one is gone: restart the job"

@@ -35,7 +35,7 @@ from hypercomm.errors import (
 )
 from hypercomm.layout.checks import as_int, check_duration, is_utf8
 from hypercomm.layout.text import did_you_mean, shown
-from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.agreement import protocol
 from hypercomm.process_groups.agreement.driver import Round, agree, ask, run
 from hypercomm.process_groups.agreement.protocol import EndedCallError
@@ -50,8 +50,8 @@ from hypercomm.process_groups.agreement.records import (
 )
 from hypercomm.process_groups.agreement.scope import Memory, Scope, forget, memory_of, this_host
 from hypercomm.process_groups.agreement.system import LateError, in_time, system
-from hypercomm.process_groups.options import GroupOptions, check_backend
-from hypercomm.process_groups.owner import discard
+from hypercomm.process_groups.options import check_backend
+from hypercomm.process_groups.strategies import discard
 from hypercomm.process_groups.world import World, note
 
 if TYPE_CHECKING:
@@ -164,9 +164,9 @@ class JoinedWorld(World):
         with contextlib.ExitStack() as ends:  # the last first, and each also after an error
             ends.callback(_served.pop, self.address, None)
             ends.callback(self._say_left)
-            ends.callback(c10d.destroy, [group])
+            ends.callback(torchdist.destroy, [group])
             for owner in list(self.owners):
-                ends.callback(owner.end, c10d.destroy)
+                ends.callback(owner.end, torchdist.destroy)
 
     def _check_not_default(self) -> None:
         """Raise within `as_default`, where torch would end every group of the process."""
@@ -195,7 +195,7 @@ class JoinedWorld(World):
             owner.forget()
         group, self._pg = self._pg, None
         if group is not None:
-            c10d.abort([group])
+            torchdist.abort([group])
 
     def _begin(self, number: int, pg: ProcessGroup) -> None:
         """Begin an incarnation: nothing of the former one counts any more."""
@@ -219,7 +219,7 @@ class JoinedWorld(World):
             ...     print(dist.get_rank(), dist.get_world_size())
             0 1
         """
-        with c10d.shown_as_default(self.pg):
+        with torchdist.shown_as_default(self.pg):
             yield
 
     def __enter__(self) -> Self:
@@ -473,10 +473,18 @@ def _enter(world: JoinedWorld, limit_s: float, *, is_new: bool) -> None:
 def _create(world: JoinedWorld, turn: Round) -> ProcessGroup:
     """Create the process group of all ranks, whose members connect at their first message."""
     title = f"world {world.name}"
-    options = GroupOptions(world.backend, world.timeout, group_desc=title, lazy_init=True)
     name = f"{_ROOT}/{world.name}/{turn.number}/all"
-    return c10d.new_group(
-        name, range(world.size), options=options, world=world, store=turn.store, stale=[]
+    return torchdist.new_group(
+        name,
+        range(world.size),
+        rank=world.rank,
+        backend=world.backend,
+        store=turn.store,
+        timeout=world.timeout,
+        group_desc=title,
+        lazy_init=True,
+        is_default=False,
+        stale=[],
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 from datetime import timedelta
@@ -13,13 +12,13 @@ import attrs
 from hypercomm.errors import GroupOptionsError
 from hypercomm.layout.checks import check_duration, is_utf8
 from hypercomm.layout.text import shown
-from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.world import World
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class GroupOptions:
-    """The options of one creation, as given; None where the default holds.
+    """The options of one creation, as given. None stands for the default.
 
     Args:
         backend: "gloo", "nccl", "cpu:gloo,cuda:nccl", ...; default: the backend of WORLD.
@@ -41,70 +40,69 @@ class GroupOptions:
     creation: str | None = None
     enable_reconfigure: bool = False
 
-    def given(self) -> dict[str, Any]:
-        """Return the options that differ from their defaults, except the backend."""
-        fields = {name: getattr(self, name) for name in ("timeout", "pg_options", "group_desc")}
-        return {name: value for name, value in fields.items() if value is not None}
-
     def check(self) -> None:
         """Raise for what torch would reject later, or drop silently.
 
         Raises:
             GroupOptionsError: A value has the wrong type, or a backend is unknown.
         """
-        check_timeout(self.timeout)
-        desc = "" if self.group_desc is None else self.group_desc
-        if not (isinstance(desc, str) and is_utf8(desc)):
+        if self.timeout is not None:
+            check_duration(self.timeout)
+        desc = self.group_desc
+        if desc is not None and not (isinstance(desc, str) and is_utf8(desc)):
             raise GroupOptionsError(
                 f"group_desc must be a string that can be written as UTF-8, got {shown(desc)}"
             )
-        check_lazy_init(self.lazy_init)
+        if self.lazy_init is not None:
+            check_lazy_init(self.lazy_init)
         if self.backend is not None:
             check_known(self.backend)
 
-    def resolve(self, group_desc: str, world: World) -> GroupOptions:
-        """Fill in the defaults of the world.
-
-        Args:
-            group_desc: The description, unless one was given.
-            world: The world.
+    def resolve(self, world: World) -> GroupOptions:
+        """Return the options with the defaults of a world; a description is not one of these.
 
         Raises:
             GroupOptionsError: The backend would ignore `pg_options`, or cannot be reconfigured.
         """
-        default = world.backend
-        backend = (self.backend or default).lower()
-        singles, pg_options = c10d.single_backends(backend), self.pg_options
+        backend = (self.backend or world.backend).lower()
+        singles = torchdist.single_backends(backend)
+        is_fake = world.backend == "fake"
+        pg_options = self.pg_options
         if pg_options is not None:
-            if not any(map(c10d.takes_options, singles)):
+            if not any(map(torchdist.takes_options, singles)):
                 raise GroupOptionsError(
                     f"pg_options {shown(pg_options)} would be dropped: torch passes no options to "
                     f"backend {backend!r}; leave pg_options out"
                 )
-            if "fake" in {default, *singles} and not hasattr(pg_options, "_timeout"):
+            if (is_fake or "fake" in singles) and not torchdist.has_timeout(pg_options):
                 raise GroupOptionsError(
                     f"pg_options must be options of a backend, such as a ProcessGroupNCCL.Options, "
                     f"got {shown(pg_options)}"
                 )
-        timeout = self.timeout or _own_timeout(pg_options) or world.timeout_of(backend)
-        pg_options = pg_options and _with_timeout(pg_options, timeout)
-        if default == "fake":  # there is nobody to connect to
-            backend, singles = "fake", ("fake",)
-            pg_options = pg_options and _of_fake_backend(pg_options)
-        lazy_init = None if _CONNECTING.isdisjoint(singles) else self.lazy_init
-        changes = self.enable_reconfigure and default != "fake"
-        if changes and (reason := c10d.why_not_reconfigured(backend)) is not None:
+        timeout = self.timeout or torchdist.given_timeout(pg_options) or world.timeout_of(backend)
+        if pg_options is not None:
+            pg_options = torchdist.with_timeout(pg_options, timeout)
+        if is_fake:  # there is nobody to connect to
+            backend = "fake"
+            singles = ("fake",)
+            if not torchdist.is_fake_options(pg_options):
+                pg_options = None
+        changes = self.enable_reconfigure and not is_fake
+        if changes and (reason := torchdist.why_not_reconfigured(backend)) is not None:
             raise GroupOptionsError(
                 f"enable_reconfigure=True cannot work here: {reason}; leave it out, and reshape() "
                 f"creates new process groups"
             )
-        desc = self.group_desc or group_desc
         return GroupOptions(
-            backend, timeout, pg_options, desc, lazy_init, enable_reconfigure=changes
+            backend,
+            timeout,
+            pg_options,
+            lazy_init=None if _CONNECTING.isdisjoint(singles) else self.lazy_init,
+            enable_reconfigure=changes,
         )
 
 
-_CONNECTING = {"gloo", *c10d.NCCL}
+_CONNECTING = {"gloo", *torchdist.NCCL}
 """The backends that have an option for when to connect."""
 
 
@@ -137,10 +135,14 @@ def check_backend(backend: str | None) -> None:
     if backend is None:
         return
     check_known(backend)
-    for single in c10d.single_backends(backend):
-        reason = c10d.why_unavailable(single)
+    for single in torchdist.single_backends(backend):
+        reason = torchdist.why_unavailable(single)
         if reason is not None:
-            usable = [name for name in c10d.known_backends() if c10d.why_unavailable(name) is None]
+            usable = [
+                name
+                for name in torchdist.known_backends()
+                if torchdist.why_unavailable(name) is None
+            ]
             raise GroupOptionsError(
                 f"backend {single!r} {reason}; use one of {usable} here, or plan with {single!r} "
                 f"in hypercomm.testing.fake_world"
@@ -155,57 +157,23 @@ def check_known(backend: str) -> None:
     """
     if not isinstance(backend, str) or not backend:
         raise GroupOptionsError(f"backend must be a name such as 'gloo', got {shown(backend)}")
-    pairs = c10d.pairs_of(backend)
+    pairs = torchdist.pairs_of(backend)
     is_readable = all(_PART.fullmatch(part) for part in backend.lower().split(","))
     if not is_readable or len(dict(pairs)) < len(pairs):
         raise GroupOptionsError(
             f"backend {backend!r} cannot be read; write it as 'gloo', or as 'cpu:gloo,cuda:nccl' "
             f"with each device once"
         )
-    unknown = [single for _, single in pairs if not c10d.is_known(single)]
+    unknown = [single for _, single in pairs if not torchdist.is_known(single)]
     if unknown:
         raise GroupOptionsError(
-            f"unknown backend {backend!r}; this torch knows {c10d.known_backends()}; to have "
+            f"unknown backend {backend!r}; this torch knows {torchdist.known_backends()}; to have "
             f"{unknown[0]!r}, install a build of torch or a package that has it"
         )
 
 
 _PART = re.compile(r"([a-z_]+:)?[\w.-]+")
 """A backend, and the type of its device, if there is one."""
-
-
-def _of_fake_backend(pg_options: Any) -> Any:
-    """Keep the fake backend's own options; those of another go with that backend."""
-    own = any(kind.__qualname__ == "FakeProcessGroup.Options" for kind in type(pg_options).__mro__)
-    return pg_options if own else None
-
-
-def _own_timeout(pg_options: Any) -> timedelta | None:
-    """Return the timeout that a caller has set in backend options, if it is not their default."""
-    own: timedelta | None = getattr(pg_options, "_timeout", None)
-    try:
-        return None if own is None or own == type(pg_options)()._timeout else own
-    except (TypeError, AttributeError):  # their default is unknown if they need arguments
-        return None
-
-
-def _with_timeout(pg_options: Any, timeout: timedelta | None) -> Any:
-    """Copy backend options that hold a timeout, with the one that torch will use anyway.
-
-    torch writes the timeout, the ranks and the name of the group into the object that it is
-    given; a copy lets a caller use one object for several groups. A copy of a Python subclass is
-    one of the class in C++: such an object serves one group.
-    """
-    if timeout is None or getattr(pg_options, "_timeout", None) is None:
-        return pg_options
-    try:
-        options = copy.deepcopy(pg_options)
-    except TypeError:  # of a third party's backend
-        return pg_options
-    if type(options) is not type(pg_options):
-        return pg_options
-    options._timeout = timeout
-    return options
 
 
 def as_verified(verify: bool | None) -> bool:

@@ -11,91 +11,98 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from inspect import signature
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import attrs
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import CreationError, HyperCommError, NotInitializedError
+from hypercomm.errors import CreationError, GroupOptionsError, HyperCommError
 from hypercomm.layout import RankGroups
-from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.agreement.driver import Round
-from hypercomm.process_groups.torch_internals.gloo import ConnectionFailedError, lazy_init
-from hypercomm.process_groups.torch_internals.split import split_device
-from hypercomm.process_groups.world import World, current
+from hypercomm.process_groups.agreement.scope import Scope
+from hypercomm.process_groups.options import GroupOptions
+from hypercomm.process_groups.spec import GroupSpec
+from hypercomm.process_groups.world import World
 
-if TYPE_CHECKING:
-    from hypercomm.process_groups.spec import GroupSpec
+# ---- the choice --------------------------------------------------------------------------------
 
 
-class Choice(NamedTuple):
-    """A strategy, and why it was chosen."""
+@attrs.frozen
+class Plan:
+    """How groups with some options are created in a world.
 
+    Attributes:
+        options: The options with the defaults of the world.
+        strategy: The name of the strategy.
+        reason: Why by this strategy.
+    """
+
+    options: GroupOptions
     strategy: str
     reason: str
 
 
-NOT_YET = Choice("enumerate", "torch.distributed is not initialised")
-ADOPTED = Choice("adopted", "a DeviceMesh created it, and stays its owner")
+def plan(
+    world: World, groups: RankGroups, given: GroupOptions, creation: str, *, by_all: bool
+) -> Plan:
+    """Decide how groups are created in a world, and complete their options.
 
-
-def choose(
-    world: World,
-    creation: str,
-    backend: str | None,
-    groups: RankGroups,
-    *,
-    lazily: bool | None = None,
-    by_all: bool = True,
-) -> Choice:
-    """Decide how groups of `backend` (None: that of the world) are created in a world.
+    A plan that holds for all groups is made once in a world.
 
     Args:
         world: The world.
-        creation: "auto", or the name of a strategy.
-        backend: The requested backend.
         groups: The groups to create.
-        lazily: Whether members are to connect at their first message.
+        given: The options as given.
+        creation: "auto", or the name of a strategy, if the options name none.
         by_all: Whether every rank of the world takes part in the creation.
 
     Raises:
+        GroupOptionsError: Options contradict each other, or would be ignored.
         CreationError: The requested strategy cannot work here; the message has the reason, and
             the strategies that would work.
     """
-    backend = (backend or world.backend).lower()
-    asked = creation, backend, lazily, by_all
-    choice: Choice | None = world.choices.get(asked)
-    if choice is None:
-        choice = _choose(world, creation, backend, groups, lazily=lazily, by_all=by_all)
-        if choice.strategy == "local" and split_device() is None:  # holds for all groups
-            world.choices[asked] = choice
-    return choice
+    asked = given, creation, by_all
+    known: Plan | None = world.choices.get(asked) if given.pg_options is None else None
+    if known is not None:
+        return known
+    creation = given.creation or creation
+    if given.enable_reconfigure and creation != "local":
+        if creation != "auto":
+            raise GroupOptionsError(
+                f"creation={creation!r} cannot create groups with enable_reconfigure=True; use "
+                f"'auto' or 'local'"
+            )
+        creation = "local"
+    strategy, reason = _choose(world, groups, given, creation, by_all=by_all)
+    made = Plan(given.resolve(world), strategy, reason)
+    depends_on_groups = strategy != "local" or torchdist.split_device() is not None
+    if not depends_on_groups and given.pg_options is None:
+        world.choices[asked] = made
+    return made
 
 
 def _choose(
-    world: World,
-    creation: str,
-    backend: str,
-    groups: RankGroups,
-    *,
-    lazily: bool | None,
-    by_all: bool,
-) -> Choice:
-    against = obstacles(world, backend, groups, lazily, ("local", "split"))
+    world: World, groups: RankGroups, given: GroupOptions, creation: str, *, by_all: bool
+) -> tuple[str, str]:
+    """Return the name of a strategy, and why it was chosen."""
+    backend = (given.backend or world.backend).lower()
+    against = obstacles(world, backend, groups, given.lazy_init, ("local", "split"))
     usable = [name for name, obstacle in against.items() if obstacle is None]
     if creation not in ("auto", *usable) or not usable:  # else it need not read all groups
-        against = obstacles(world, backend, groups, lazily)
+        against = obstacles(world, backend, groups, given.lazy_init)
         usable = [name for name, obstacle in against.items() if obstacle is None]
     if creation in usable:
-        return Choice(creation, "asked for by name")
+        return creation, "asked for by name"
     if creation == "auto" and usable:
         chosen = "split" if by_all and "split" in usable else usable[0]
         if chosen == "enumerate":
-            return Choice(chosen, f"{against['local']}, and {against['split']}")
+            return chosen, f"{against['local']}, and {against['split']}"
         bound = "WORLD is bound to a device, and " if chosen == "split" else ""
-        return Choice(chosen, bound + STRATEGIES[chosen].cost)
+        return chosen, bound + STRATEGIES[chosen].cost
     reasons = "; ".join(filter(None, [against.get(creation)] if usable else against.values()))
     raise CreationError(
         f"creation={creation!r} cannot create groups of backend {backend!r} here: {reasons}; use "
@@ -104,24 +111,22 @@ def _choose(
 
 
 def obstacles(
-    world: World | None,
-    backend: str | None,
+    world: World,
+    backend: str,
     groups: RankGroups,
     lazily: bool | None,
     names: Sequence[str] = (),
 ) -> dict[str, str | None]:
-    """Return why each strategy cannot create groups here, by its name; None if it can.
+    """Return why each strategy cannot create groups here, by its name, or None if it can.
 
     Args:
-        world: The world; None before there is one.
+        world: The world.
         backend: The requested backend.
         groups: The groups to create.
         lazily: Whether members are to connect at their first message.
         names: The strategies; default: all.
     """
-    if world is None:
-        return {}
-    backend, found = (backend or world.backend).lower(), {}
+    found: dict[str, str | None] = {}
     for name in names or STRATEGIES:
         found[name] = STRATEGIES[name].why_not(backend, groups, lazily)
         if name != "local" and not world.is_default:
@@ -133,36 +138,36 @@ def obstacles(
 
 
 def _why_not_local(backend: str, _groups: RankGroups, _lazily: bool | None) -> str | None:
-    if "mpi" in c10d.single_backends(backend):
+    if "mpi" in torchdist.single_backends(backend):
         return "MPI creates a group only with all ranks of the world"
-    return c10d.why_not_members()
+    return torchdist.why_not_members()
 
 
 def _create_local(
-    spec: GroupSpec,
-    title: str,
-    turn: Round | None,
-    stale: list[str],
-    stays: ProcessGroup | None,
+    spec: GroupSpec, title: str, turn: Round, former: ProcessGroup | None
 ) -> ProcessGroup | None:
     if spec.own is None:
         return None
-    world, options, (index, ranks) = spec.world or current(), spec.options, spec.own
+    index, ranks = spec.own
     name = f"{title}/{index}"
-    store = world.store if turn is None else turn.store
-    group = stays or c10d.new_group(
-        name, ranks, options=options, world=world, store=store, stale=stale
+    world = spec.world
+    options = spec.options
+    shared: dict[str, Any] = {"rank": world.rank, "store": turn.store, "stale": turn.stale}
+    group = former or torchdist.new_group(
+        name,
+        ranks,
+        backend=options.backend or world.backend,
+        timeout=options.timeout,
+        pg_options=options.pg_options,
+        group_desc=spec.group_desc,
+        lazy_init=options.lazy_init,
+        enable_reconfigure=options.enable_reconfigure,
+        is_default=world.is_default,
+        **shared,
     )
     if options.enable_reconfigure:
-        c10d.reconfigure(
-            group,
-            name,
-            ranks,
-            timeout=options.timeout,
-            rank=world.rank,
-            store=store,
-            stale=stale,
-            left_s=1e6 if turn is None else turn.left_s,
+        torchdist.reconfigure(
+            group, name, ranks, timeout=options.timeout, left_s=turn.left_s, **shared
         )
     return group
 
@@ -173,8 +178,8 @@ def _create_local(
 def _why_not_split(backend: str, groups: RankGroups, lazily: bool | None) -> str | None:
     if lazily:
         return "a split connects all members when it creates a group, and lazy_init=True forbids it"
-    obstacle = c10d.why_not_split(backend)
-    if obstacle is None and not (groups.is_sorted or c10d.keeps_order()):
+    obstacle = torchdist.why_not_split(backend)
+    if obstacle is None and not (groups.is_sorted or torchdist.keeps_order()):
         return f"split_group of this torch sorts the ranks of each group, and {groups!r} are not"
     return obstacle
 
@@ -183,12 +188,18 @@ def _create_split(spec: GroupSpec, title: str, *_: object) -> ProcessGroup | Non
     # Every rank of WORLD must call, but torch looks only at the caller's own group in the list.
     # A rank that is not a member passes a group that it is not in, and gets None.
     own = -1 if spec.own is None else spec.own[0]
-    options, group = spec.options, None
+    options = spec.options
+    group: ProcessGroup | None = None
     for turn in split_turns(spec.groups):
         index = own if own in turn else int(own == 0)
-        own_name = f"{title}/{own}" if own in turn else None
-        backend = options.backend or current().backend
-        part = c10d.split_group(own_name, spec.groups[index], options, backend)
+        part = torchdist.split_group(
+            f"{title}/{own}" if own in turn else None,
+            spec.groups[index],
+            backend=options.backend or spec.world.backend,
+            timeout=options.timeout,
+            pg_options=options.pg_options,
+            group_desc=spec.group_desc,
+        )
         group = part or group
     return group
 
@@ -202,7 +213,7 @@ def split_turns(groups: RankGroups) -> list[set[int]]:
     """
     seen: Counter[int] = Counter()
     turns: defaultdict[int, set[int]] = defaultdict(set)
-    for index, color in enumerate(c10d.split_colors(groups.to_array())):
+    for index, color in enumerate(torchdist.split_colors(groups.to_array())):
         turns[seen[color]].add(index)
         seen[color] += 1
     return list(turns.values())
@@ -212,7 +223,11 @@ def split_turns(groups: RankGroups) -> list[set[int]]:
 
 
 def _why_not_enumerate(backend: str, groups: RankGroups, lazily: bool | None) -> str | None:
-    if lazily is not None and c10d.is_nccl(backend) and not c10d.connects_as_told(backend):
+    if (
+        lazily is not None
+        and torchdist.is_nccl(backend)
+        and not torchdist.connects_as_told(backend)
+    ):
         return f"new_group of this torch has no lazy_init={lazily} for NCCL"
     if groups.is_sorted or "sort_ranks" in signature(dist.new_group).parameters:
         return None
@@ -220,13 +235,21 @@ def _why_not_enumerate(backend: str, groups: RankGroups, lazily: bool | None) ->
 
 
 def _create_enumerate(spec: GroupSpec, *_: object) -> ProcessGroup | None:
-    options, groups = spec.options, spec.groups
+    options = spec.options
+    groups = spec.groups
     ranks = groups.to_array().tolist()
-    given: dict[str, Any] = {"backend": options.backend, **options.given()}
+    pg_options = options.pg_options
     if options.lazy_init:
-        lazy = c10d.lazy_options(options.backend or "", options.pg_options, options.timeout)
-        given |= {} if lazy is None else {"pg_options": lazy}
-    with lazy_init.set_to(options.lazy_init):
+        backend = options.backend or spec.world.backend
+        pg_options = torchdist.lazy_options(backend, pg_options, options.timeout)
+    given: dict[str, Any] = {
+        "backend": options.backend,
+        "timeout": options.timeout,
+        "pg_options": pg_options,
+        "group_desc": spec.group_desc,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    with torchdist.lazy_init.set_to(options.lazy_init):
         own: Any = None
         if groups.is_sorted:
             enumerate_groups: Any = dist.new_subgroups_by_enumeration  # no types before torch 2.14
@@ -235,23 +258,22 @@ def _create_enumerate(spec: GroupSpec, *_: object) -> ProcessGroup | None:
             made = [dist.new_group(members, sort_ranks=False, **given) for members in ranks]
             if spec.own is not None:
                 own = made[spec.own[0]]
-    if dist.is_initialized():
-        c10d.forget_non_members()
-    return c10d.as_member(own)
+    torchdist.forget_non_members()
+    return torchdist.as_member(own)
 
 
 class Strategy(NamedTuple):
     """A strategy: why it cannot work, its cost, and the function that creates a group.
 
-    That function takes the spec, the name of its groups, which is the same on all ranks, the round
-    of the creation, a list for keys to delete, and the existing group that gets these members.
+    Attributes:
+        why_not: Returns why it cannot create groups, by backend, groups and `lazy_init`.
+        cost: Its cost, for explanations.
+        create: Creates a group; takes the arguments of `create` below.
     """
 
     why_not: Callable[[str, RankGroups, bool | None], str | None]
     cost: str
-    create: Callable[
-        [GroupSpec, str, Round | None, list[str], ProcessGroup | None], ProcessGroup | None
-    ]
+    create: Callable[[GroupSpec, str, Round, ProcessGroup | None], ProcessGroup | None]
 
 
 STRATEGIES = {
@@ -278,50 +300,43 @@ STRATEGIES = {
 
 
 def connects(specs: Iterable[GroupSpec]) -> bool:
-    """Return whether the creation of a group needs its other members at the same time."""
+    """Return whether the creation of one of some groups needs its other members."""
     return any(
-        spec.choice.strategy != "local"
+        spec.strategy != "local"
         or spec.options.enable_reconfigure
-        or c10d.connects_at_creation(spec.options.backend or "", spec.options.lazy_init)
+        or torchdist.connects_at_creation(
+            spec.options.backend or spec.world.backend, spec.options.lazy_init
+        )
         for spec in specs
     )
 
 
 def create(
-    spec: GroupSpec,
-    name: str,
-    turn: Round | None,
-    stale: list[str],
-    stays: ProcessGroup | None = None,
+    spec: GroupSpec, name: str, turn: Round, former: ProcessGroup | None = None
 ) -> ProcessGroup | None:
     """Create the group of the calling rank, and leave torch as it was if that fails.
 
     Args:
-        spec: What is created.
-        name: The name of the groups, the same on all ranks.
-        turn: The round of the creation; None before there is a world.
-        stale: Receives keys of the store that no rank needs once the group has ended.
-        stays: The group that is to have these members; None: a new one is created.
+        spec: The group.
+        name: The name of the groups over its dims, the same on all ranks.
+        turn: The round of the creation.
+        former: An existing group that is given these members; None creates a new one.
 
     Returns:
-        The group; None where the calling rank is not a member.
+        The group, or None if the calling rank is not a member.
 
     Raises:
         ConnectionFailedError: The members of a gloo group could not connect.
+        CreationError: torch could not create the group.
     """
-    before = c10d.registered()
+    before = torchdist.registered() if spec.strategy == "enumerate" else set()
     try:
-        return STRATEGIES[spec.choice.strategy].create(spec, name, turn, stale, stays)
+        return STRATEGIES[spec.strategy].create(spec, name, turn, former)
     except BaseException as error:
         with contextlib.suppress(Exception):  # the error at hand matters more
-            c10d.destroy(_left_by(spec, name, before))
-        c10d.forget_non_members()
-        if (spec.world is None or spec.world.is_default) and not dist.is_initialized():
-            raise NotInitializedError(
-                f"torch.distributed is not initialised, so the groups over {spec.key} cannot be "
-                f"created; call hypercomm.join(), or torch.distributed.init_process_group()"
-            ) from error
-        known = (HyperCommError, dist.DistNetworkError, ConnectionFailedError)
+            torchdist.destroy(_left_by(spec, name, before))
+        torchdist.forget_non_members()
+        known = (HyperCommError, dist.DistNetworkError, torchdist.ConnectionFailedError)
         if isinstance(error, RuntimeError) and not isinstance(error, known):
             reason = (str(error).splitlines() or [""])[0]
             raise CreationError(
@@ -332,11 +347,26 @@ def create(
 
 def _left_by(spec: GroupSpec, name: str, before: set[ProcessGroup]) -> set[ProcessGroup]:
     """Return what a failed creation has registered; other threads may have registered theirs."""
-    new = c10d.registered() - before
-    if spec.choice.strategy in {"local", "split"}:
-        is_live = spec.world is not None  # else torch's own functions are replaced
-        return new & c10d.registered_as(f"{name}/{spec.own[0]}") if spec.own and is_live else set()
-    new -= c10d.kept()  # torch has named it
-    if not dist.is_initialized() or spec.own is None:
+    if spec.strategy != "enumerate":
+        return torchdist.registered_as(f"{name}/{spec.own[0]}") if spec.own else set()
+    new = torchdist.registered() - before - torchdist.kept()  # torch has named it
+    if spec.own is None:
         return new
     return {one for one in new if tuple(dist.get_process_group_ranks(one)) == spec.own[1]}
+
+
+def discard(
+    groups: Iterable[ProcessGroup | None], scope: Scope, stay: Collection[ProcessGroup] = ()
+) -> None:
+    """Destroy the groups of a call that fails on other ranks, the last one first.
+
+    Args:
+        groups: The groups, in the order of creation.
+        scope: The ranks that have made the call.
+        stay: Groups among them that are not destroyed.
+    """
+    try:
+        torchdist.destroy(reversed([group for group in groups if group and group not in stay]))
+    finally:
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            torchdist.forget(scope.world.store, scope.memory.take_stale())

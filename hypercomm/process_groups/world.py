@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from hypercomm.errors import LaunchError, NotInitializedError, WorldSizeError
 from hypercomm.launchers import find_number
-from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups import torch_internals as torchdist
 
 
 @attrs.define(eq=False, slots=False)
@@ -70,7 +70,7 @@ class World:
     @property
     def store(self) -> Any:
         """The store of torch that the ranks meet in."""
-        return c10d.default_store() if self._store is None else self._store
+        return torchdist.default_store() if self._store is None else self._store
 
     @property
     def pg(self) -> ProcessGroup | None:
@@ -106,7 +106,7 @@ class World:
         if self.timeout is not None:
             return self.timeout
         if backend not in self._options:
-            self._options[backend] = c10d.world_options(backend)
+            self._options[backend] = torchdist.world_options(backend)
         timeout: timedelta | None = getattr(self._options[backend], "_timeout", None)
         return timeout
 
@@ -141,10 +141,10 @@ def current() -> World:
     Raises:
         NotInitializedError: torch.distributed is not initialised.
     """
-    default = c10d.world_group()
+    default = torchdist.world_group()
     world = _worlds.get(default)
     if world is None:
-        backend, has_store = c10d.default_backend(), c10d.has_ranks()
+        backend, has_store = torchdist.default_backend(), torchdist.has_ranks()
         world = World(dist.get_rank(), dist.get_world_size(), backend, has_store)
         with _lock:  # another thread may have been faster
             return _worlds.setdefault(default, world)

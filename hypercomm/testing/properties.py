@@ -463,5 +463,5 @@ def _gather(grid: GridView, value: Any) -> dict[int, Any]:
     """Return the value of each rank of the grid, by rank."""
     everyone = grid[grid.dim_names]
     gathered: list[Any] = [None] * everyone.size
-    dist.all_gather_object(gathered, (grid._owner.rank(), value), group=everyone.group)
+    dist.all_gather_object(gathered, (everyone.ranks[everyone.rank], value), group=everyone.group)
     return dict(sorted(gathered))

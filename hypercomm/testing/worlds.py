@@ -15,9 +15,8 @@ import torch.distributed as dist
 from hypercomm.errors import LayoutError
 from hypercomm.layout.checks import as_int, as_world_size
 from hypercomm.layout.text import shown
-from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.options import check_timeout
-from hypercomm.process_groups.torch_internals.capabilities import backend_config, default_timeout
 from hypercomm.process_groups.world import World, current
 
 _c10d: Any = dist.distributed_c10d
@@ -96,7 +95,7 @@ class OtherWorld(_c10d._World):  # type: ignore[misc]
         self.pg_map[group] = (backend, self._store)
         self.pg_names[group] = name
         self.pg_group_ranks[group] = ranks
-        self.pg_backend_config[group] = backend_config(backend)
+        self.pg_backend_config[group] = torchdist.backend_config(backend)
         self.pg_to_tag[group] = f"ptd:{name}"
         self.tags_to_pg[f"ptd:{name}"] = [group]
 
@@ -142,7 +141,8 @@ def other_worlds(
         "_world": _c10d._world,
         "_new_process_group_helper": lambda *args, **named: shown().new_group(*args, **named),
         "_store_based_barrier": lambda *_, **__: None,
-        "_get_default_timeout": default_timeout,  # torch's warns of backends that are not built
+        # torch's function warns of backends that are not built.
+        "_get_default_timeout": torchdist.default_timeout,
         "init_process_group": lambda *args, **named: shown().begin(*args, **named),
         "destroy_process_group": lambda group=None: shown().end(group),
         "_resolve_process_group": lambda name: shown().group_named(name),
@@ -243,4 +243,4 @@ def registered_groups() -> set[dist.ProcessGroup]:
         True
         True
     """
-    return c10d.registered()
+    return torchdist.registered()

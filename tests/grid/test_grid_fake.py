@@ -159,19 +159,13 @@ def test_where_the_world_size_comes_from(monkeypatch):
         HyperCommGrid([8], ["dp"])
 
 
-# Where torch.distributed is not initialised, creation goes through torch's public function, found
-# at call time, with only what the caller gave: Megatron's unit tests patch it there.
-def test_uninitialised_creation_asks_torch():
+# Before torch.distributed is initialised, a creation fails and says how to initialise it.
+def test_creation_before_torch_is_initialised():
     grid = HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"], world_size=8)
-    marker = object()
-    with mock.patch("torch.distributed.new_subgroups_by_enumeration") as patched:
-        patched.return_value = (marker, [])
-        assert grid.create_pg(["dp", "tp"], group_desc="both") is marker
-    patched.assert_called_once_with([[0, 1, 4, 5], [2, 3, 6, 7]], backend=None, group_desc="both")
-    assert grid.get_pg(["tp", "dp"]) is marker
     with pytest.raises(NotInitializedError, match=r"over tp cannot be created; call .*init_pro"):
         grid.create_pg("tp")
-    assert len(grid.pgs) == 1
+    assert len(grid.pgs) == 0
+    assert str(grid.reshape("tp=4,dp=2")).endswith("created: none\n  destroyed: none")
 
 
 # A group over other members of the world than the plan's cannot be shared; one with equal members

@@ -11,7 +11,7 @@ from group_facts import registered
 
 from hypercomm import GroupKey, HyperCommGrid
 from hypercomm.errors import GroupMissingError
-from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.testing import fake_world
 
 SIZES = {"tp": 2, "cp": 1, "dp": 4}
@@ -27,7 +27,7 @@ def ranks(group):
 
 def third_fails(names):
     """A creation that keeps the names it is given, and fails at the third."""
-    honest = c10d.new_group
+    honest = torchdist.new_group
 
     def failing(name, members, **options):
         names.append(name)
@@ -65,11 +65,11 @@ def test_a_batch():
 # What is said for all groups holds where one does not say otherwise, and groups of a batch share.
 def test_what_a_batch_says_for_all(monkeypatch):
     seen = []
-    honest = c10d.new_group
+    honest = torchdist.new_group
     monkeypatch.setattr(
-        c10d,
+        torchdist,
         "new_group",
-        lambda *args, **said: seen.append(said["options"].timeout) or honest(*args, **said),
+        lambda *args, **said: seen.append(said["timeout"]) or honest(*args, **said),
     )
     with fake_world(8, rank=5), grid_of() as grid:
         dp, dp_cp, apart = grid.create_pgs(
@@ -88,7 +88,7 @@ def test_a_batch_that_fails_half_way(monkeypatch):
     names = []
     with fake_world(8, rank=5), grid_of(share="identical") as grid:
         cp = grid.create_pg("cp", name="kept")
-        monkeypatch.setattr(c10d, "new_group", third_fails(names))
+        monkeypatch.setattr(torchdist, "new_group", third_fails(names))
         before = registered()
         batch = ["tp", ["tp", "cp"], {"dims": "cp", "name": "again"}, "dp", ["tp", "dp"]]
         with pytest.raises(RuntimeError, match="out of sockets"):
@@ -159,7 +159,7 @@ def test_a_collision_of_torch(monkeypatch, bound):
 # of them with its own group, and in no call do two groups of one colour meet.
 @pytest.mark.parametrize("colors", [[1, 2, 1, 1], [5, 5, 5, 5], [3, 4, 4, 3]], ids=str)
 def test_colliding_colors(monkeypatch, bound, colors):
-    monkeypatch.setattr(c10d, "split_colors", lambda _groups: colors)
+    monkeypatch.setattr(torchdist, "split_colors", lambda _groups: colors)
     own = {rank: [rank - rank % 2, rank - rank % 2 + 1] for rank in range(8)}
     calls = {}
     for rank in range(9):  # rank 8 is outside the grid, and takes part all the same

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from hypercomm import HyperCommGrid, RankLayout
 from hypercomm.errors import CreationError
-from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.testing import fake_world
 
 LISTED = RankLayout([2, 2, 2], ["tp", "cp", "dp"], ranks=[7, 6, 2, 3, 0, 9, 5, 8])
@@ -34,8 +34,8 @@ def test_choices(monkeypatch):
         with pytest.raises(CreationError, match=r"creation='enumerate'.*\['auto', 'local'\]"):
             HyperCommGrid(LISTED, creation="enumerate").create_pg("tp")
     bound_world.bind(monkeypatch)
-    monkeypatch.setattr(c10d, "keeps_order", lambda: False)
-    monkeypatch.setattr(c10d, "why_not_members", lambda: "all ranks must come")
+    monkeypatch.setattr(torchdist, "keeps_order", lambda: False)
+    monkeypatch.setattr(torchdist, "why_not_members", lambda: "all ranks must come")
     with fake_world(10):
         assert strategy("tp=2") == "split"
         with pytest.raises(CreationError, match="split_group"):

@@ -12,7 +12,7 @@ from group_facts import sum_over
 
 from hypercomm import HyperCommGrid
 from hypercomm.errors import CreationError
-from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.testing import registered_groups
 
 START, OTHER = "tp=2,cp=2,dp=2", "tp=4,dp=2"
@@ -78,7 +78,7 @@ def test_a_group_of_another_grid():
             grid.create_pgs(["tp", {"dims": "tp", "name": "ends", **ends}])
             is_here, before, begin = dist.get_rank() == 0, dict(grid.pgs), time.monotonic()
             dist.barrier()  # who still waits in a creation would hear of the failure there
-            fails = mock.patch.object(c10d, "new_group", side_effect=ERROR)
+            fails = mock.patch.object(torchdist, "new_group", side_effect=ERROR)
             with (
                 fails if is_here else contextlib.nullcontext(),
                 pytest.raises(ZeroDivisionError if is_here else CreationError) as caught,

@@ -18,7 +18,7 @@ from group_facts import sum_over
 
 from hypercomm import HyperCommGrid
 from hypercomm.errors import CreationError
-from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.testing import fake_world
 
 VERSION = torch.torch_version.TorchVersion(torch.__version__)
@@ -62,7 +62,7 @@ def test_the_timeout_of_a_group():
         group = grid.create_pg("dp")
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            c10d.set_timeout(timedelta(seconds=0.5), group)
+            torchdist.set_timeout(timedelta(seconds=0.5), group)
         if dist.get_rank() == 0:
             begin = time.monotonic()
             with pytest.raises(RuntimeError):

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from hypercomm.grid import connect
-from hypercomm.process_groups import strategies
-from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.agreement.system import system
 from hypercomm.process_groups.torch_internals import gloo, groups, split
 from hypercomm.process_groups.torch_internals.gloo import LazyInit
@@ -369,7 +368,7 @@ class Rank:
         self, name: str, ranks: tuple[int, ...], backend: str, timeout: timedelta, text: str
     ) -> JobGroup:
         group = self._group(name, self._position, len(ranks), timeout, text)
-        if "gloo" in c10d.single_backends(backend):
+        if "gloo" in torchdist.single_backends(backend):
             try:
                 group.connect(self._place, timeout)
             except BaseException:
@@ -494,8 +493,9 @@ def simulate_job(
             for name in ("now", "sleep", "event", "lock", "start"):
                 ours = getattr(SimulatedSystem(scheduler), name)
                 stack.enter_context(mock.patch.object(system, name, ours))
-            for module in (gloo, groups, split, strategies):
+            for module in (gloo, split, torchdist):
                 stack.enter_context(mock.patch.object(module, "lazy_init", _LazyOfRank()))
+            stack.enter_context(mock.patch.object(groups, "lazy_init_of_gloo", _LazyOfRank()))
             stack.enter_context(mock.patch.object(connect, "_is_live", return_value=True))
             stack.enter_context(other_worlds(lambda: this_rank().world, functions))
             job.ranks += [Rank(number, job) for number in range(size)]

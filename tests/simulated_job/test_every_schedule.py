@@ -191,9 +191,12 @@ class Search:
     def after(self, state):
         """Yield the states that may come next. If all ranks wait, time passes for all."""
         is_blocked = True
-        for rank, node in enumerate(state.nodes):
-            if node.asks is None or rank in state.dead:
-                continue
+        running = [
+            (rank, node)
+            for rank, node in enumerate(state.nodes)
+            if node.asks is not None and rank not in state.dead
+        ]
+        for rank, node in running:
             if state.deaths:
                 yield state._replace(dead=state.dead | {rank}, deaths=state.deaths - 1)
             for after in self.steps_of(state, rank):
@@ -203,13 +206,11 @@ class Search:
                 for seconds in {node.asks.until, max(DEADLINE_S, node.asks.until)}:
                     late = state._replace(late=state.late - 1)
                     yield self.answered(late, rank, Late(seconds))
-        if is_blocked:
+        if is_blocked and running:
             later = state
-            for rank, node in enumerate(state.nodes):
-                if node.asks is not None and rank not in state.dead:
-                    later = self.answered(later, rank, Late(node.asks.until))
-            if later is not state:
-                yield later
+            for rank, node in running:
+                later = self.answered(later, rank, Late(node.asks.until))
+            yield later
 
     def steps_of(self, state, rank):
         """Yield the states after an operation of a rank; none if it waits for a key."""

@@ -34,7 +34,7 @@ from hypercomm.compat.module_state import name_functions
 from hypercomm.errors import GroupMissingError, NotInitializedError, StateError
 from hypercomm.layout.checks import check_duration
 from hypercomm.layout.text import shown
-from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups import torch_internals as torchdist
 
 if TYPE_CHECKING:
 
@@ -585,7 +585,7 @@ def create_group(*args: Any, **kwargs: Any) -> Any:
     Every rank of the world must call this; the caller destroys the group.
     """
     group = dist.new_group(*args, **kwargs)
-    own = c10d.as_member(group)
+    own = torchdist.as_member(group)
     if own is not None:
         _state().list_groups([own])
     return group
@@ -649,7 +649,7 @@ def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> Non
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     for group in groups:
-        c10d.set_timeout(timeout, group)
+        torchdist.set_timeout(timeout, group)
 
 
 name_functions(globals(), __name__)

@@ -26,7 +26,7 @@ from hypercomm.grid import HyperCommGrid
 from hypercomm.grid.grid import GridView
 from hypercomm.layout.checks import as_ordered, check_choice
 from hypercomm.layout.text import shown
-from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups import torch_internals as torchdist
 
 logger = logging.getLogger(__name__)
 
@@ -191,8 +191,8 @@ def options_by_key(config: table.Configuration) -> dict[str, Any]:
         return {}
     for key in options:
         check_choice("a group of the NCCL configuration", key, table.NCCL_KEYS, ConfigurationError)
-    backend = c10d.default_backend()
-    if not any(map(c10d.takes_options, c10d.single_backends(backend))):
+    backend = torchdist.default_backend()
+    if not any(map(torchdist.takes_options, torchdist.single_backends(backend))):
         logger.warning("NCCL options of groups %s have no effect on %r", [*options], backend)
         return {}
     made = {repr(own): get_nccl_options(key, options) for key, own in options.items()}

@@ -28,7 +28,7 @@ from hypercomm.errors import (
     PlanMismatchError,
     WorldRestartedError,
 )
-from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.agreement.protocol import Member, failure_of
 from hypercomm.process_groups.agreement.records import (
     Add,
@@ -48,7 +48,6 @@ from hypercomm.process_groups.agreement.records import (
 )
 from hypercomm.process_groups.agreement.scope import Connections, Scope
 from hypercomm.process_groups.agreement.system import LateError, in_time, system
-from hypercomm.process_groups.torch_internals.store import read_bytes
 from hypercomm.process_groups.world import World
 
 logger = logging.getLogger(__name__)
@@ -103,7 +102,7 @@ def perform(operation: Operation, store: Any) -> Any:
         case Exchange(key, expected, text):
             return store.compare_set(key, expected, text).decode(errors="replace")
         case Read(key):
-            found = read_bytes(store, key)
+            found = torchdist.read_bytes(store, key)
             return None if found is None else found.decode(errors="replace")
         case Add(key, amount):
             return store.add(key, amount)
@@ -145,6 +144,7 @@ class Round:
         name: A name for what the work creates, the same on all ranks and new in each round.
         number: The number of the round.
         store: A client of the world's store which no other thread uses.
+        stale: Receives keys of the store that no rank needs any more; a later call deletes them.
         left_s: How many seconds are left until the deadline.
         has_failed: Returns whether the call has failed meanwhile.
     """
@@ -152,6 +152,7 @@ class Round:
     name: str
     number: int
     store: Any
+    stale: list[str]
     left_s: float = math.inf
     has_failed: Callable[[], bool] = lambda: False
 
@@ -243,7 +244,7 @@ class Driver(Generic[T]):
         self._undo = undo
         self._steps = member.call()
         self._connections = member.scope.memory.connections_to(member.scope.world.store)
-        self._device = c10d.current_device()
+        self._device = torchdist.current_device()
         self._lock = threading.Lock()  # never held while this thread waits
         self._undoing = system.lock()
         self._ended = system.event()
@@ -505,10 +506,11 @@ class Driver(Generic[T]):
             raise RuntimeError(f"{member.title} has not proposed anything")
         left_s = member.deadline - system.now()
         ticket = member.ticket
-        turn = Round(ticket.name, ticket.round, client, left_s, lambda: self._has_failed)
+        stale = member.scope.memory.stale
+        turn = Round(ticket.name, ticket.round, client, stale, left_s, lambda: self._has_failed)
         self._is_working = self._is_to_undo = True
         try:
-            with c10d.on_device(self._device):
+            with torchdist.on_device(self._device):
                 self._result = self._work(turn)
         finally:
             with self._lock:
@@ -624,7 +626,7 @@ def agree(
             key = ask(world, title, lambda: run(scope.read_key(), world.store), limit_s)
         number = memory.next_number(scope.path)
         try:
-            return Result(do(Round(f"{key}/{number}", number, scope.world.store)))
+            return Result(do(Round(f"{key}/{number}", number, world.store, memory.stale)))
         except BaseException:
             undo()
             raise

@@ -56,7 +56,7 @@ from hypercomm.process_groups.agreement.records import (
     Write,
 )
 from hypercomm.process_groups.agreement.scope import MOST, Scope, this_host
-from hypercomm.process_groups.torch_internals.gloo import ConnectionFailedError
+from hypercomm.process_groups.torch_internals import ConnectionFailedError
 
 _SLOW_S = 0.2
 """How long a rank waits before it reports that it does, and checks whether it waits in vain."""

@@ -7,6 +7,7 @@ group has a fallback, because every creation depends on it.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import logging
@@ -118,7 +119,7 @@ class Patch:
         self._ours: Any = None
 
     def original(self, owner: Any) -> Any:
-        """Return the value that `owner` has when it is not replaced; None if it has none."""
+        """Return the value that `owner` has when it is not replaced, or None if it has none."""
         with self._changed:
             is_replaced = self._users and self._owner is owner
             return self._original if is_replaced else self._read(owner, self._name, None)
@@ -127,11 +128,14 @@ class Patch:
     def applied(self, owner: Any, ours: Any) -> Iterator[None]:
         """Replace the attribute of `owner` within a `with` block."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._users or self._ours == ours)
+            if self._users and self._ours != ours:
+                self._changed.wait_for(lambda: not self._users or self._ours == ours)
             if not self._users:
-                self._owner, self._ours = owner, ours
+                self._owner = owner
+                self._ours = ours
                 self._original = self._read(owner, self._name)
-                self._set(ours)
+                if self._original is not ours:
+                    setattr(owner, self._name, ours)
             self._users += 1
         try:
             yield
@@ -139,16 +143,13 @@ class Patch:
             with self._changed:
                 self._users -= 1
                 if not self._users:
-                    self._set(self._original)
+                    if self._original is not ours:
+                        setattr(owner, self._name, self._original)
                     self._owner = self._original = self._ours = None
                     self._changed.notify_all()
 
-    def _set(self, value: Any) -> None:
-        if self._original is not self._ours:
-            setattr(self._owner, self._name, value)
 
-
-# ---- backends, their options, and those of WORLD ------------------------------------------------
+# ---- backends and their options ------------------------------------------------
 
 NCCL = frozenset({"nccl", "nccl2", "nccl-lazy", "nccl-legacy"})
 """torch's names for NCCL, as of 2.15."""
@@ -170,7 +171,7 @@ def world_group() -> ProcessGroup:
 
 
 def default_backend() -> str:
-    """Return the backend that torch gives a group when none is named: that of WORLD."""
+    """Return the backend that torch gives a group when none is named: the backend of WORLD."""
     return backend_of(world_group())
 
 
@@ -219,9 +220,9 @@ def _entry_points() -> tuple[str, ...]:
 
 
 def why_unavailable(backend: str) -> str | None:
-    """Return why torch cannot run a single backend on this host; None if it can."""
+    """Return why torch cannot run a single backend on this host, or None if it can."""
     if is_other_world():
-        return None  # it is to be run elsewhere
+        return None  # it will run elsewhere
     # torch registers "fake" when its module is loaded, and calls it available before that too.
     if backend == "fake":
         loaded = "FAKE" in dist.Backend._plugins
@@ -252,6 +253,45 @@ def world_options(backend: str) -> Any:
             if options._timeout:
                 return options
     return None
+
+
+def has_timeout(pg_options: Any) -> bool:
+    """Return whether an object can be options of a backend: all of those have a timeout."""
+    return hasattr(pg_options, "_timeout")
+
+
+def given_timeout(pg_options: Any) -> timedelta | None:
+    """Return the timeout that a caller has set in backend options, or None for the default."""
+    own: timedelta | None = getattr(pg_options, "_timeout", None)
+    try:
+        return None if own is None or own == type(pg_options)()._timeout else own
+    except (TypeError, AttributeError):  # their default is unknown if they need arguments
+        return None
+
+
+def with_timeout(pg_options: Any, timeout: timedelta | None) -> Any:
+    """Copy backend options that have a timeout, and set it to the one that torch will use anyway.
+
+    torch writes the timeout, the ranks and the name of the group into the object that it is
+    given; a copy lets a caller use one object for several groups. A copy of a Python subclass is
+    one of the class in C++: such an object serves one group.
+    """
+    if timeout is None or getattr(pg_options, "_timeout", None) is None:
+        return pg_options
+    try:
+        options = copy.deepcopy(pg_options)
+    except TypeError:  # of a third party's backend
+        return pg_options
+    if type(options) is not type(pg_options):
+        return pg_options
+    options._timeout = timeout
+    return options
+
+
+def is_fake_options(pg_options: Any) -> bool:
+    """Return whether backend options belong to the fake backend."""
+    kinds = type(pg_options).__mro__
+    return any(kind.__qualname__ == "FakeProcessGroup.Options" for kind in kinds)
 
 
 def default_timeout(backend: str) -> timedelta:
@@ -325,8 +365,8 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def meeting_place() -> tuple[str, int] | None:
-    """Return address and port of the store of WORLD; None if it is not known."""
+def store_address() -> tuple[str, int] | None:
+    """Return address and port of the store of WORLD, or None if it is not known."""
     place = default_store()
     while isinstance(place, dist.PrefixStore):  # type: ignore[attr-defined]
         place = place.underlying_store

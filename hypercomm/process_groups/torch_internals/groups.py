@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
@@ -32,8 +31,10 @@ from hypercomm.process_groups.torch_internals.capabilities import (
 from hypercomm.process_groups.torch_internals.gloo import (
     ConnectionFailedError,
     address_key,
-    lazy_init,
     on_that_device,
+)
+from hypercomm.process_groups.torch_internals.gloo import (
+    lazy_init as lazy_init_of_gloo,
 )
 from hypercomm.process_groups.torch_internals.split import (
     bound_device,
@@ -44,10 +45,6 @@ from hypercomm.process_groups.torch_internals.split import (
 )
 from hypercomm.process_groups.torch_internals.store import read_bytes
 
-if TYPE_CHECKING:
-    from hypercomm.process_groups.options import GroupOptions
-    from hypercomm.process_groups.world import World
-
 _torch: Any = dist.distributed_c10d
 
 _defaults_lock = threading.Lock()
@@ -57,7 +54,7 @@ _kept: WeakKeyDictionary[ProcessGroup, tuple[list[str], str]] = WeakKeyDictionar
 
 
 def why_not_members() -> str | None:
-    """Return why members cannot create a group without the other ranks; None if they can."""
+    """Return why members cannot create a group without the other ranks, or None if they can."""
     if not capabilities.HAS_HELPER:
         return "this torch lacks the private name _new_process_group_helper, or it has changed"
     if uses_torchcomms() and not since("2.14"):
@@ -71,9 +68,15 @@ def new_group(
     name: str,
     ranks: Sequence[int],
     *,
-    options: GroupOptions,
-    world: World,
+    rank: int,
+    backend: str,
     store: Any,
+    timeout: timedelta | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+    lazy_init: bool | None = None,
+    enable_reconfigure: bool = False,
+    is_default: bool = True,
     stale: list[str],
 ) -> ProcessGroup:
     """Create the group of the calling rank, under `name`; only its members call this.
@@ -84,48 +87,59 @@ def new_group(
     Args:
         name: The name of the group.
         ranks: Its members.
-        options: Its options; without a timeout it has torch's default.
-        world: The world of the ranks. torch takes a group of ranks that are not those of WORLD for
-            a default process group, but does not make it that.
-        store: The client of the world's store that the group uses.
-        stale: Receives the key of the address that this rank published for gloo, once no member
-            needs it.
+        rank: The calling rank, which is one of them.
+        backend: Its backend.
+        store: A client of the store of these ranks.
+        timeout: Its timeout; None is torch's default.
+        pg_options: Options of its backend.
+        group_desc: Its description.
+        lazy_init: Whether members connect at their first message; None as torch does.
+        enable_reconfigure: Whether `reconfigure` will give it members.
+        is_default: Whether the ranks are ranks of WORLD. torch takes a group of other ranks for a
+            default process group, but does not make it that.
+        stale: Receives the key of the address of this rank, once no member needs it.
+
+    Raises:
+        ConnectionFailedError: gloo could not connect the members, although all create the group.
     """
-    backend = dist.Backend(options.backend or world.backend)
-    timeout = options.timeout or default_timeout(backend)
-    members, lazily, changes = list(ranks), options.lazy_init, options.enable_reconfigure
-    position = members.index(world.rank)
-    singles = set(single_backends(backend))
+    backend = dist.Backend(backend)
+    timeout = timeout or default_timeout(backend)
+    members = list(ranks)
+    singles = single_backends(backend)
+    more = {"enable_reconfigure": True} if enable_reconfigure else {}
+    position = members.index(rank)
+    key = address_key(name, position) if "gloo" in singles else ""
+    nothing = contextlib.nullcontext()
     with (
-        lazy_init.set_to(lazily) if "gloo" in singles else contextlib.nullcontext() as is_lazy,
-        made_alone(backend, options.pg_options, timeout, lazily) as (pg_options, device),
-        in_one_place() if changes else contextlib.nullcontext(),
+        lazy_init_of_gloo.set_to(lazy_init) if "gloo" in singles else nothing as is_lazy,
+        made_alone(backend, pg_options, timeout, lazy_init) as (backend_options, device),
+        in_one_place() if enable_reconfigure else nothing,
     ):
-        is_gloo = singles == {"gloo"} and not (is_lazy or changes or uses_torchcomms())
+        is_plain = not (is_lazy or enable_reconfigure or uses_torchcomms())
+        connects = singles == ("gloo",) and is_plain
         try:
-            with on_that_device() if is_gloo else contextlib.nullcontext():
+            with on_that_device() if connects else nothing:
                 group, _ = _torch._new_process_group_helper(
                     len(members),
                     position,
-                    members if world.is_default else [],
+                    members if is_default else [],
                     backend,
                     store,
                     group_name=name,
-                    backend_options=pg_options,
+                    backend_options=backend_options,
                     timeout=timeout,
                     device_id=device,
-                    group_desc=options.group_desc,
-                    **({"enable_reconfigure": True} if changes else {}),
+                    group_desc=group_desc,
+                    **more,
                 )
         except RuntimeError as error:
-            key = address_key(name, position)
-            if not is_gloo or isinstance(error, dist.DistNetworkError):
+            if not connects or isinstance(error, dist.DistNetworkError):
                 raise
             if read_bytes(store, key) is None:
                 raise  # this rank has failed before it could connect to others
             stale.append(key)
             raise ConnectionFailedError(error, members) from error
-    _kept[group] = stale, address_key(name, position) if "gloo" in singles else ""
+    _kept[group] = stale, key
     _torch._world.pg_group_ranks[group] = _numbers(members)
     return group  # type: ignore[no-any-return]
 
@@ -135,37 +149,45 @@ def _numbers(members: list[int]) -> dict[int, int]:
     known: dict[int, int] = _torch._world.pg_group_ranks.get(dist.group.WORLD, {})
     if len(members) == len(known) and members == list(known):
         return known
-    return {member: at for at, member in enumerate(members)}
+    return dict(zip(members, range(len(members)), strict=True))
 
 
 def split_group(
-    name: str | None, ranks: Sequence[int], options: GroupOptions, backend: str
+    name: str | None,
+    ranks: Sequence[int],
+    *,
+    backend: str,
+    timeout: timedelta | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
 ) -> ProcessGroup | None:
     """Split a group off WORLD; every rank of WORLD calls this, each with the ranks of its group.
 
     Args:
-        name: The name of the group, the same on all members; None if the rank is not a member.
-        ranks: Its ranks, or those of any group that the calling rank is not in.
-        options: Its options.
+        name: The name of the group, the same on all members, or None if the rank is not a member.
+        ranks: Its ranks, or the ranks of any group that the calling rank is not in.
         backend: Its backend, or that part of WORLD's.
+        timeout: Its timeout; None is torch's default.
+        pg_options: Options of its backend.
+        group_desc: Its description.
 
     Returns:
-        The group; None if the calling rank is not in it.
+        The group, or None if the calling rank is not in it.
     """
     only: dict[str, Any] = {} if parts_of(backend) == parts_of_world() else {"backend": backend}
     with named(name):
         part: Any = dist.split_group(
             split_ranks=[list(ranks)],
-            timeout=options.timeout,
-            pg_options=options.pg_options,
-            group_desc=options.group_desc,
+            timeout=timeout,
+            pg_options=pg_options,
+            group_desc=group_desc,
             **only,
         )
     return as_member(part)
 
 
 def current_device() -> torch.device | None:
-    """Return the CUDA device of this thread; None if CUDA is not in use."""
+    """Return the CUDA device of this thread, or None if CUDA is not in use."""
     cuda: Any = torch.cuda
     if not cuda.is_available() or not cuda.is_initialized():
         return None
@@ -187,7 +209,8 @@ _defaults: list[ProcessGroup | None] = []
 def shown_as_default(group: ProcessGroup) -> Iterator[None]:
     """Show a group to torch as its default process group within a `with` block, to all threads.
 
-    Blocks of several threads may end in any order: torch has the group of the last that goes on.
+    Blocks of several threads may end in any order: torch has the group of the last
+    one that is still open.
     """
     with _defaults_lock:
         if not _defaults:
@@ -257,7 +280,7 @@ def _destroy(group: ProcessGroup) -> None:
 
 
 def abort(groups: Iterable[ProcessGroup]) -> None:
-    """End groups without waiting for other ranks: abort those of NCCL, destroy the rest.
+    """End groups without waiting for other ranks: abort NCCL groups, destroy the rest.
 
     The groups of NCCL are aborted together, as torch does for a whole job: one by one they would
     wait for each other (pytorch issue 119797).
@@ -320,14 +343,15 @@ def _at_once(group: ProcessGroup) -> contextlib.ExitStack:
 
 # ---- groups whose members change while the object stays (torch 2.14) ----------------------------
 
-# Such a group is created without members. Each member publishes its handle, reads those of the
-# others, and connects: at the creation, and again with other members after a loss. gloo publishes
-# addresses below the name of the group, so that members of several groups could not meet: all
-# groups that may be reconfigured have one prefix there, and each set of members a number.
+# Such a group is created without members. Each member publishes its handle, reads the handles of
+# the others, and connects: at the creation, and again with other members after a loss. gloo
+# publishes addresses below the name of the group, so that members of several groups could not
+# connect: all groups that may be reconfigured have one prefix there, and each set of members has a
+# number.
 
 
 def why_not_reconfigured(backend: str) -> str | None:
-    """Return why groups of a backend cannot get other members; None if they can."""
+    """Return why groups of a backend cannot get other members, or None if they can."""
     if not since("2.14"):
         return "torch has it since 2.14"
     if uses_torchcomms():
@@ -362,9 +386,9 @@ def reconfigure(
     name: str,
     ranks: Sequence[int],
     *,
-    timeout: timedelta | None,
     rank: int,
     store: Any,
+    timeout: timedelta | None = None,
     stale: list[str],
     left_s: float,
 ) -> None:
@@ -374,10 +398,10 @@ def reconfigure(
         group: The group of the calling rank.
         name: A new name for the group with these members, the same on all of them.
         ranks: The members, in the order of their numbers in the group.
+        rank: The calling rank, which is one of them.
+        store: A client of the store of these ranks.
         timeout: How long they may take to connect; None is torch's default.
-        rank: The calling rank.
-        store: A client of the store of the ranks.
-        stale: Receives the key of the handle of this rank.
+        stale: Receives the keys of the store that no member needs any more.
         left_s: How long to wait for the handles of the others, in seconds.
     """
     if not _any(group).supports_reconfigure:
@@ -413,103 +437,3 @@ def _reconfigure(
 
 def _any(thing: Any) -> Any:
     return thing  # torch before 2.14 has no types for it
-
-
-# ---- meshes, and the methods of groups that communicate -----------------------------------------
-
-
-def forget_meshes() -> None:
-    """Clear what DTensor remembers of the meshes that it has seen.
-
-    It caches the results of operations with the mesh of their first use, and takes meshes with
-    equal ranks and names for the same: once the groups of that mesh are destroyed, its results are
-    useless. Each thread has a cache; this clears that of the calling thread.
-    """
-    if "torch.distributed.tensor" not in sys.modules:
-        return
-    from torch.distributed.tensor import DTensor
-
-    remembered: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
-    remembered.cache_clear()
-    torch._C._clear_DTensor_sharding_propagator_cache()
-
-
-def keeps_mesh_order(mesh: Any) -> bool:
-    """Return whether the groups of a DeviceMesh have its ranks in its order (torch 2.15)."""
-    return bool(getattr(mesh, "_preserve_rank_order", False))
-
-
-def keep_mesh_order(mesh: Any) -> None:
-    """Mark a DeviceMesh, before it is compared, as one whose groups have its order."""
-    if "_preserve_rank_order" in type(mesh).__annotations__:
-        mesh._preserve_rank_order = True
-
-
-def flatten_mesh(mesh: Any, dims: Sequence[str], name: str, group: ProcessGroup) -> None:
-    """Use an existing group for several dims of a mesh, as `mesh[dims]._flatten(name)` would.
-
-    Args:
-        mesh: A mesh that is not part of another.
-        dims: Adjacent dims of the mesh, in its order.
-        name: Their common name.
-        group: Their group.
-    """
-    from torch.distributed import device_mesh
-
-    meshes: Any = device_mesh
-    part = mesh[tuple(dims)]
-    of_one = meshes.DeviceMesh.from_group(
-        group, mesh.device_type, mesh=part.mesh.flatten(), mesh_dim_names=(name,)
-    )
-    more = {"preserve_rank_order": True} if keeps_mesh_order(mesh) else {}
-    flat = meshes.DeviceMesh(
-        mesh.device_type,
-        _layout=_as_one_dim(part._layout),
-        _rank_map=mesh._rank_map,
-        mesh_dim_names=(name,),
-        _root_mesh=mesh,
-        _init_backend=False,
-        **more,
-    )
-    flat._dim_group_names = of_one._dim_group_names
-    mesh._flatten_mapping[name] = flat
-
-
-def flattened(mesh: Any) -> dict[str, Any]:
-    """Return the flattened dims of a mesh, by name."""
-    return dict(mesh._flatten_mapping)
-
-
-def _as_one_dim(layout: Any) -> Any:
-    """Return the layout of a mesh with all of its dims as one, as `DeviceMesh._flatten` does."""
-    if hasattr(layout, "collapse"):
-        return type(layout)([layout.collapse()])
-    joint = layout.coalesce()  # torch 2.10
-    return joint.nest() if len(joint) > 1 else joint
-
-
-_CALLS = {
-    **{name: name for name in ("broadcast", "reduce", "gather", "scatter", "reduce_scatter")},
-    **{name: name for name in ("barrier", "monitored_barrier", "send", "recv", "recv_anysource")},
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce_coalesced",
-    "allgather": "all_gather",
-    "allgather_coalesced": "all_gather_coalesced",
-    "_allgather_base": "all_gather_into_tensor",
-    "all_gather_single": "all_gather_into_tensor",
-    "all_gather_single_coalesced": "all_gather_into_tensor_coalesced",
-    "allgather_into_tensor_coalesced": "all_gather_into_tensor_coalesced",
-    "gather_single": "gather",
-    "_reduce_scatter_base": "reduce_scatter_tensor",
-    "reduce_scatter_single": "reduce_scatter_tensor",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all_single",
-    "all_to_all_single": "all_to_all_single",
-}
-
-
-def calls_of_groups() -> dict[str, str]:
-    """Return the methods of a ProcessGroup that communicate, and torch.distributed's names."""
-    return {method: op for method, op in _CALLS.items() if hasattr(ProcessGroup, method)}

@@ -38,7 +38,7 @@ _bound = Patch("bound_device_id")
 
 
 def bound_device() -> torch.device | None:
-    """Return the device that WORLD is bound to, hidden or not; None if it is bound to none."""
+    """Return the device that WORLD is bound to, hidden or not, or None if it is bound to none."""
     device: torch.device | None = _bound.original(dist.group.WORLD)
     return device
 
@@ -128,7 +128,7 @@ def made_alone(
 
 
 def why_not_split(backend: str) -> str | None:
-    """Return why groups of a backend cannot be split off WORLD; None if they can."""
+    """Return why groups of a backend cannot be split off WORLD, or None if they can."""
     device = split_device()
     if device is None:
         return "WORLD is not bound to a device: init_process_group(device_id=...) binds it"

@@ -36,7 +36,6 @@ import hypercomm
 from hypercomm.errors import ToolError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.text import shown
-from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.tools.blame.evidence import FROM_ANYBODY, OPS
 
 if TYPE_CHECKING:
@@ -52,6 +51,36 @@ _MOST_PENDING = 1000  # gloo never reports the end of a message that is not awai
 
 # Names of the flight recorder that differ from those of torch.distributed.
 _NAMES = {op: name for name, op in OPS.items() if name.startswith("_")}
+
+_CALLS = {
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "reduce_scatter": "reduce_scatter",
+    "barrier": "barrier",
+    "monitored_barrier": "monitored_barrier",
+    "send": "send",
+    "recv": "recv",
+    "recv_anysource": "recv_anysource",
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce_coalesced",
+    "allgather": "all_gather",
+    "allgather_coalesced": "all_gather_coalesced",
+    "_allgather_base": "all_gather_into_tensor",
+    "all_gather_single": "all_gather_into_tensor",
+    "all_gather_single_coalesced": "all_gather_into_tensor_coalesced",
+    "allgather_into_tensor_coalesced": "all_gather_into_tensor_coalesced",
+    "gather_single": "gather",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all_single",
+    "all_to_all_single": "all_to_all_single",
+}
+"""The methods of a ProcessGroup that communicate, and torch.distributed's names for them."""
 
 _ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 _LIBRARIES = (
@@ -118,7 +147,9 @@ class Watch:
         self._moves, self._ids = 0, itertools.count()
         self._lock, self._over = threading.Lock(), threading.Event()
         self._originals: dict[str, Any] = {}
-        for method, op in c10d.calls_of_groups().items():
+        for method, op in _CALLS.items():
+            if not hasattr(ProcessGroup, method):
+                continue
             self._originals[method] = vars(ProcessGroup)[method]
             setattr(ProcessGroup, method, self._recorded(op, getattr(ProcessGroup, method)))
         self._thread = threading.Thread(target=self._run, name="hypercomm watch", daemon=True)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tools.blame.dumps import blame
 
 from hypercomm import HyperCommGrid
-from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups import torch_internals as torchdist
 
 pytestmark = [pytest.mark.full, pytest.mark.ranks(4)]
 
@@ -22,7 +22,7 @@ def watched(folder, program):
         zip(("tp", "dp", "whole"), grid.create_pgs(["tp", "dp", ["tp", "dp"]]), strict=True)
     )
     for group in groups.values():
-        c10d.set_timeout(timedelta(seconds=4), group)
+        torchdist.set_timeout(timedelta(seconds=4), group)
     dist.barrier()
     # A rank whose call times out raises RuntimeError, and so does the other end of its connection.
     with contextlib.suppress(RuntimeError, ValueError), grid.watch(0.3, folder) as watch:

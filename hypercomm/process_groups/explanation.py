@@ -1,0 +1,75 @@
+"""How a process group was created, or would be, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+from hypercomm.layout import RankGroups
+from hypercomm.process_groups.spec import GroupKey, GroupRequest, GroupSpec
+from hypercomm.process_groups.strategies import STRATEGIES, obstacles, split_turns
+
+
+@attrs.frozen(repr=False)
+class Explanation:
+    """How a process group was created, or would be, and why; str() returns it as lines of text.
+
+    Attributes:
+        key: The dims and the name.
+        groups: All the groups over them.
+        backend: Their backend, or None before torch.distributed is initialised.
+        strategy: "local", "split" or "enumerate"; "adopted" where a DeviceMesh made the group.
+        reason: Why this strategy.
+        alternatives: Why each other strategy was not used, by its name.
+        served_by: The key whose group serves this one too, under `share="identical"`.
+    """
+
+    key: GroupKey
+    groups: RankGroups
+    backend: str | None
+    strategy: str
+    reason: str
+    alternatives: Mapping[str, str]
+    served_by: str | None
+
+    @classmethod
+    def of(cls, spec: GroupSpec, served_by: str | None) -> Explanation:
+        """Explain a spec, whose key may be served by the group of another."""
+        options = spec.options
+        others: dict[str, str] = {}
+        if spec.strategy != "adopted":
+            backend = options.backend or spec.world.backend
+            lazily = spec.request.options.lazy_init
+            against = obstacles(spec.world, backend, spec.groups, lazily)
+            del against[spec.strategy]
+            for name, obstacle in against.items():
+                others[name] = obstacle or f"it would work too: {STRATEGIES[name].cost}"
+        reason = spec.reason
+        turns = len(split_turns(spec.groups)) if spec.strategy == "split" else 1
+        if turns > 1:
+            reason += f", in {turns} turns, because torch's colours of some groups are equal"
+        return cls(spec.key, spec.groups, options.backend, spec.strategy, reason, others, served_by)
+
+    @classmethod
+    def before_world(cls, request: GroupRequest) -> Explanation:
+        """Explain a request before torch.distributed is initialised, when nothing is decided."""
+        reason = "torch.distributed is not initialised"
+        backend = request.options.backend
+        return cls(request.key, request.find_groups(), backend, "enumerate", reason, {}, None)
+
+    @property
+    def _headline(self) -> str:
+        backend = f", {self.backend}" if self.backend else ""
+        return f"{self.key}: {len(self.groups)} of {self.groups.group_size} ranks{backend}"
+
+    def __repr__(self) -> str:
+        return f"<Explanation of {self._headline}: {self.strategy}>"
+
+    def __str__(self) -> str:
+        lines = [self._headline]
+        if self.served_by is not None:
+            lines.append(f"  served by the group over {self.served_by}: same ranks and options")
+        lines.append(f"  {self.strategy}: {self.reason}")
+        lines += [f"  not {name}: {reason}" for name, reason in self.alternatives.items()]
+        return "\n".join(lines)

@@ -1,0 +1,619 @@
+"""The process groups of one grid, by key: reserved, live, or ended.
+
+An entry of the table has a communicator, which is a process group with its users. Entries with
+`share="identical"` may have one communicator; it is destroyed with the last of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from functools import cached_property
+from math import inf
+from typing import Any, Literal
+
+import attrs
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from hypercomm.errors import (
+    CreationError,
+    GridDestroyedError,
+    GroupExistsError,
+    GroupMissingError,
+    GroupOptionsError,
+    NotInitializedError,
+)
+from hypercomm.layout.checks import world_too_small
+from hypercomm.process_groups import torch_internals as torchdist
+from hypercomm.process_groups.agreement.driver import limit_of
+from hypercomm.process_groups.agreement.grid import GridAgreement
+from hypercomm.process_groups.agreement.scope import Scope
+from hypercomm.process_groups.agreement.system import system
+from hypercomm.process_groups.explanation import Explanation
+from hypercomm.process_groups.options import GroupOptions, check_backend
+from hypercomm.process_groups.spec import GroupKey, GroupRequest, GroupSpec
+from hypercomm.process_groups.strategies import plan
+from hypercomm.process_groups.world import World, current_or_none, rank_in_world
+
+logger = logging.getLogger(__name__)
+
+RESERVED: Literal["reserved"] = "reserved"
+LIVE: Literal["live"] = "live"
+ENDED: Literal["ended"] = "ended"
+
+_lock = threading.RLock()
+"""Held while entries of any table change, and never while another rank is waited for."""
+
+
+@attrs.define(eq=False)
+class Communicator:
+    """A process group, and the entries that use it.
+
+    Attributes:
+        spec: The spec that it is created from.
+        pg: The process group, or None before it is created and if the rank is not a member.
+        is_created: Whether it exists, on the ranks that are members.
+        is_owned: Whether it is destroyed with its last user; else another object owns it.
+        users: The entries that use it, the one that it was created for first.
+        former: An existing process group that is given these members; None creates a new one.
+    """
+
+    spec: GroupSpec
+    pg: ProcessGroup | None = None
+    is_created: bool = False
+    is_owned: bool = True
+    users: dict[Entry, None] = attrs.field(factory=dict, repr=False)
+    former: ProcessGroup | None = None
+
+    def is_only_of(self, table: GroupTable) -> bool:
+        """Return whether no other table uses it."""
+        return all(user.table is table for user in self.users)
+
+
+@attrs.define(eq=False)
+class Entry:
+    """A key of a table, with what was asked for, and its communicator.
+
+    Attributes:
+        table: The table.
+        spec: The request, resolved.
+        communicator: The communicator.
+        settled: Set once the entry is not reserved any more.
+        state: "reserved" while it is created, then "live"; "ended" once `end_groups` has ended it.
+    """
+
+    table: GroupTable = attrs.field(repr=False)
+    spec: GroupSpec
+    communicator: Communicator
+    settled: Any
+    state: Literal["reserved", "live", "ended"] = RESERVED
+
+
+class GroupTable:
+    """The process groups of one grid.
+
+    Args:
+        identity: The layout of the grid, and what its ranks agree on.
+        creation: The strategy: "auto", "local", "split" or "enumerate".
+        is_verified: Whether all ranks of the grid agree on each creation, not only the members.
+        world: The world that the grid was given; None: the default one, whichever that is.
+        lender: Returns the table whose communicators may serve this one's keys too.
+
+    Attributes:
+        entries: The entries, by key; live ones in the order of creation.
+        given_world: The world that the grid was given; None: the default one.
+        origin: The world whose ranks the layout numbers, or None before there is one.
+        is_reshaping: Whether a reshape is under way, which would lose what others create.
+    """
+
+    def __init__(
+        self,
+        identity: GridAgreement,
+        creation: str,
+        *,
+        is_verified: bool,
+        world: World | None = None,
+        lender: Callable[[], GroupTable] | None = None,
+    ) -> None:
+        self.identity = identity
+        self.layout = identity.layout
+        self.creation = creation
+        self.is_verified = is_verified
+        self.lender = lender
+        self.entries: dict[GroupKey, Entry] = {}
+        self.is_destroyed = False
+        self.is_reshaping = False
+        self.given_world = None if world is None or world.is_default else world
+        self.origin = self.world
+        self._checked_world: World | None = None
+        self._process = os.getpid()
+        self._warned: set[str] = set()
+        if self.given_world is not None:
+            self.given_world.owners.add(self)
+
+    # ---- the world ------------------------------------------------------------------------------
+
+    @property
+    def world(self) -> World | None:
+        """The world of the grid, or None before there is one."""
+        return self.given_world or current_or_none()
+
+    def rank(self, explicit: int | None = None) -> int:
+        """Return the calling rank in the world of the grid, unless another one is given."""
+        return rank_in_world(explicit, self.given_world)
+
+    def live_world(self, key: GroupKey | None = None) -> World:
+        """Return the world of the grid, and check that the layout numbers its ranks.
+
+        Args:
+            key: The key of the groups that are created, if any, for the error.
+
+        Raises:
+            NotInitializedError: torch.distributed is not initialised.
+            CreationError: The grid has numbers from before the world was renewed.
+            WorldSizeError: The world is smaller than the grid.
+        """
+        world = self.given_world or current_or_none()
+        if world is None:
+            groups = "process groups" if key is None else f"the groups over {key}"
+            raise NotInitializedError(
+                f"torch.distributed is not initialised, so {groups} cannot be created; call "
+                f"hypercomm.join(), or torch.distributed.init_process_group()"
+            )
+        if world is not self._checked_world:
+            self._check_world(world)
+        return world
+
+    def _check_world(self, world: World) -> None:
+        self.origin = self.origin or world
+        if world is not self.origin and world.numbers_in(self.origin) is not None:
+            raise CreationError(
+                f"this grid ({self.layout}) has numbers of ranks from before WORLD was renewed; "
+                f"call reshape(target, ranks=...) with those of the new one"
+            )
+        last = self.layout.last_rank
+        if last >= world.size:
+            raise world_too_small(f"the grid {self.layout}", last, world.size)
+        self._checked_world = world
+
+    # ---- entries --------------------------------------------------------------------------------
+
+    def resolve(self, request: GroupRequest) -> GroupSpec:
+        """Return a request with its groups, options and strategy resolved.
+
+        Raises:
+            GroupOptionsError: An option is wrong, or `derive` is.
+            CreationError: The strategy cannot work here.
+            NotInitializedError, WorldSizeError: See `live_world`.
+        """
+        world = self.live_world(request.key)
+        groups = request.find_groups()
+        options = request.options
+        by_all = self.layout.size == world.size
+        known = plan(world, groups, options, self.creation, by_all=by_all)
+        title = str(request.key)
+        return GroupSpec(
+            request.key,
+            title,
+            request,
+            groups,
+            known.options,
+            options.group_desc or title,
+            known.strategy,
+            known.reason,
+            world,
+        )
+
+    def get(self, key: GroupKey) -> ProcessGroup | None:
+        """Return the group of a key.
+
+        Raises:
+            GroupMissingError: It was not created.
+        """
+        entry = self.entries.get(key)
+        if entry is not None and entry.state == LIVE:
+            return entry.communicator.pg
+        if entry is not None and entry.state == ENDED:
+            raise GroupMissingError(_has_ended(key))
+        created = ", ".join(map(str, self.live())) or "none yet"
+        raise GroupMissingError(
+            f"Process group for {_in_words(key)} hasn't been created; call "
+            f"create_pg({key.as_call()}) first, on every rank of the grid; created so far: "
+            f"{created}"
+        )
+
+    def live(self) -> dict[GroupKey, Entry]:
+        """Return the live entries, by key, in the order of creation."""
+        entries = list(self.entries.items())
+        return {key: entry for key, entry in entries if entry.state == LIVE}
+
+    def find(self, spec: GroupSpec) -> Entry | None:
+        """Return the reserved or live entry of a key, which must have been created equally.
+
+        Raises:
+            GroupMissingError: It has ended.
+            GroupOptionsError: It has other options or groups.
+            GridDestroyedError: The grid was destroyed.
+        """
+        self.check_alive()
+        entry = self.entries.get(spec.key)
+        if entry is not None and entry.state == ENDED:
+            raise GroupMissingError(_has_ended(spec.key))
+        if entry is not None:
+            entry.spec.check_same(spec)
+        return entry
+
+    def find_shared(self, spec: GroupSpec) -> Communicator | None:
+        """Return the communicator that can serve a spec that shares, the lender's first."""
+        lent = None if self.lender is None else self.lender().find_shared(spec)
+        if lent is not None:
+            return lent
+        for entry in list(self.entries.values()):
+            is_shared = entry.spec.request.share == "identical" and entry.state != ENDED
+            communicator = entry.communicator
+            if is_shared and communicator.is_owned and communicator.spec.can_serve(spec):
+                return communicator
+        return None
+
+    def adopt(self, dim: str, pg: ProcessGroup | None) -> None:
+        """Enter a group that a DeviceMesh owns."""
+        request = GroupRequest(GroupKey((dim,)), self.layout)
+        options = GroupOptions(backend=None if pg is None else torchdist.backend_of(pg))
+        world = self.live_world()
+        reason = "a DeviceMesh created it, and stays its owner"
+        groups = request.find_groups()
+        spec = GroupSpec(request.key, dim, request, groups, options, dim, "adopted", reason, world)
+        communicator = Communicator(spec, pg, is_created=True, is_owned=False)
+        entry = Entry(self, spec, communicator, system.event(), LIVE)
+        communicator.users[entry] = None
+        entry.settled.set()
+        self.entries[spec.key] = entry
+
+    def explain(self, request: GroupRequest) -> Explanation:
+        """Return how a group was created, or would be, and why."""
+        entry = self.entries.get(request.key)
+        if entry is None and self.world is None:
+            return Explanation.before_world(request)
+        spec = self.resolve(request) if entry is None else entry.spec
+        communicator = None if entry is None else entry.communicator
+        if entry is None and request.share == "identical":
+            communicator = self.find_shared(spec)
+        served_by = None
+        creator = entry if communicator is None else next(iter(communicator.users))
+        if creator is not None and creator is not entry:
+            served_by = str(creator.spec.key) if creator.table is self else "another grid"
+        return Explanation.of(spec, served_by)
+
+    # ---- scopes ---------------------------------------------------------------------------------
+
+    def scope_of(self, spec: GroupSpec) -> Scope | None:
+        """Return the ranks that create a group together, or None if this rank takes no part."""
+        world = spec.world
+        if spec.strategy != "local":
+            return self.identity.scope(world, f"{spec.title}/all", range(world.size))
+        if self.is_verified:
+            return self.grid_scope(world)
+        if spec.own is None:
+            return None
+        index, ranks = spec.own
+        return self.identity.scope(world, f"{spec.title}/{index}", ranks)
+
+    def grid_scope(self, world: World) -> Scope:
+        """Return the scope of the calls that all ranks of the grid make."""
+        return self.identity.scope(world, "calls")
+
+    def reshape_scope(self, world: World, ranks: Iterable[int] | None) -> Scope:
+        """Return the scope of a reshape, by all ranks of the grid or by the ranks that continue."""
+        if ranks is None:
+            return self.grid_scope(world)
+        # All lists of ranks use one record: the first one holds.
+        return self.identity.scope(world, "continues", tuple(sorted(ranks)), is_fenced=True)
+
+    @cached_property
+    def label(self) -> str:
+        """The layout, for titles of calls."""
+        return str(self.layout)
+
+    # ---- changes --------------------------------------------------------------------------------
+
+    def reserve(self, spec: GroupSpec, communicator: Communicator | None = None) -> Entry:
+        """Enter a key, with a communicator that can serve it or with a new one.
+
+        Raises:
+            GroupExistsError: The key is taken.
+            GroupOptionsError: The backend cannot run here.
+            CreationError: Another thread reshapes the grid.
+        """
+        if self.is_reshaping:
+            self.check_steady()  # raises
+        key = spec.key
+        existing = self.entries.get(key)
+        if existing is not None:
+            raise GroupExistsError(_is_taken(existing))
+        if spec.options.backend != spec.world.backend:
+            check_backend(spec.options.backend)
+        if spec.strategy == "enumerate":
+            self._warn_of_enumeration(spec)
+        if communicator is None and spec.request.share == "identical":
+            communicator = self.find_shared(spec)
+        if communicator is None:
+            communicator = Communicator(spec)
+        entry = Entry(self, spec, communicator, system.event())
+        communicator.users[entry] = None
+        self.entries[key] = entry
+        return entry
+
+    def _warn_of_enumeration(self, spec: GroupSpec) -> None:
+        asked_for = spec.request.options.creation or self.creation
+        if asked_for == "auto" and spec.reason not in self._warned:
+            self._warned.add(spec.reason)
+            logger.warning("creating groups by enumeration: %s", spec.reason)
+
+    def release(self, entries: Iterable[Entry]) -> list[ProcessGroup]:
+        """Remove entries; return the process groups that no entry uses any more."""
+        unused: list[ProcessGroup] = []
+        for entry in entries:
+            key = entry.spec.key
+            if self.entries.get(key) is not entry:
+                continue
+            del self.entries[key]
+            communicator = entry.communicator
+            del communicator.users[entry]
+            is_unused = not communicator.users and communicator.is_owned
+            if is_unused and communicator.pg is not None:
+                unused.append(communicator.pg)
+        return unused
+
+    def remove(self, key: GroupKey) -> None:
+        """Destroy one group, unless it serves other keys too."""
+        self.get(key)
+        self.check_steady()
+        with _lock:
+            entry = self.entries.get(key)
+            unused = [] if entry is None else self.release([entry])
+        torchdist.destroy(unused)
+
+    def end_groups(self) -> None:
+        """Abort the groups that no other grid has, and keep their keys for a reshape.
+
+        Groups that can be reconfigured stay, with the calling rank as their only member.
+        """
+        unused: list[ProcessGroup] = []
+        isolated: list[ProcessGroup] = []
+        with _lock:
+            for entry in self.live().values():
+                communicator = entry.communicator
+                if not communicator.is_owned or not communicator.is_only_of(self):
+                    continue
+                entry.state = ENDED
+                pg = communicator.pg
+                if pg is None:
+                    continue
+                if communicator.spec.options.enable_reconfigure:
+                    isolated.append(pg)
+                else:
+                    communicator.pg = None
+                    unused.append(pg)
+        with contextlib.ExitStack() as endings:  # each is called, also after an error
+            endings.callback(torchdist.abort, list(dict.fromkeys(reversed(unused))))
+            for pg in dict.fromkeys(isolated):
+                endings.callback(torchdist.isolate, pg)
+
+    def end(self, ending: Callable[[Iterable[ProcessGroup]], None]) -> None:
+        """Destroy or abort the groups that no other grid has, the last one first."""
+        self.is_destroyed = True
+        unused = self._release_all()
+        if os.getpid() == self._process:
+            ending(unused)
+
+    def forget(self) -> None:
+        """Abort all groups and release their keys: their world has another incarnation."""
+        torchdist.abort(self._release_all())
+
+    def _release_all(self) -> list[ProcessGroup]:
+        with _lock:
+            return self.release(reversed(list(self.entries.values())))
+
+    def leaked(self) -> list[GroupKey]:
+        """Return the keys of the groups that exist and that only this table will end."""
+        if os.getpid() != self._process or torchdist.is_other_world():
+            return []
+        found = []
+        for key, entry in self.live().items():
+            pg = entry.communicator.pg
+            if entry.communicator.is_owned and pg is not None and torchdist.is_registered(pg):
+                found.append(key)
+        return found
+
+    @contextlib.contextmanager
+    def reshaping(self) -> Iterator[None]:
+        """Forbid the creation and destruction of groups within a `with` block.
+
+        Raises:
+            CreationError: Another thread reshapes the grid.
+        """
+        with _lock:
+            self.check_steady()
+            self.is_reshaping = True
+        try:
+            yield
+        finally:
+            self.is_reshaping = False
+
+    # ---- checks ---------------------------------------------------------------------------------
+
+    def check_steady(self) -> None:
+        """Raise if another thread's reshape would lose a change."""
+        if self.is_reshaping:
+            raise CreationError(
+                "another thread reshapes this grid; wait until it is done, and use its new dims"
+            )
+
+    def check_alive(self) -> None:
+        """Raise if the grid was destroyed, or belongs to the process that forked this one."""
+        if os.getpid() != self._process:
+            raise GridDestroyedError(
+                f"this grid ({self.layout}) was made in process {self._process}, which forked this "
+                f"one, and its process groups do not work here; call init_process_group() in this "
+                f"process, and make a new grid"
+            )
+        if self.is_destroyed:
+            raise GridDestroyedError(f"this grid ({self.layout}) was destroyed; build a new one")
+
+    def check_usable(self) -> None:
+        """Raise if the grid is not alive, or if the job that it was made in has ended.
+
+        Raises:
+            GridDestroyedError: See `check_alive`.
+            NotInitializedError: torch.distributed was initialised when the grid was made.
+        """
+        if self.is_destroyed or os.getpid() != self._process:
+            self.check_alive()  # raises
+        if self.given_world is None and self.origin is not None and dist.group.WORLD is None:
+            torchdist.world_group()  # raises
+
+    def check_settled(self) -> None:
+        """Raise if other threads are creating groups.
+
+        Raises:
+            CreationError: Names them.
+        """
+        entries = list(self.entries.items())
+        waiting = [str(key) for key, entry in entries if entry.state == RESERVED]
+        if waiting:
+            raise CreationError(
+                f"other threads are creating the process groups over {', '.join(waiting)}; reshape "
+                f"the grid once they are done"
+            )
+
+    def check_outlasts(self, timeout: timedelta) -> None:
+        """Raise unless a timeout is longer than the timeout of each group: peers may wait in it.
+
+        Raises:
+            GroupOptionsError: Names the longest one.
+        """
+        limits: dict[GroupKey, float] = {}
+        for key, entry in self.live().items():
+            spec = entry.communicator.spec
+            if not spec.options.enable_reconfigure:  # else peers fail as soon as one calls this
+                limits[key] = limit_of(spec.options.timeout, spec.world)
+        longest = max(limits, key=lambda key: limits[key], default=None)
+        if longest is None or timeout.total_seconds() > limits[longest] or limits[longest] == inf:
+            return
+        raise GroupOptionsError(
+            f"timeout={timeout} is too short: other ranks may wait in the process groups over "
+            f"{longest} for {timedelta(seconds=limits[longest])}, and would be left behind; pass "
+            f"more than timedelta(seconds={limits[longest]:g}), or create groups with a shorter "
+            f"timeout"
+        )
+
+
+# ---- reservations ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def reserved(
+    wanted: Sequence[tuple[GroupTable, GroupSpec]],
+    kept: Mapping[GroupKey, Communicator] | None = None,
+) -> Iterator[list[Entry]]:
+    """Reserve keys within a `with` block, all of them or none; release those not live at its end.
+
+    Args:
+        wanted: The keys, with their tables.
+        kept: Communicators that serve keys, by key.
+
+    Raises:
+        GroupExistsError: A key is taken.
+    """
+    entries: list[Entry] = []
+    try:
+        while (under_way := _reserve(wanted, kept or {}, entries)) is not None:
+            under_way.settled.wait()
+        yield entries
+    finally:
+        with _lock:
+            for entry in entries:
+                if entry.state == RESERVED:
+                    entry.table.release([entry])
+                entry.settled.set()
+
+
+def _reserve(
+    wanted: Sequence[tuple[GroupTable, GroupSpec]],
+    kept: Mapping[GroupKey, Communicator],
+    entries: list[Entry],
+) -> Entry | None:
+    """Reserve all keys, unless another thread creates a group that one of them will share.
+
+    Args:
+        wanted: The keys, with their tables.
+        kept: Communicators that serve keys, by key.
+        entries: Receives the entries.
+
+    Returns:
+        The entry of the other thread, or None if all keys are reserved.
+    """
+    with _lock:
+        for table, spec in wanted:
+            is_shared = spec.request.share == "identical"
+            communicator = table.find_shared(spec) if is_shared else None
+            if communicator is not None and not communicator.is_created:
+                return next(iter(communicator.users))
+        for table, spec in wanted:
+            entries.append(table.reserve(spec, kept.get(spec.key)))
+    return None
+
+
+def enter(entries: Iterable[Entry], made: Mapping[Communicator, ProcessGroup | None]) -> None:
+    """Make reserved entries live, and destroy groups whose entries were removed in the meantime.
+
+    Args:
+        entries: The entries, in order.
+        made: The process groups that were created for them.
+    """
+    with _lock:
+        for communicator, pg in made.items():
+            communicator.pg = pg
+        for entry in entries:
+            entry.communicator.is_created = True
+            key = entry.spec.key
+            known = entry.table.entries
+            if known.get(key) is entry:
+                entry.state = LIVE
+                known[key] = known.pop(key)
+        unused = [pg for one, pg in made.items() if pg is not None and not one.users]
+    if unused:
+        torchdist.destroy(unused)
+
+
+# ---- the texts of errors -----------------------------------------------------------------------
+
+
+def _is_taken(entry: Entry) -> str:
+    key = entry.spec.key
+    if entry.state == ENDED:
+        return _has_ended(key)
+    if entry.state == RESERVED:
+        return f"another thread is creating the process group {key.as_call()}; wait for it"
+    return (
+        f"Process group {_in_words(key)} has already been created; get it with "
+        f"get_pg({key.as_call()}), create it once with ensure_pg, or another with name=..."
+    )
+
+
+def _has_ended(key: GroupKey) -> str:
+    return (
+        f"survivors() has ended the process group over {key.as_call()}; call "
+        f"reshape(target, ranks=...) with the ranks that it returned"
+    )
+
+
+def _in_words(key: GroupKey) -> str:
+    """Return the key as Megatron writes it."""
+    view = f" for view {key.view!r}" if key.view else ""
+    return attrs.evolve(key, view=None).as_call() + view

@@ -1,0 +1,157 @@
+"""Entries of a table, in several threads: reserved while a group is created, live, and ended."""
+
+import threading
+
+import pytest
+import torch.distributed as dist
+from group_facts import registered
+
+from hypercomm import GridSet, HyperCommGrid
+from hypercomm.errors import CreationError, GridDestroyedError, GroupExistsError
+from hypercomm.process_groups import torch_internals as torchdist
+from hypercomm.testing import fake_world
+
+LONG_S = 20
+
+
+class Gate:
+    """Stops the first creation of a group until it is opened, and may then fail it."""
+
+    def __init__(self, monkeypatch):
+        self.arrived, self.opened = threading.Event(), threading.Event()
+        self.error, self.names, self._honest = None, [], torchdist.new_group
+        monkeypatch.setattr(torchdist, "new_group", self._create)
+
+    def _create(self, name, ranks, **options):
+        self.names.append(name)
+        if len(self.names) == 1:
+            self.arrived.set()
+            assert self.opened.wait(LONG_S)
+            if self.error is not None:
+                raise self.error
+        return self._honest(name, ranks, **options)
+
+
+class Thread(threading.Thread):
+    """A thread that keeps what its function returned or raised."""
+
+    def __init__(self, function, *args, **keywords):
+        super().__init__(daemon=True)
+        self.call, self.result = (function, args, keywords), None
+        self.start()
+
+    def run(self):
+        function, args, keywords = self.call
+        try:
+            self.result = function(*args, **keywords)
+        except Exception as error:  # noqa: BLE001 - the test compares it
+            self.result = error
+
+    def ended(self):
+        self.join(LONG_S)
+        assert not self.is_alive()
+        return self.result
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    return Gate(monkeypatch)
+
+
+# A key that another thread creates is taken for create_pg; ensure_pg waits, and has the same group.
+def test_two_threads_of_one_key(gate):
+    with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4") as grid:
+        first = Thread(grid.create_pg, "tp")
+        assert gate.arrived.wait(LONG_S)
+        with pytest.raises(GroupExistsError, match=r"another thread is creating .*'tp'; wait"):
+            grid.create_pg("tp")
+        second = Thread(grid.ensure_pg, "tp")
+        second.join(0.05)
+        assert second.is_alive()
+        assert dict(grid.pgs) == {}
+        gate.opened.set()
+        assert first.ended() is second.ended() is grid.get_pg("tp")
+        assert len(gate.names) == 1
+
+
+# If the creation that others wait for fails, one of them creates the group: of the same key, or of
+# another key that was to share it.
+@pytest.mark.parametrize("name", [None, "twin"])
+def test_the_first_thread_fails(gate, name):
+    with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4", share="identical") as grid:
+        gate.error = RuntimeError("out of sockets")
+        first = Thread(grid.create_pg, "tp")
+        assert gate.arrived.wait(LONG_S)
+        second = Thread(grid.ensure_pg, "tp", name=name)
+        second.join(0.05)
+        assert second.is_alive()
+        gate.opened.set()
+        assert isinstance(first.ended(), CreationError)
+        assert second.ended() is grid.get_pg("tp", name=name)
+        assert [key.name for key in grid.pgs] == [name]
+        assert len(gate.names) == 2
+
+
+# A key that shares a group waits for the thread that creates it.
+def test_sharing_waits_for_the_creation(gate):
+    with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4", share="identical") as grid:
+        first = Thread(grid.create_pg, "tp")
+        assert gate.arrived.wait(LONG_S)
+        second = Thread(grid.create_pgs, [{"dims": "tp", "name": "twin"}, "dp"])
+        second.join(0.05)
+        assert second.is_alive()
+        gate.opened.set()
+        twin, _ = second.ended()
+        assert first.ended() is twin
+        assert [str(key) for key in grid.pgs] == ["tp", "tp (twin)", "dp"]
+
+
+# A grid that is destroyed while it creates a group does not keep the group, nor does torch.
+def test_destroyed_during_a_creation(gate):
+    with fake_world(8, rank=5):
+        before = registered()
+        grid = HyperCommGrid("tp=2,dp=4")
+        creation = Thread(grid.create_pg, "tp")
+        assert gate.arrived.wait(LONG_S)
+        grid.destroy()
+        gate.opened.set()
+        assert isinstance(creation.ended(), GridDestroyedError)
+        assert registered() == before
+
+
+# Groups are listed in the order in which they came to exist, not in the order of the calls.
+def test_order_of_creation(gate):
+    with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4") as grid:
+        first = Thread(grid.create_pg, "tp")
+        assert gate.arrived.wait(LONG_S)
+        grid.create_pg("dp")
+        gate.opened.set()
+        first.ended()
+        assert [str(key) for key in grid.pgs] == ["dp", "tp"]
+
+
+# A reshape would lose what another thread creates: it names the key, and the grid stays as it was.
+def test_reshape_during_a_creation(gate):
+    with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4") as grid:
+        first = Thread(grid.create_pg, "tp")
+        assert gate.arrived.wait(LONG_S)
+        with pytest.raises(CreationError, match="creating the process groups over tp; reshape"):
+            grid.reshape("tp=4,dp=2")
+        gate.opened.set()
+        assert dist.get_process_group_ranks(first.ended()) == [4, 5]
+
+
+# Two grids may lend to each other's keys in one set: what one call creates for the first grid
+# serves the second, and what the second destroys stays for the first.
+def test_a_set_shares_in_one_call():
+    with (
+        fake_world(8, rank=5),
+        GridSet.colocated(train="tp=2,dp", infer="tp=2,dp", share="identical") as grids,
+    ):
+        created = grids.create_pgs({"train": ["tp"], "infer": ["tp", "dp"]})
+        assert created["train"][0] is created["infer"][0]
+        grids["infer"].destroy_pg("tp")
+        assert grids["train"].get_pg("tp") is created["train"][0]
+        assert torchdist.is_registered(created["train"][0])
+        grids["train"].destroy_pg("tp")
+        assert not torchdist.is_registered(created["train"][0])
