@@ -23,7 +23,7 @@ from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.agreement.driver import agree, limit_of
 from hypercomm.process_groups.agreement.scope import Scope
 from hypercomm.process_groups.options import check_backend, check_known, check_timeout
-from hypercomm.process_groups.world import World, current
+from hypercomm.process_groups.world import World, current, note
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
@@ -402,8 +402,8 @@ def _renew(old: World, ranks: tuple[int, ...], store: Any) -> Renewed:
             f"rank {old.rank} could not join the new WORLD of ranks {format_ranks(sorted(ranks))} "
             f"({' '.join(str(error).split())}); the old one is gone: restart the job"
         ) from error
-    world = current()
-    world.before, world.numbers = old, ranks
+    world = attrs.evolve(current(), before=old, numbers=ranks)
+    note(world, torchdist.world_group())
     facts = attrs.asdict(join(environment={}), filter=lambda field, _: field.name != "_made")
     facts |= {"launcher": _RENEW, "made": [dist.group.WORLD]}
     return Renewed(**facts, numbers={number: at for at, number in enumerate(ranks)})

@@ -67,7 +67,24 @@ _PART = re.compile(r"[\w.-]+")
 TIMEOUT = timedelta(seconds=60)
 
 
-@attrs.define(eq=False, slots=False)
+@attrs.define(eq=False)
+class _Life:
+    """What changes in a world that this process has joined.
+
+    Attributes:
+        store: The store, which is another one once it was served anew.
+        serves: Whether this process serves it.
+        pg: The process group of all ranks; None if this process is not in the world.
+        incarnation: How often the world has begun before, failures included.
+    """
+
+    store: Any
+    serves: bool
+    pg: ProcessGroup | None = None
+    incarnation: int = -1
+
+
+@attrs.frozen(eq=False, slots=False)
 class JoinedWorld(World):
     """A world that `join_world` has joined; a context manager, which leaves it.
 
@@ -75,18 +92,36 @@ class JoinedWorld(World):
         part: The part of this process.
         address: Where the store is served; "" for one that was given.
         device: The device that was given, which is the current one; None without one.
-        incarnation: How often the world has begun before, failures included.
         lobby: What this rank remembers of the rounds in which the ranks join.
     """
 
     part: str = ""
     address: str = ""
     device: torch.device | None = None
-    incarnation: int = -1
     _claim: str = ""
     lobby: Memory = attrs.field(factory=Memory, repr=False)
     _may_serve: bool | None = None
-    _pg: ProcessGroup | None = None
+    _life: _Life = attrs.field(kw_only=True)
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it is the world of torch's default process group."""
+        return False
+
+    @property
+    def store(self) -> Any:
+        """The store of torch that the ranks share."""
+        return self._life.store
+
+    @property
+    def serves(self) -> bool:
+        """Whether this process serves the store: it waits a little after a failure."""
+        return self._life.serves
+
+    @property
+    def incarnation(self) -> int:
+        """How often the world has begun before, failures included."""
+        return self._life.incarnation
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{part}={size}" for part, size in self.parts.items())
@@ -100,11 +135,11 @@ class JoinedWorld(World):
         Raises:
             NotInitializedError: This process has left the world, or a `rejoin` has failed.
         """
-        if self._pg is None:
+        if self._life.pg is None:
             raise NotInitializedError(
                 f"this process is not in world {self.name!r} now; rejoin() or join_world() joins it"
             )
-        return self._pg
+        return self._life.pg
 
     def why_ended(self) -> Steps[str]:
         """Return which rank has joined the world again since; "" if none has."""
@@ -147,7 +182,7 @@ class JoinedWorld(World):
                 raise
             _served.pop(self.address, None)
             left_s = max(0.1, limit_s - (system.now() - began))
-            self._store, self.serves = _reach(self.address, self._may_serve, left_s)
+            self._life.store, self._life.serves = _reach(self.address, self._may_serve, left_s)
         _enter(self, limit_s - (system.now() - began), is_new=False)
 
     def leave(self) -> None:
@@ -156,11 +191,11 @@ class JoinedWorld(World):
         The process that serves the store waits up to 5 s until the other ranks have left too. At
         the end of a `with` block that raises, it does not wait.
         """
-        if self._pg is None:  # it has left, or a rejoin() has failed
+        if self._life.pg is None:  # it has left, or a rejoin() has failed
             _served.pop(self.address, None)
             return
         self._check_not_default()
-        group, self._pg = self._pg, None
+        group, self._life.pg = self._life.pg, None
         with contextlib.ExitStack() as ends:  # the last first, and each also after an error
             ends.callback(_served.pop, self.address, None)
             ends.callback(self._say_left)
@@ -170,7 +205,7 @@ class JoinedWorld(World):
 
     def _check_not_default(self) -> None:
         """Raise within `as_default`, where torch would end every group of the process."""
-        if self._pg is not None and dist.group.WORLD is self._pg:
+        if self._life.pg is not None and dist.group.WORLD is self._life.pg:
             raise CreationError(
                 f"world {self.name!r} is torch's default process group now: leave the block of "
                 f"as_default() first"
@@ -193,13 +228,14 @@ class JoinedWorld(World):
         """Abort the process groups of this incarnation."""
         for owner in list(self.owners):
             owner.forget()
-        group, self._pg = self._pg, None
+        group, self._life.pg = self._life.pg, None
         if group is not None:
             torchdist.abort([group])
 
     def _begin(self, number: int, pg: ProcessGroup) -> None:
         """Begin an incarnation: nothing of the former one counts any more."""
-        self._pg, self.incarnation = pg, number
+        self._life.pg = pg
+        self._life.incarnation = number
         forget(self)
         memory_of(self).namespace = f"{_ROOT}/{self.name}/{number}"
         self.choices.clear()
@@ -227,7 +263,7 @@ class JoinedWorld(World):
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
-            self.serves = False  # nobody waits for the others
+            self._life.serves = False  # nobody waits for the others
         self.leave()
 
 
@@ -314,13 +350,12 @@ def join_world(
         name=name,
         parts=sizes,
         timeout=timeout,
-        store=store,
         part=part,
         address=at,
         device=chosen,
         served=f"the store of world {name!r}{at and f' at {at}'}",
         if_lost="once it is served again, rejoin() or join_world() on all ranks joins it",
-        serves=serves,
+        life=_Life(store, serves),
         claim=json.dumps([this_host(), os.getpid(), uuid4().hex]),
         may_serve=serve,
     )

@@ -192,7 +192,7 @@ class Creation:
                 self.limit_s,
                 self.work,
                 self.undo,
-                is_connecting=connects(one.spec for one in self._missing()),
+                is_connecting=connects(entry.spec for entry in self.entries),
             )
         self.commit()
         return result
@@ -205,14 +205,6 @@ class Creation:
             lines.append(f"{self.labels[entry.table]}: {text}" if self.labels else text)
         return lines
 
-    def _missing(self) -> dict[Communicator, GroupTable]:
-        """Return the communicators that do not exist yet, with the table of their first user."""
-        missing: dict[Communicator, GroupTable] = {}
-        for entry in self.entries:
-            if not entry.communicator.is_created:
-                missing.setdefault(entry.communicator, entry.table)
-        return missing
-
     def work(self, turn: Round) -> None:
         """Create the groups of the calling rank, in order.
 
@@ -220,7 +212,10 @@ class Creation:
         """
         if self.prepare is not None:
             self.prepare()
-        missing = self._missing()
+        missing: dict[Communicator, GroupTable] = {}
+        for entry in self.entries:
+            if not entry.communicator.is_created:
+                missing.setdefault(entry.communicator, entry.table)
         is_batch = len(missing) > 1
         with torchdist.one_device(self._undo_gloo) if is_batch else contextlib.nullcontext():
             for communicator, table in missing.items():

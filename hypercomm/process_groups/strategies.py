@@ -300,7 +300,10 @@ STRATEGIES = {
 
 
 def connects(specs: Iterable[GroupSpec]) -> bool:
-    """Return whether the creation of one of some groups needs its other members."""
+    """Return whether the creation of one of some groups needs its other members.
+
+    The answer is equal on all ranks, whichever of the groups exist on a rank already.
+    """
     return any(
         spec.strategy != "local"
         or spec.options.enable_reconfigure

@@ -1,4 +1,4 @@
-"""World: the ranks that grids number, and the store that they meet in.
+"""World: the ranks that grids number, and the store that they share.
 
 torch's default process group is the default world. `hypercomm.join_world` makes others, of the
 processes of several jobs. Size and rank of the default world come from an argument, else from
@@ -23,7 +23,7 @@ from hypercomm.launchers import find_number
 from hypercomm.process_groups import torch_internals as torchdist
 
 
-@attrs.define(eq=False, slots=False)
+@attrs.frozen(eq=False, slots=False)
 class World:
     """The ranks that grids number, as the calling one sees them.
 
@@ -41,7 +41,6 @@ class World:
         choices: The strategies that were chosen, by what the choice depends on.
         served: The store and the process that serves it, in words for errors.
         if_lost: The advice of the error if the store is lost.
-        serves: Whether this process may serve the store: it waits a little after a failure.
         owners: The owners of process groups in a world that was joined.
     """
 
@@ -57,20 +56,23 @@ class World:
     choices: dict[tuple[object, ...], Any] = attrs.field(factory=dict)
     served: str = "the job's store, which rank 0 serves as a rule,"
     if_lost: str = "restart the job"
-    serves: bool = attrs.field(default=attrs.Factory(lambda self: self.rank == 0, takes_self=True))
     owners: WeakSet[Any] = attrs.field(factory=WeakSet)
-    _store: Any = None
     _options: dict[str, Any] = attrs.field(factory=dict)
 
     @property
     def is_default(self) -> bool:
-        """Whether it is that of torch's default process group."""
-        return self._store is None
+        """Whether it is the world of torch's default process group."""
+        return True
 
     @property
     def store(self) -> Any:
-        """The store of torch that the ranks meet in."""
-        return torchdist.default_store() if self._store is None else self._store
+        """The store of torch that the ranks share."""
+        return torchdist.default_store()
+
+    @property
+    def serves(self) -> bool:
+        """Whether this process may serve the store: it waits a little after a failure."""
+        return self.rank == 0
 
     @property
     def pg(self) -> ProcessGroup | None:
@@ -125,7 +127,7 @@ _worlds: WeakKeyDictionary[ProcessGroup, World] = WeakKeyDictionary()
 
 
 def note(world: World, group: ProcessGroup) -> None:
-    """Let `current` return a world while torch takes a group for its default one."""
+    """Register `world` as the world of default group `group`."""
     _worlds[group] = world
 
 

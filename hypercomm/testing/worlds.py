@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
+import attrs
 import torch.distributed as dist
 
 from hypercomm.errors import LayoutError
@@ -17,7 +18,7 @@ from hypercomm.layout.checks import as_int, as_world_size
 from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.options import check_timeout
-from hypercomm.process_groups.world import World, current
+from hypercomm.process_groups.world import World, current, note
 
 _c10d: Any = dist.distributed_c10d
 _TABLES = ["pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag"]
@@ -216,8 +217,8 @@ def fake_world(
     fake: Any = importlib.import_module("torch.testing._internal.distributed.fake_pg")
     store = fake.FakeStore()  # importing the module has registered the backend
     dist.init_process_group("fake", store=store, world_size=world_size, rank=rank, timeout=timeout)
-    world = current()
-    world.parts = dict(parts or {})
+    world = attrs.evolve(current(), parts=dict(parts or {}))
+    note(world, torchdist.world_group())
     try:
         yield world
     finally:

@@ -313,7 +313,13 @@ def test_three_ranks(deed, is_connecting):
 @both
 @pytest.mark.parametrize("deed", ["", pytest.param("fails", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("deaths", "late", "lost"), [(0, 1, 0), (1, 1, 0), (0, 0, 1), (0, 2, 0)], ids=str
+    ("deaths", "late", "lost"),
+    [
+        (0, 1, 0),
+        (0, 0, 1),
+        pytest.param(1, 1, 0, marks=pytest.mark.slow),
+        pytest.param(0, 2, 0, marks=pytest.mark.slow),
+    ],
 )
 def test_faults(deed, deaths, late, lost, is_connecting):
     search = Search(["", deed], deaths, late, lost, is_connecting)

@@ -83,6 +83,9 @@ SAME_CALLS = "every rank must make the same calls in one order"
 
 _GO = "go"
 
+_CONNECTING = "members connect at the creation"
+"""The last entry of a proposal whose work needs the other ranks."""
+
 
 class EndedCallError(Exception):
     """The call ends on this rank, which leaves its round as it is."""
@@ -474,6 +477,8 @@ class Member:
         scope, memory = self.scope, self.scope.memory
         key = yield from scope.read_key()
         lines = tuple(self.entries())
+        if self.is_connecting:  # ranks that differ in this would wait for each other
+            lines = (*lines, _CONNECTING)
         if memory.is_reporting:
             memory.is_reporting = False
             yield Write(status_key(memory.namespace or "", scope.world.rank), "")

@@ -111,7 +111,8 @@ class Connections:
 
     def give_back(self, client: Any) -> None:
         """Accept a client that its thread does not use any more."""
-        self._free.insert(len(self._free) if client is self.store else 0, client)
+        if client is self.store:
+            self._free.append(client)  # the others are closed
 
 
 _memories: WeakKeyDictionary[World, Memory] = WeakKeyDictionary()
