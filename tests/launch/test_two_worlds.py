@@ -104,3 +104,121 @@ def test_meshes_of_a_world_with_other_numbers():
         with world.as_default():
             np.testing.assert_array_equal(mesh["dp_cp"].mesh.numpy(), ranks[:, :, tp].ravel())
             assert mesh["cp", "tp"]._flatten("cp_tp").get_group() is mesh.get_group("cp_tp")
+
+
+# ---- as_default ---------------------------------------------------------------------------------
+
+
+def begin():
+    """Initialise torch.distributed with this process alone, and return its WORLD."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return dist.group.WORLD
+
+
+@pytest.fixture
+def _ended():
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# `destroy_process_group()` within a block ends all groups: torch has no default process group after
+# the block, or the one that was created since.
+@pytest.mark.usefixtures("_ended")
+@pytest.mark.parametrize("had_world", [False, True])
+@pytest.mark.parametrize("begins", ["within", "after"])
+def test_destroyed_within_as_default(had_world, begins):
+    if had_world:
+        begin()
+    fresh, world = None, alone("w")
+    with world.as_default():
+        dist.destroy_process_group()
+        assert not dist.is_initialized()
+        if begins == "within":
+            fresh = begin()
+    assert dist.group.WORLD is fresh
+    fresh = fresh or begin()
+    with alone("v") as other, other.as_default():  # nothing of the first block is left
+        assert dist.group.WORLD is other.pg
+    assert dist.group.WORLD is fresh
+    world.leave()
+
+
+# The block of another thread, entered before, ends later.
+@pytest.mark.usefixtures("_ended")
+def test_destroyed_within_two_blocks():
+    begin()
+    first, second = alone("one"), alone("two")
+    outer, inner = first.as_default(), second.as_default()
+    outer.__enter__()
+    inner.__enter__()
+    dist.destroy_process_group()
+    fresh = begin()
+    third = alone("three")
+    with third.as_default():
+        inner.__exit__(None, None, None)
+        assert dist.group.WORLD is third.pg
+    assert dist.group.WORLD is fresh
+    outer.__exit__(None, None, None)
+    assert dist.group.WORLD is fresh
+    third.leave()
+
+
+# A world that has ended otherwise, such as by an error in another thread, is not shown again.
+@pytest.mark.usefixtures("_ended")
+def test_a_world_that_ended_meanwhile():
+    first, second = alone("one"), alone("two")
+    outer, inner = first.as_default(), second.as_default()
+    outer.__enter__()
+    inner.__enter__()
+    first.leave()
+    inner.__exit__(None, None, None)
+    assert dist.group.WORLD is None
+    outer.__exit__(None, None, None)
+    assert dist.group.WORLD is None
+    second.leave()
+
+
+# Threads may have a world each, and torch has one default: a call that names its world uses it,
+# whatever torch shows meanwhile, and torch has its own default again at the end.
+@pytest.mark.ranks(2)
+def test_two_worlds_and_one_default():
+    rank, default, store = (
+        dist.get_rank(),
+        dist.group.WORLD,
+        dist.distributed_c10d._get_default_store(),
+    )
+    parts = {"engine": 2}
+    worlds = [
+        join_world(store, name=name, parts=parts, part="engine", rank=place)
+        for name, place in (("straight", rank), ("reversed", 1 - rank))
+    ]
+    wrong = []
+
+    def work(world):
+        for number in range(20):
+            with HyperCommGrid("tp=2", name=f"{world.name}{number}", world=world) as grid:
+                tp = grid.create_pg("tp")
+                own = torch.tensor([world.rank])
+                dist.broadcast(own, 0, group=tp)  # from rank 0 of that world
+                mesh = grid.device_mesh()
+                facts = int(own), grid["tp"].rank, mesh.get_coordinate(), grid["tp"].sum(1)
+                if facts != (0, world.rank, (world.rank,), 2):
+                    wrong.append((world.name, number, facts))
+
+    def show(world):
+        with world.as_default():
+            assert dist.is_initialized()
+
+    with Repeated(lambda: show(worlds[0])), Repeated(lambda: show(worlds[1])):
+        threads = [threading.Thread(target=work, args=(world,)) for world in worlds]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert (wrong, dist.group.WORLD is default) == ([], True)
+    total = torch.tensor([rank])
+    dist.all_reduce(total)
+    assert int(total) == 1
+    for world in worlds:
+        world.leave()
