@@ -33,8 +33,9 @@ from unittest import mock
 import attrs
 
 from hypercomm import _required
-from hypercomm.errors import NotInitializedError, RankFailedError
-from hypercomm.layout.checks import positive
+from hypercomm.errors import GroupOptionsError, NotInitializedError, RankFailedError
+from hypercomm.layout.checks import check_duration, is_positive, positive
+from hypercomm.layout.text import shown
 
 T = TypeVar("T")
 
@@ -125,6 +126,7 @@ def run_ranks(
             traceback, or the place where it hangs.
         MissingPackageError: cloudpickle is not installed.
         LayoutError: `nprocs` is not a positive int.
+        GroupOptionsError: A timeout is not positive, or has another type.
 
     Example:
         >>> import torch.distributed as dist
@@ -133,6 +135,13 @@ def run_ranks(
         [10, 11, 12]
     """
     positive(nprocs, "nprocs")
+    if not is_positive(timeout):
+        raise GroupOptionsError(
+            f"timeout must be a number of seconds above 0, got {shown(timeout)}; a timedelta "
+            f"has it as total_seconds()"
+        )
+    if group_timeout is not None:
+        check_duration(group_timeout, "group_timeout")
     call = dumps((function, tuple(args)))
     timeout = min(timeout, _LONGEST_S)
     _start_fork_server()

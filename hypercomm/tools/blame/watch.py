@@ -35,6 +35,7 @@ from torch.distributed import ProcessGroup
 import hypercomm
 from hypercomm.errors import ToolError
 from hypercomm.layout import RankLayout
+from hypercomm.layout.checks import is_positive
 from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.tools.blame.evidence import FROM_ANYBODY, OPS
@@ -98,7 +99,7 @@ class Watch:
         pgs: Callable[[], Sequence[ProcessGroup | None]],
         rank: int,
     ) -> None:
-        if not 0 < seconds <= 1e6:
+        if not is_positive(seconds, 1e6):
             raise ToolError(f"seconds must be above 0 and at most 1e6, got {shown(seconds)}")
         self._seconds, self._layouts, self._pgs = seconds, layouts, pgs
         self.rank = rank
