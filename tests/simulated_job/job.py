@@ -280,7 +280,7 @@ class Rank:
         self.error: BaseException | None = None
         self.link: Fault | None = None
         self.main: Task | None = None
-        self.lazy = _Lazy()
+        self.lazy = LazyInit()
         self.gates: Counter[str] = Counter()
         self._place: Any = None
         self._position = 0
@@ -359,10 +359,6 @@ class Rank:
                 timeout = group.options._timeout
                 found.append(Group(tables.pg_names[group], ranks, backend, timeout, text))
         return found
-
-
-class _Lazy(LazyInit):
-    is_set = False  # type: ignore[assignment]
 
 
 class _LazyOfRank:
