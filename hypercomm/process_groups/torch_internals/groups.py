@@ -458,7 +458,7 @@ def mesh_of(
 ) -> DeviceMesh:
     """Return a DeviceMesh over existing groups, as `DeviceMesh.from_group` does.
 
-    That method asks the default process group for the rank. The ranks of a mesh may be those of
+    That method asks the default process group for the rank. A mesh may have the ranks of
     another world, so this function reads the rank from the first group.
 
     Args:
