@@ -39,7 +39,8 @@ def grad_norm(parameters: Parameters, norm_type: float = 2.0) -> Tensor:
         norm_type: The p of the p-norm, larger than 0; `math.inf` for the largest element.
 
     Returns:
-        A tensor without dims, the same on all ranks.
+        A tensor without dims in float64, the same on all ranks. The norm of each gradient is
+        computed in its dtype, or in float32 if that is narrower.
 
     Raises:
         GroupOptionsError: `parameters` or `norm_type` is wrong, or the dims of a DTensor are not
@@ -69,7 +70,7 @@ def clip_grad_norm_(parameters: Parameters, max_norm: float, norm_type: float = 
         norm_type: As for `grad_norm`.
 
     Returns:
-        The norm before.
+        The norm before, as `grad_norm` does.
 
     Raises:
         GroupOptionsError, RankOutsideError: As for `grad_norm`; or `max_norm` is negative.
@@ -93,7 +94,7 @@ def clip_grad_norm_(parameters: Parameters, max_norm: float, norm_type: float = 
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for _, gradients in cuts:
         for gradient in gradients:
-            gradient.mul_(factor.to(gradient.device, gradient.dtype))
+            gradient.mul_(factor.to(gradient.device))  # rounded once, to the gradient's dtype
     return norm
 
 
@@ -101,7 +102,10 @@ def _norm(cuts: Sequence[tuple[Cut, Sequence[Tensor]]], norm_type: float) -> Ten
     if not norm_type > 0:
         raise GroupOptionsError(f"norm_type must be a number larger than 0, got {shown(norm_type)}")
     devices = [one.device for _, gradients in cuts for one in gradients]
-    total = torch.zeros((), device=devices[0] if devices else None)
+    # Other ranks may have float64 where this one has none; Apple's GPUs lack it.
+    is_narrow = bool(devices) and devices[0].type == "mps"
+    dtype = torch.float32 if is_narrow else torch.float64
+    total = torch.zeros((), dtype=dtype, device=devices[0] if devices else None)
     for cut, gradients in cuts:
         # an empty gradient, of an uneven shard, has no largest element
         norms = [_norm_of(one, norm_type).to(total) for one in gradients if one.numel()]
@@ -113,20 +117,20 @@ def _norm(cuts: Sequence[tuple[Cut, Sequence[Tensor]]], norm_type: float) -> Ten
 
 
 def _norm_of(values: Tensor, norm_type: float) -> Tensor:
+    """Return the norm in the dtype of the values, or in float32 if that is narrower."""
     dtype = torch.promote_types(values.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(values, norm_type, dtype=dtype)
     return norm
 
 
 def _over(cut: GridDims, part: Tensor, norm_type: float) -> Tensor:
-    """Join the norms of a group's members, in one dtype on one device."""
-    device = torch.device(torchdist.device_type(cut.group))
-    part = part.to(device, torch.float32)
+    """Join the norms of a group's members, in float64 on one device."""
+    part = part.to(torchdist.device_type(cut.group), torch.float64)
     if math.isinf(norm_type):  # the largest of some numbers may hide a NaN
         found = torch.stack([part.nan_to_num(0.0, math.inf), part.isnan().to(part.dtype)])
         dist.all_reduce(found, dist.ReduceOp.MAX, group=cut.group)
         return torch.where(found[1] > 0, torch.full_like(part, math.nan), found[0])
-    power = part.double().pow(norm_type)
+    power = part.pow(norm_type)
     dist.all_reduce(power, group=cut.group)
     return power.pow(1.0 / norm_type)
 

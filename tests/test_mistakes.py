@@ -34,6 +34,7 @@ from hypercomm.errors import (
     NotInitializedError,
     RankFailedError,
     RankOutsideError,
+    ToolError,
     UnknownDimError,
     WorldSizeError,
 )
@@ -60,6 +61,10 @@ def listed(ranks, **arguments):
 
 def grid(*arguments, **options):
     return HyperCommGrid(*arguments, **{"world_size": 8, **options})
+
+
+def set_of(world_size, **grids):
+    return GridSet(world_size=world_size, **grids)
 
 
 def reconfigured(**options):
@@ -175,6 +180,12 @@ TEXTS = [
     (lambda: read_layout("tp=3,dp", world_size=8), WorldSizeError, "of 3 ranks, as 6 and 9; the"),
     (lambda: read_layout("tp=4,dp", None, 5, 8), WorldSizeError, "as 4; 3 are left from rank 5 on"),
     (lambda: read_layout("tp=4", None, 6, 8), WorldSizeError, "from rank 6 needs 10 ranks; the"),
+    (
+        lambda: RankLayout.fit(8, tp=[2, 4], rank_ofset=4),
+        TypeError,
+        "'rank_ofset'",
+        "'rank_offset'",
+    ),
     (lambda: RankLayout.fit(7, tp=[2, 4], dp=[2]), WorldSizeError, " 7 ranks; ", " 4 and 8 ranks"),
 ]
 MAPPINGS = [
@@ -229,7 +240,12 @@ GRIDS = [
     (viewed(pickle.dumps), TypeError, "grid.layout"),
     (viewed(lambda grid: grid.seed(-1)), LayoutError, "base must be at least 0", "-1"),
     (lambda: grid("tp=8", creatoin="local"), TypeError, "'creatoin'", "did you mean 'creation'"),
-    (lambda: grid("tp=8", tp="2"), TypeError, "'tp'"),
+    (lambda: grid("tp=8", tp="2"), TypeError, "'tp'", "must be an int, not '2'"),
+    (lambda: grid(tp=2.0), LayoutError, "size of dim 'tp' must be an int, got 2.0"),
+    (lambda: grid(tp=8, shard=2.0), LayoutError, "size of dim 'shard' must be an int, got 2.0"),
+    (lambda: grid(tp=8, lazy_int=1), TypeError, "'lazy_int'", "did you mean 'lazy_init'?"),
+    (lambda: grid(tp=8, verfy=True), TypeError, "'verfy'", "did you mean 'verify'?"),
+    (lambda: grid(tp=8, device_id=None), TypeError, "'device_id'", "must be an int, not None"),
     (lambda: grid("tp=8", mesh_dim_names=["tp"]), TypeError, "mesh_dim_names", "fastest dim first"),
     (lambda: GridSet.tile(8, encoder="tp=8")["encodr"], UnknownDimError, "mean 'encoder'?"),
     (lambda: GridSet.tile(8, a="tp=8", requires="tile"), LayoutError, "mean 'tiled'?"),
@@ -239,6 +255,19 @@ GRIDS = [
     (lambda: GridSet(["a"], world_size=8), LayoutError, "grids", "['a']"),
     (lambda: GridSet(a="tp=2", b=2, world_size=8), LayoutError, "'b'", "2"),
     (lambda: GridSet({"a": "tp=2"}, nam="x", world_size=8), TypeError, "'nam'", "'name'"),
+    *(
+        (lambda make=make, more=more: make(8, a="tp=8", **more), TypeError, name, hint)
+        for more, name, hint in (
+            ({"requres": "tiled"}, "'requres'", "did you mean 'requires'?"),
+            ({"verfy": True}, "'verfy'", "did you mean 'verify'?"),
+            ({"bakend": "gloo"}, "'bakend'", "did you mean 'backend'?"),
+            ({"naem": "x"}, "'naem'", "naem='tp=2,dp=4', not 'x'"),
+            ({"wrld": None}, "'wrld'", "did you mean 'world'?"),
+        )
+        for make in (GridSet.tile, GridSet.colocated, set_of)
+    ),
+    (lambda: GridSet.tile(a="tp=8", world_size=8), TypeError, "'world_size'", "size first"),
+    (lambda: GridSet.colocated(8, a="tp=8", requires="any"), TypeError, "GridSet(...) has it"),
     (lambda: GridSet.tile(8, a="tp", b="pp"), LayoutError, "tp of a", "pp of b"),
     (lambda: GridSet.tile(8, a="tp=3", b="tp=2,dp"), WorldSizeError, "'b'", " 4 and 6; 5"),
     (lambda: GridSet.tile(8, a="tp=9", b="dp"), WorldSizeError, "no ranks are left"),
@@ -268,6 +297,37 @@ GRIDS = [
     (lambda: run_ranks(print, 1, backend="bogus"), RankFailedError, "bogus"),
     (lambda: run_ranks(threading.Lock, 2), RankFailedError, "cannot pickle"),
     (lambda: fake_world(8, rank=8).__enter__(), LayoutError, "rank", "at most 7", "8"),
+    (
+        lambda: run_ranks(int, 1, group_timeout=15),
+        GroupOptionsError,
+        "group_timeout must be a",
+        "15",
+    ),
+    (
+        lambda: run_ranks(int, 1, group_timeout=timedelta(0)),
+        GroupOptionsError,
+        "group_timeout must be longer than 0",
+    ),
+    (
+        lambda: run_ranks(int, 1, timeout=timedelta(seconds=9)),
+        GroupOptionsError,
+        "timeout must be a number of seconds",
+        "seconds=9",
+        "total_seconds()",
+    ),
+    (
+        lambda: run_ranks(int, 1, timeout=0),
+        GroupOptionsError,
+        "timeout must be a number of seconds",
+        "got 0",
+    ),
+    (
+        lambda: run_ranks(int, 1, timeout="9"),
+        GroupOptionsError,
+        "timeout must be a number of seconds",
+        "'9'",
+    ),
+    (lambda: run_ranks(int, 1, timeout=math.nan), GroupOptionsError, "timeout", "nan"),
     (lambda: run_ranks(int, 0), LayoutError, "nprocs must be at least 1", "0"),
     (lambda: report(1), NotInitializedError, "only in a rank that run_ranks"),
 ]
@@ -302,6 +362,16 @@ CREATED = [
     (lambda grid: grid.reshape("tp=2,dp=3", ranks=range(7)), WorldSizeError, "6", "7"),
     (lambda grid: grid.reshape("dp=-1", ranks=[0, 1, 1]), LayoutError, "ranks", "(0, 1, 1)"),
     (lambda grid: grid.reshape("dp=-1", ranks=[0, 8]), LayoutError, "ranks", "8"),
+    *(
+        (lambda grid, wrong=wrong: grid.watch(wrong), ToolError, "seconds", text)
+        for wrong, text in (
+            (timedelta(seconds=9), "seconds=9"),
+            ("9", "'9'"),
+            (0, "got 0"),
+            (math.nan, "nan"),
+            (1e7, "at most 1e6"),
+        )
+    ),
     (lambda grid: grid.survivors(None), GroupOptionsError, "timeout", "None"),
     (lambda grid: grid.connect(pipelines=["stage"]), UnknownDimError, "'stage'", "cp"),
     (lambda _: renew_world([0, 8]), LayoutError, "ranks", "8"),

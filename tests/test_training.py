@@ -110,6 +110,60 @@ def test_alone(kind):
     assert grad_norm({None: []}) == 0
 
 
+# The norm is computed in the dtype of the gradients, and no narrower one.
+@pytest.mark.parametrize("kind", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("dtypes", [("d",), ("d", "f"), ("f", "d"), ("D",), ("f",), ("F", "f")])
+def test_dtypes(dtypes, kind):
+    gradients = [torch.tensor(np.array([3.1e5, 1.7, -2.3], dtype)) for dtype in dtypes]
+    twins = [parameter(gradient.clone()) for gradient in gradients]
+    right = torch.nn.utils.clip_grad_norm_(twins, 0.5, kind)
+    weights = [parameter(gradient.clone()) for gradient in gradients]
+    found = clip_grad_norm_({None: weights}, 0.5, kind)
+    precision = 1e-14 if right.dtype == torch.float64 else 1e-6
+    assert (found.item(), found.dtype) == (pytest.approx(right.item(), precision), torch.float64)
+    for weight, twin in zip(weights, twins, strict=True):
+        torch.testing.assert_close(weight.grad, twin.grad)
+
+
+# float64 holds numbers that are infinite in float32.
+def test_large_numbers():
+    weight = parameter(torch.tensor([1e50, 1.0, 2.0], dtype=torch.float64))
+    norm = clip_grad_norm_({None: weight}, 1.0)
+    assert (norm.item(), norm.dtype) == (1e50, torch.float64)
+    np.testing.assert_allclose(weight.grad.numpy(), [1.0, 1e-50, 2e-50], rtol=1e-15)
+    scalar = parameter(torch.tensor(2.0))  # a parameter without dims
+    clip_grad_norm_({None: scalar}, 1.0)
+    assert (scalar.grad.item(), scalar.grad.dtype) == (pytest.approx(1.0), torch.float32)
+
+
+# Gradients in bfloat16 are scaled by a factor in float32, and rounded once.
+def test_factor_of_half_precision():
+    gradient = torch.arange(1, 129).bfloat16()
+    right = np.arange(1, 129)
+    norm = np.linalg.norm(right)
+    weight = parameter(gradient.clone())
+    found = clip_grad_norm_({None: weight}, 0.1255 * norm)
+    assert (found.item(), found.dtype) == (pytest.approx(norm, rel=1e-6), torch.float64)
+    wanted = torch.tensor(right * 0.1255).bfloat16()
+    torch.testing.assert_close(weight.grad, wanted, rtol=0, atol=0)
+
+
+# All ranks have one norm in one dtype, also those that have no gradient in float64, or none.
+@pytest.mark.ranks(2)
+def test_dtypes_of_ranks():
+    with HyperCommGrid("tp=2") as grid:
+        tp, first = grid["tp"], grid["tp"].rank == 0
+        large = torch.tensor([3e50, 0.1], dtype=torch.float64)
+        for other in ([], [parameter(torch.tensor([4.0]))]):
+            for kind in (1.0, 2.0, math.inf):
+                norm = grad_norm({tp: [parameter(large)] if first else other}, kind)
+                assert (norm.item(), norm.dtype) == (pytest.approx(3e50, rel=1e-15), torch.float64)
+        own = torch.tensor([1 / 3], dtype=torch.float64)
+        norm = grad_norm({tp: [parameter(own)], None: [parameter(torch.tensor([0.25]))]})
+        assert norm.item() == pytest.approx(math.sqrt(2 / 9 + 0.0625), rel=1e-15)
+        assert grad_norm({tp: parameter(torch.ones(1))}).dtype == torch.float64
+
+
 # Ranks may have nothing where others have something, or in another dtype; a NaN is not lost.
 @pytest.mark.ranks(2)
 def test_odd_ranks():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from difflib import get_close_matches
 from functools import cached_property
+from numbers import Real
 from typing import Any, Literal, TypedDict
 
 import attrs
@@ -37,6 +38,8 @@ Share = Literal["never", "identical"]
 Cover = Literal["any", "exact"]
 CREATIONS = ("auto", *STRATEGIES)
 SHARES = ("never", "identical")
+_FLAGS = ("lazy_init", "verify", "enable_reconfigure")
+"""Arguments of a grid whose values are often written as 0 and 1."""
 
 
 class SharedKeywords(TypedDict, total=False):
@@ -150,12 +153,16 @@ def check_keywords(call: str, given: Iterable[str], known: Iterable[str]) -> Non
 
 
 def check_dims(call: str, dims: Mapping[str, object], keywords: Iterable[str]) -> None:
-    """Raise TypeError for a keyword that is not the size of a dim.
+    """Raise for a keyword that is not the size of a dim.
+
+    Raises:
+        TypeError: It is a misspelt argument, or an unknown one.
+        LayoutError: It is a size that is not an int.
 
     Example:
-        >>> check_dims("GridSet", {"nam": "a"}, ["name"])
+        >>> check_dims("HyperCommGrid", {"nam": "a"}, ["name"])
         Traceback (most recent call last):
-        TypeError: GridSet() got an unexpected keyword argument 'nam'; did you mean 'name'?
+        TypeError: HyperCommGrid() got an unexpected keyword argument 'nam'; did you mean 'name'?
     """
     check_spelling(dims)
     for name, size in dims.items():
@@ -164,10 +171,13 @@ def check_dims(call: str, dims: Mapping[str, object], keywords: Iterable[str]) -
                 f"mesh_dim_names is an argument of init_device_mesh; {call}([4, 2], ['tp', 'dp']) "
                 f"names the fastest dim first, where a DeviceMesh names it last"
             )
-        try:
-            operator.index(size)  # type: ignore[arg-type]
-        except TypeError:
-            check_keywords(call, [name], keywords)
+        is_number = isinstance(size, Real) or hasattr(size, "__index__")
+        hint = did_you_mean(name, keywords)
+        if not is_number and not hint:
+            hint = f"; if it is a dim, its size must be an int, not {shown(size)}"
+        is_flag = isinstance(size, bool) or bool(get_close_matches(name, _FLAGS, 1, 0.8))
+        if hint and (is_flag or not is_number):
+            raise TypeError(f"{call}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def check_cover(

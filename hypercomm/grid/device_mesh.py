@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from weakref import ref
 
 import attrs
@@ -69,15 +68,8 @@ def as_mesh(
     others = {name: at for name, at in here.items() if name not in used}
     shape = [layout.size_of(names) for names in spans.values()]
     ranks = layout.select(**others).enumerate_ranks(used).reshape(shape)
-    world = table.given_world
-    default = None if world is None else world.pg  # a mesh asks it for the rank
-    with nullcontext() if default is None else torchdist.shown_as_default(default):
-        mesh = DeviceMesh.from_group(
-            groups,
-            device_type or torchdist.device_type(groups[0]),
-            mesh=torch.from_numpy(ranks),
-            mesh_dim_names=tuple(spans),
-        )
+    device_type = device_type or torchdist.device_type(groups[0])
+    mesh = torchdist.mesh_of(groups, device_type, torch.from_numpy(ranks), tuple(spans))
     setattr(mesh, _IN_ORDER, True)
     if not _is_ascending(ranks):
         torchdist.keep_mesh_order(mesh)  # of its slices too, which torch would sort
@@ -105,10 +97,14 @@ class _Made:
 
     def part(self, name: str) -> DeviceMesh | None:
         """Return one dim as a mesh; None if there is none, or no mesh any more."""
-        whole = self.mesh()
-        if whole is None or name not in self.groups:
+        whole, group = self.mesh(), self.groups[name]() if name in self.groups else None
+        if whole is None or group is None:
             return None
-        return self.flat[name]() if name in self.flat else whole[name]
+        return (
+            self.flat[name]()
+            if name in self.flat
+            else torchdist.part_of_mesh(whole, [name], name, group)
+        )
 
 
 def _check_equal_meshes(mesh: DeviceMesh, groups: Mapping[str, ProcessGroup]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
@@ -60,7 +61,8 @@ class GridSet(Mapping[str, HyperCommGrid]):
             arguments. Names may be keywords instead: GridSet(train="tp=4", infer="dp=4").
         requires: The placement to check before anything is created. "tiled": each rank of the
             world is in exactly one grid; "disjoint": in at most one; "colocated": all grids hold
-            the same ranks; "any": no check.
+            the same ranks; "any": no check. Default: as "any", but grids of text or mappings warn
+            if no grid of the set holds some ranks of the world.
         world_size: Number of ranks of the job; default: as for `HyperCommGrid`.
         world: The world whose ranks the grids number, from `join_world`. The sizes of a grid that
             has the name of a part are those of the part's ranks.
@@ -93,12 +95,12 @@ class GridSet(Mapping[str, HyperCommGrid]):
         self,
         grids: Mapping[str, Sizes | HyperCommGrid] | None = None,
         *,
-        requires: Requirement = "any",
+        requires: Requirement | None = None,
         world_size: int | None = None,
         world: World | None = None,
         **keywords: Any,
     ) -> None:
-        arguments, named = _split(keywords)
+        arguments, named = _split("GridSet", keywords)
         if grids is not None:
             check_keywords("GridSet", named, SetArguments.__annotations__)
         self._world_size = as_world_size(size_of_world(world_size, world))
@@ -108,7 +110,9 @@ class GridSet(Mapping[str, HyperCommGrid]):
             check_name(name)
         self._grids: dict[str, HyperCommGrid] = {}
         latest: HyperCommGrid | None = None
+        is_written = False
         for label, given in check_names(named if grids is None else grids).items():
+            is_written |= self._is_written(label, given)
             if isinstance(given, HyperCommGrid):
                 latest = self._checked(label, given)
             else:
@@ -123,8 +127,26 @@ class GridSet(Mapping[str, HyperCommGrid]):
                     **arguments,
                 )
             self._grids[label] = latest
-        self.placement.require(requires)
+        self.placement.require("any" if requires is None else requires)
+        if requires is None and is_written and (spare := self._spare_ranks()):
+            warnings.warn(
+                f"no grid of the set holds ranks {format_ranks(spare)} of the world's "
+                f"{self._world_size}; make a size larger, or -1, or give requires='any': a group "
+                f"is None there, which torch's collectives take for WORLD",
+                stacklevel=2,
+            )
         self._label = f"set {name}" if name else f"set of {', '.join(self._grids)}"
+
+    def _is_written(self, label: str, given: object) -> bool:
+        """Return whether a grid is given by sizes that begin at rank 0."""
+        is_part = self._world is not None and label in self._world.parts
+        return not is_part and (given is None or isinstance(given, (str, Mapping)))
+
+    def _spare_ranks(self) -> Sequence[int]:
+        """Return the ranks that no grid holds; where one holds all, none is looked at."""
+        if any(grid.layout.size == self._world_size for grid in self.values()):
+            return ()
+        return self.placement.spare_ranks
 
     def _read(self, label: str, given: Sizes) -> RankLayout:
         """Return the layout of a grid, in its place; one named as a part has the part's ranks."""
@@ -173,7 +195,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
             >>> str(grids["llm"].layout), grids["llm"].rank_offset, grids.placement.kind
             ('tp=4,dp=2,pp=2', 8, 'tiled')
         """
-        arguments, layouts = _split(grids)
+        arguments, layouts = _split("GridSet.tile", grids)
         total = size_of_world(world_size)
         return cls(tile(layouts, total), requires=requires, world_size=total, **arguments)
 
@@ -195,7 +217,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
             >>> [str(grid.layout) for grid in grids.values()], grids.placement.kind
             (['tp=2,dp=4', 'tp=4,dp=2'], 'colocated')
         """
-        arguments, layouts = _split(grids)
+        arguments, layouts = _split("GridSet.colocated", grids)
         total = size_of_world(world_size)
         return cls(colocate(layouts, total), requires="colocated", world_size=total, **arguments)
 
@@ -417,8 +439,28 @@ class GridSet(Mapping[str, HyperCommGrid]):
         )
 
 
-def _split(given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Split the keywords of a call into the arguments of the set and the sizes of the grids."""
-    known = SetArguments.__annotations__
-    arguments = {name: value for name, value in given.items() if name in known}
-    return arguments, {name: value for name, value in given.items() if name not in known}
+def _split(call: str, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Split the keywords of a call into the arguments of the set and the sizes of the grids.
+
+    Raises:
+        TypeError: A keyword without sizes has the name of an argument, or nearly.
+    """
+    arguments = {name: given[name] for name in given if name in SetArguments.__annotations__}
+    grids = {name: given[name] for name in given if name not in arguments}
+    known = ("requires", "world_size", "world", *SetArguments.__annotations__)
+    for name, value in grids.items():
+        if isinstance(value, (RankLayout, Mapping)) or hasattr(value, "layout"):
+            continue
+        if isinstance(value, str) and "=" in value:
+            continue
+        hint = did_you_mean(name, known)
+        if name == "world_size":
+            hint = "; give the world size first, without its name"
+        elif name in known:
+            hint = "; GridSet(...) has it"
+        if hint:
+            raise TypeError(
+                f"{call}() got an unexpected keyword argument {name!r}{hint} (a grid of this name "
+                f"needs sizes, as {name}='tp=2,dp=4', not {shown(value)})"
+            )
+    return arguments, grids

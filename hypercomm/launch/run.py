@@ -28,18 +28,22 @@ from datetime import timedelta
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
 from typing import IO, Any, TypeVar
-from unittest import mock
 
 import attrs
 
 from hypercomm import _required
-from hypercomm.errors import NotInitializedError, RankFailedError
-from hypercomm.layout.checks import positive
+from hypercomm.errors import GroupOptionsError, NotInitializedError, RankFailedError
+from hypercomm.layout.checks import check_duration, is_positive, positive
+from hypercomm.layout.text import shown
 
 T = TypeVar("T")
 
 preloads = ["hypercomm.grid", "hypercomm.launch.run", "cloudpickle"]
 """Modules that the fork server imports before it starts the first rank; torch is among theirs."""
+
+_starting = threading.Lock()
+_LIBRARIES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+"""The variables by which numerical libraries know their number of threads."""
 
 _LOOPBACK = "127.0.0.1"
 
@@ -125,6 +129,7 @@ def run_ranks(
             traceback, or the place where it hangs.
         MissingPackageError: cloudpickle is not installed.
         LayoutError: `nprocs` is not a positive int.
+        GroupOptionsError: A timeout is not positive, or has another type.
 
     Example:
         >>> import torch.distributed as dist
@@ -133,6 +138,13 @@ def run_ranks(
         [10, 11, 12]
     """
     positive(nprocs, "nprocs")
+    if not is_positive(timeout):
+        raise GroupOptionsError(
+            f"timeout must be a number of seconds above 0, got {shown(timeout)}; a timedelta "
+            f"has it as total_seconds()"
+        )
+    if group_timeout is not None:
+        check_duration(group_timeout, "group_timeout")
     call = dumps((function, tuple(args)))
     timeout = min(timeout, _LONGEST_S)
     _start_fork_server()
@@ -213,16 +225,27 @@ def most_ranks() -> int:
 
 def _start_fork_server() -> None:
     """Start the fork server if there is none; it and its forks have Ctrl-C blocked."""
+    with _starting:
+        _start_it()
+
+
+def _start_it() -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(preloads)
     resource_tracker.ensure_running()  # it unblocks signals once it has started
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    # The numerical libraries would start threads, which a process that forks should not have.
-    libraries = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    # The numerical libraries would start threads, which a process that forks should not have. The
+    # server inherits the environment, which all threads share: only these variables change.
+    kept = {name: os.environ.get(name) for name in _LIBRARIES}
     try:
-        with mock.patch.dict(os.environ, dict.fromkeys(libraries, "1")):
-            forkserver.ensure_running()
+        os.environ.update(dict.fromkeys(_LIBRARIES, "1"))
+        forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for name, value in kept.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _start(job: _Job, number: int, listener: socket.socket | None) -> _Rank:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import timedelta
+from numbers import Real
 from typing import Any
 
 from hypercomm.errors import (
@@ -95,8 +97,8 @@ def check_choice(
         raise error(f"{what} must be one of {list(choices)}, got {shown(value)}{hint}")
 
 
-def check_duration(timeout: object) -> None:
-    """Raise unless a timeout is a positive `timedelta`.
+def check_duration(timeout: object, what: str = "timeout") -> None:
+    """Raise unless a timeout is a positive `timedelta`; `what` is the name of the argument.
 
     Raises:
         GroupOptionsError: With the given value.
@@ -107,10 +109,19 @@ def check_duration(timeout: object) -> None:
     if not isinstance(timeout, timedelta):
         hint = "write timedelta(seconds=...)"
         raise GroupOptionsError(
-            f"timeout must be a datetime.timedelta, got {shown(timeout)}; {hint}"
+            f"{what} must be a datetime.timedelta, got {shown(timeout)}; {hint}"
         )
     if timeout <= timedelta(0):
-        raise GroupOptionsError(f"timeout must be longer than 0, got {timeout}")
+        raise GroupOptionsError(f"{what} must be longer than 0, got {timeout}")
+
+
+def is_positive(value: object, most: float = math.inf) -> bool:
+    """Return whether a value is a number above 0 and at most another one.
+
+    >>> is_positive(1.5), is_positive(timedelta(seconds=1)), is_positive(math.nan)
+    (True, False, False)
+    """
+    return isinstance(value, Real) and bool(0 < value <= most)  # type: ignore[operator]
 
 
 def world_too_small(what: str, last_rank: int, world_size: int) -> WorldSizeError:

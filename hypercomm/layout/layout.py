@@ -53,6 +53,7 @@ from hypercomm.layout.parsing import (
     Dims,
     as_dims,
     as_size,
+    check_spelling,
     close_sizes,
     known_size,
     nearest_multiples,
@@ -282,6 +283,7 @@ class RankLayout:
         Raises:
             WorldSizeError: Nothing fits; names numbers of ranks that would.
             LayoutError: A size is wrong, or several are -1.
+            TypeError: A keyword is a misspelt argument, such as `rank_ofset`.
 
         Example:
             >>> from hypercomm import RankLayout
@@ -290,6 +292,7 @@ class RankLayout:
             >>> str(RankLayout.fit(3, tp=[1, 2, 4], dp=-1))
             'tp=1,dp=3'
         """
+        check_spelling(sizes)
         total, choices = positive(world_size, "world_size"), {}
         for name, given in sizes.items():
             is_one = isinstance(given, str) or not isinstance(given, Iterable)

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from hypercomm import HyperCommGrid, RankLayout
 from hypercomm.errors import LayoutError
+from hypercomm.process_groups.torch_internals import part_of_mesh
 from hypercomm.testing import fake_world
 
 NAMES = ("tp", "cp", "dp", "pp")
@@ -83,6 +84,8 @@ def test_meshes(case):
             assert dist.get_process_group_ranks(mesh.get_group(name)) == line.tolist()
             assert mesh.get_local_rank(name) == dist.get_rank(group) == place[axis]
             assert mesh[name].get_group() is group
+            if mesh.ndim > 1:  # a mesh of one dim is its own part
+                assert part_of_mesh(mesh, [name], name, group) == mesh[name]
         assert registered() == before
 
 

@@ -31,6 +31,28 @@ NAMES = ("a", "b", "c", "d")
 DIMS = ("tp", "cp", "dp", "pp")
 
 
+# ---- ranks that are left out --------------------------------------------------------------------
+
+
+# A set of sizes that leaves ranks of the world to no grid warns, as a grid does; a set of layouts,
+# which have their places, and one whose placement is asked for do not.
+@pytest.mark.parametrize("form", ["tp=2", {"tp": 2}], ids=str)
+def test_warns_of_ranks_without_a_grid(form):
+    with pytest.warns(UserWarning, match=r"no grid of the set holds ranks 4\.\.7 of the world's 8"):
+        GridSet(a=form, b="dp=4", world_size=8)
+    with pytest.warns(UserWarning, match=r"ranks 2\.\.7 .* requires='any'"):
+        GridSet({"a": form}, world_size=8)
+    placed = GridSet(a=form, b=RankLayout("dp=6", rank_offset=2), world_size=8)
+    assert placed.placement.kind == "tiled"
+    for quiet in (
+        GridSet(a=form, requires="any", world_size=8),
+        GridSet(a=form, requires="disjoint", world_size=8),
+        GridSet(a=RankLayout("tp=2"), world_size=8),
+        GridSet(a=form, b="dp=8", world_size=8),
+    ):
+        assert len(quiet["a"].layout.ranks) == 2
+
+
 # ---- where layouts lie --------------------------------------------------------------------------
 
 

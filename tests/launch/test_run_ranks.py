@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import forkserver
 
 import pytest
 import torch.distributed as dist
@@ -29,6 +30,24 @@ def test_results_and_processes(nprocs):
     assert ranks == tuple(range(5, 5 + nprocs))
     assert len({*pids, os.getpid()}) == nprocs + 1
     assert_gone(pids)
+
+
+# Another thread may change the environment while the fork server starts: its changes stay.
+def test_the_environment_of_other_threads(monkeypatch):
+    ensure_running = forkserver.ensure_running
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("FROM_A_THREAD", "before")
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+
+    def change_and_start():
+        assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "1"
+        os.environ["FROM_A_THREAD"] = "after"
+        ensure_running()
+
+    monkeypatch.setattr(forkserver, "ensure_running", change_and_start)
+    assert run_ranks(lambda: os.environ["FROM_A_THREAD"], 1) == ["after"]
+    assert (os.environ["FROM_A_THREAD"], os.environ["OMP_NUM_THREADS"]) == ("after", "7")
+    assert "MKL_NUM_THREADS" not in os.environ
 
 
 # A rank sees the caller's environment of now, not of when the fork server was started. Its reports

@@ -20,8 +20,6 @@ import torch.distributed as dist
 from hypercomm.grid import connect
 from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.agreement.system import system
-from hypercomm.process_groups.torch_internals import gloo, groups, split
-from hypercomm.process_groups.torch_internals.gloo import LazyInit
 from hypercomm.testing.simulated_group import SimulatedGroup
 from hypercomm.testing.worlds import OtherWorld, other_worlds
 from simulated_job.scheduler import EndedError, Event, Scheduler, SimulatedSystem, Task
@@ -212,7 +210,7 @@ class JobGroup(SimulatedGroup):
         job.network[self.address] = self
         place.set(f"{key}/{self._rank}", self.address)
         others = [other for other in range(self._size) if other != self._rank]
-        if self.rank_process.lazy.is_set:
+        if torchdist.lazy_init.is_set:
             return
         self.peers = frozenset(bytes(place.get(f"{key}/{other}")) for other in others)
         self.meet(job.network, lambda: [job.network[one] for one in self.peers], timeout)
@@ -306,7 +304,6 @@ class Rank:
         self.error: BaseException | None = None
         self.link: Fault | None = None
         self.main: Task | None = None
-        self.lazy = _Lazy()
         self.gates: Counter[str] = Counter()
         self._place: Any = None
         self._position = 0
@@ -385,15 +382,6 @@ class Rank:
                 timeout = group.options._timeout
                 found.append(Group(tables.pg_names[group], ranks, backend, timeout, text))
         return found
-
-
-class _Lazy(LazyInit):
-    is_set = False  # type: ignore[assignment]
-
-
-class _LazyOfRank:
-    def __getattr__(self, name: str) -> Any:
-        return getattr(this_rank().lazy, name)
 
 
 @attrs.define(eq=False, repr=False)
@@ -493,9 +481,6 @@ def simulate_job(
             for name in ("now", "sleep", "event", "lock", "start"):
                 ours = getattr(SimulatedSystem(scheduler), name)
                 stack.enter_context(mock.patch.object(system, name, ours))
-            for module in (gloo, split, torchdist):
-                stack.enter_context(mock.patch.object(module, "lazy_init", _LazyOfRank()))
-            stack.enter_context(mock.patch.object(groups, "lazy_init_of_gloo", _LazyOfRank()))
             stack.enter_context(mock.patch.object(connect, "_is_live", return_value=True))
             stack.enter_context(other_worlds(lambda: this_rank().world, functions))
             job.ranks += [Rank(number, job) for number in range(size)]

@@ -85,9 +85,22 @@ def _create(backend: Any, *args: Any, **given: Any) -> None:
     if devices and "timeout" in given:
         original(backend, *args, _options(devices, given["timeout"]))
         return
-    original(backend, *args, **given)
+    lazily, changes = getattr(_here, "lazily", None), given.get("enable_reconfigure", False)
+    if lazily is None or "timeout" not in given or changes:
+        original(backend, *args, **given)
+    else:
+        original(backend, *args, _options(_devices(lazily=lazily), given["timeout"]))
     if devices is not None:
         devices += backend.options._devices
+
+
+def _devices(*, lazily: bool) -> list[Any]:
+    """Return new devices on the interfaces that torch would choose."""
+    gloo: Any = dist.ProcessGroupGloo
+    names = os.environ.get("GLOO_SOCKET_IFNAME")
+    if names is None:
+        return [gloo.create_default_device(lazy_init=lazily)]
+    return [gloo.create_device(interface=name, lazy_init=lazily) for name in names.split(",")]
 
 
 def _options(devices: list[Any], timeout: timedelta) -> Any:
@@ -103,23 +116,19 @@ def _options(devices: list[Any], timeout: timedelta) -> Any:
 class LazyInit:
     """Lets gloo connect each pair of members at their first message, rather than at the creation.
 
-    gloo reads an environment variable whenever it creates a group, and all members must have the
-    same value. So a creation waits for other threads that need another value.
+    This is a property of the device of a group. torch makes the device, as an environment variable
+    says, which all threads share; for another value the device is made here.
     """
 
     _SWITCH = "TORCH_GLOO_LAZY_INIT"
 
-    def __init__(self) -> None:
-        self._replaced = Patch("is_set")
-
     @property
     def is_set(self) -> bool:
-        """Whether the groups that are created now connect lazily."""
+        """Whether the gloo groups that this thread creates now connect lazily."""
+        lazily: bool | None = getattr(_here, "lazily", None)
+        if lazily is not None:
+            return lazily
         return os.environ.get(self._SWITCH, "0").lower() in {"1", "true", "t", "yes", "y", "on"}
-
-    @is_set.setter
-    def is_set(self, lazily: bool) -> None:
-        os.environ[self._SWITCH] = "1" if lazily else "0"
 
     @contextlib.contextmanager
     def set_to(self, lazily: bool | None) -> Iterator[bool]:
@@ -128,10 +137,17 @@ class LazyInit:
         Yields:
             Whether the group connects lazily.
         """
-        wanted = self._replaced.original(self) if lazily is None else lazily
-        with self._replaced.applied(self, wanted):
+        wanted = self.is_set if lazily is None else lazily
+        if wanted == self.is_set or _Options is None:
             yield wanted
+            return
+        with _init.applied(dist.ProcessGroupGloo, _create):
+            _here.lazily = wanted
+            try:
+                yield wanted
+            finally:
+                _here.lazily = None
 
 
 lazy_init = LazyInit()
-"""Of this process."""
+"""Of the calling thread."""

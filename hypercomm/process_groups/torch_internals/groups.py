@@ -209,22 +209,33 @@ _defaults: list[ProcessGroup | None] = []
 def shown_as_default(group: ProcessGroup) -> Iterator[None]:
     """Show a group to torch as its default process group within a `with` block, to all threads.
 
-    Blocks of several threads may end in any order: torch has the group of the last
-    one that is still open.
+    Blocks of several threads may end in any order: torch has the group of the last that goes on. A
+    default process group that was destroyed or created within a block stays as it is.
     """
     with _defaults_lock:
-        if not _defaults:
-            _defaults.append(dist.group.WORLD)
+        if not _defaults or _defaults[-1] is not dist.group.WORLD:
+            _defaults[:] = [dist.group.WORLD]
         _defaults.append(group)
         _torch._update_default_pg(group)
     try:
         yield
     finally:
         with _defaults_lock:
-            del _defaults[len(_defaults) - 1 - _defaults[::-1].index(group)]
-            _torch._update_default_pg(_defaults[-1])
-            if len(_defaults) == 1:
-                _defaults.clear()
+            _end_block(group)
+
+
+def _end_block(group: ProcessGroup) -> None:
+    """Show the group of the last block that goes on, if torch has not been given another one."""
+    is_ours = bool(_defaults) and _defaults[-1] is dist.group.WORLD
+    if group in _defaults:
+        del _defaults[len(_defaults) - 1 - _defaults[::-1].index(group)]
+    if not is_ours:
+        return
+    while len(_defaults) > 1 and not is_registered(_defaults[-1]):
+        del _defaults[-1]
+    _torch._update_default_pg(_defaults[-1] if is_registered(_defaults[-1]) else None)
+    if len(_defaults) == 1:
+        _defaults.clear()
 
 
 # ---- what torch has registered -----------------------------------------------------------------
@@ -245,7 +256,7 @@ def registered() -> set[ProcessGroup]:
     return set(_torch._world.pg_map)
 
 
-def is_registered(group: ProcessGroup) -> bool:
+def is_registered(group: ProcessGroup | None) -> bool:
     """Return whether torch knows a group; it forgets all of them when WORLD is destroyed."""
     return group in _torch._world.pg_map
 

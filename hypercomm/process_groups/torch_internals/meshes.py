@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def forget_meshes() -> None:
@@ -37,7 +41,32 @@ def keep_mesh_order(mesh: Any) -> None:
         mesh._preserve_rank_order = True
 
 
-def flatten_mesh(mesh: Any, dims: Sequence[str], name: str, group: ProcessGroup) -> None:
+def mesh_of(
+    groups: Sequence[ProcessGroup], device_type: str, ranks: torch.Tensor, names: tuple[str, ...]
+) -> DeviceMesh:
+    """Return a DeviceMesh over existing groups, as `DeviceMesh.from_group` does.
+
+    That method asks the default process group for the rank. A mesh may have the ranks of
+    another world, so this function reads the rank from the first group.
+
+    Args:
+        groups: The calling rank's group over each dim.
+        device_type: The type of the devices.
+        ranks: The ranks, in the shape of the mesh.
+        names: The name of each dim.
+    """
+    from torch.distributed import device_mesh
+
+    rank = dist.get_process_group_ranks(groups[0])[groups[0].rank()]
+    mesh = device_mesh.DeviceMesh(
+        device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=rank
+    )
+    mesh._dim_group_names = [group.group_name for group in groups]
+    _register_in_mesh(mesh, groups)
+    return mesh
+
+
+def flatten_mesh(mesh: DeviceMesh, dims: Sequence[str], name: str, group: ProcessGroup) -> None:
     """Use an existing group for several dims of a mesh, as `mesh[dims]._flatten(name)` would.
 
     Args:
@@ -46,25 +75,31 @@ def flatten_mesh(mesh: Any, dims: Sequence[str], name: str, group: ProcessGroup)
         name: Their common name.
         group: Their group.
     """
-    from torch.distributed import device_mesh
+    mesh._flatten_mapping[name] = part_of_mesh(mesh, dims, name, group)
+    _register_in_mesh(mesh, [group])
 
-    meshes: Any = device_mesh
-    part = mesh[tuple(dims)]
-    of_one = meshes.DeviceMesh.from_group(
-        group, mesh.device_type, mesh=part.mesh.flatten(), mesh_dim_names=(name,)
-    )
-    more = {"preserve_rank_order": True} if keeps_mesh_order(mesh) else {}
-    flat = meshes.DeviceMesh(
-        mesh.device_type,
-        _layout=_as_one_dim(part._layout),
-        _rank_map=mesh._rank_map,
-        mesh_dim_names=(name,),
-        _root_mesh=mesh,
-        _init_backend=False,
-        **more,
-    )
-    flat._dim_group_names = of_one._dim_group_names
-    mesh._flatten_mapping[name] = flat
+
+def part_of_mesh(
+    mesh: DeviceMesh, dims: Sequence[str], name: str, group: ProcessGroup
+) -> DeviceMesh:
+    """Return adjacent dims of a mesh as a mesh of one dim; arguments as for `flatten_mesh`.
+
+    It equals `mesh[dims]._flatten(name)`, which asks the default process group for the rank.
+    """
+    ranks = torch.tensor(dist.get_process_group_ranks(group))
+    part: Any = mesh_of([group], mesh.device_type, ranks, (name,))
+    if keeps_mesh_order(mesh):
+        keep_mesh_order(part)
+    part._layout = _as_one_dim(mesh._get_slice_mesh_layout(tuple(dims)))
+    part._root_mesh = mesh
+    part._rank_map = mesh._rank_map
+    part._flatten_rank_map = mesh._flatten_rank_map
+    return part  # type: ignore[no-any-return]
+
+
+def _register_in_mesh(mesh: Any, groups: Iterable[ProcessGroup]) -> None:
+    registry = getattr(mesh, "_pg_registry", {})  # torch 2.11
+    registry.update({group.group_name: group for group in groups})
 
 
 def flattened(mesh: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ option `lazy_init` if torch has it (2.15), otherwise by hiding the device from t
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch.distributed import ProcessGroup
 
 from hypercomm.process_groups.torch_internals.capabilities import (
     NCCL,
@@ -34,13 +36,42 @@ from hypercomm.process_groups.torch_internals.gloo import lazy_init
 _NEVER_SPLIT = {"gloo", "fake"}
 """Backends that torch creates anew on a bound WORLD, too."""
 
-_bound = Patch("bound_device_id")
+_bound = Patch("bound_device_id", inspect.getattr_static)
+_hides: ContextVar[bool] = ContextVar("hides", default=False)
 
 
 def bound_device() -> torch.device | None:
-    """Return the device that WORLD is bound to, hidden or not, or None if it is bound to none."""
-    device: torch.device | None = _bound.original(dist.group.WORLD)
-    return device
+    """Return the device that WORLD is bound to, hidden or not; None if it is bound to none."""
+    token = _hides.set(False)
+    try:
+        return getattr(dist.group.WORLD, "bound_device_id", None)
+    finally:
+        _hides.reset(token)
+
+
+@contextlib.contextmanager
+def _hidden_device() -> Iterator[None]:
+    """Hide the device of WORLD from this thread within a `with` block."""
+    with _bound.applied(ProcessGroup, _hideable):
+        token = _hides.set(True)
+        try:
+            yield
+        finally:
+            _hides.reset(token)
+
+
+def _shown_device(group: ProcessGroup) -> torch.device | None:
+    if group is dist.group.WORLD and _hides.get():
+        return None
+    return _bound.original(ProcessGroup).__get__(group)  # type: ignore[no-any-return]
+
+
+def _set_device(group: ProcessGroup, device: torch.device | None) -> None:
+    _bound.original(ProcessGroup).__set__(group, device)
+
+
+_hideable = property(_shown_device, _set_device)
+"""Replaces the attribute of the class, so that only the thread that creates sees a difference."""
 
 
 def split_device() -> torch.device | None:
@@ -116,7 +147,7 @@ def made_alone(
     elif lazily is not False and (is_bound or lazily) and connects_as_told(backend):
         yield lazy_options(backend, pg_options, timeout), device
     elif is_bound:
-        with _bound.applied(dist.group.WORLD, None):  # hides the device from torch
+        with _hidden_device():
             yield pg_options, None if lazily else device
     elif lazily is False and is_nccl(backend):
         yield pg_options, torch.device("cuda", torch.cuda.current_device())

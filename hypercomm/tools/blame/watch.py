@@ -35,6 +35,7 @@ from torch.distributed import ProcessGroup
 import hypercomm
 from hypercomm.errors import ToolError
 from hypercomm.layout import RankLayout
+from hypercomm.layout.checks import is_positive
 from hypercomm.layout.text import shown
 from hypercomm.tools.blame.evidence import FROM_ANYBODY, OPS
 
@@ -118,6 +119,7 @@ class Watch:
     """
 
     _current: ClassVar[Watch | None] = None
+    _starting: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(
         self,
@@ -127,32 +129,38 @@ class Watch:
         pgs: Callable[[], Sequence[ProcessGroup | None]],
         rank: int,
     ) -> None:
-        if not 0 < seconds <= 1e6:
+        if not is_positive(seconds, 1e6):
             raise ToolError(f"seconds must be above 0 and at most 1e6, got {shown(seconds)}")
         self._seconds, self._layouts, self._pgs = seconds, layouts, pgs
         self.rank = rank
         self.file = Path(folder).absolute() / f"hypercomm_watch_{self.rank}.json"
-        if Watch._current is not None:
-            known = Watch._current.file
-            raise ToolError(f"this process has a watch, which writes {known}; stop() it first")
-        try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            self.file.write_text("")  # instead of the record of an earlier job
-            self.file.unlink()
-        except OSError as error:
-            raise ToolError(f"cannot write to the folder {shown(str(folder))}: {error}") from None
         self._groups: WeakKeyDictionary[ProcessGroup, _Group] = WeakKeyDictionary()
         self._entries: deque[dict[str, Any]] = deque(maxlen=_KEPT)
         self._pending: deque[tuple[dict[str, Any], Any]] = deque(maxlen=_MOST_PENDING)
         self._moves, self._ids = 0, itertools.count()
         self._lock, self._over = threading.Lock(), threading.Event()
         self._originals: dict[str, Any] = {}
+        self._thread = threading.Thread(target=self._run, name="hypercomm watch", daemon=True)
+        with Watch._starting:
+            self._start()
+
+    def _start(self) -> None:
+        """Replace the methods of ProcessGroup, as the only watch of this process."""
+        if Watch._current is not None:
+            known = Watch._current.file
+            raise ToolError(f"this process has a watch, which writes {known}; stop() it first")
+        folder = self.file.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.file.write_text("")  # instead of the record of an earlier job
+            self.file.unlink()
+        except OSError as error:
+            raise ToolError(f"cannot write to the folder {shown(str(folder))}: {error}") from None
         for method, op in _CALLS.items():
             if not hasattr(ProcessGroup, method):
                 continue
             self._originals[method] = vars(ProcessGroup)[method]
             setattr(ProcessGroup, method, self._recorded(op, getattr(ProcessGroup, method)))
-        self._thread = threading.Thread(target=self._run, name="hypercomm watch", daemon=True)
         self._thread.start()
         Watch._current = self
 

@@ -1,7 +1,10 @@
 """A watch in one process: what it writes down, what it leaves as it was, and what it rejects."""
 
+import contextlib
 import json
 import pickle
+import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +25,36 @@ def grid():
 
 def methods():
     return dict(vars(dist.ProcessGroup))
+
+
+# Two threads start a watch at the same time: the second is rejected, and nothing stays replaced.
+def test_two_threads_start_a_watch(grid, tmp_path, monkeypatch):
+    before, both, results = methods(), threading.Barrier(2), []
+    write_text = Path.write_text
+
+    def write_together(path, text):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.5)
+        return write_text(path, text)
+
+    def start():
+        try:
+            results.append(grid.watch(60, tmp_path))
+        except ToolError as error:
+            results.append(error)
+
+    monkeypatch.setattr(Path, "write_text", write_together)
+    threads = [threading.Thread(target=start) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    monkeypatch.undo()
+    assert sorted(isinstance(result, ToolError) for result in results) == [False, True]
+    for result in results:
+        if not isinstance(result, ToolError):
+            result.stop()
+    assert methods() == before
 
 
 def why(watch):

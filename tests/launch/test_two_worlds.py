@@ -1,0 +1,224 @@
+"""Two worlds in threads of one process: each call uses the one that it names."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from hypercomm import HyperCommGrid, join_world
+from hypercomm.errors import LayoutError
+
+ALONE = {"parts": {"engine": 1}, "part": "engine", "rank": 0}
+SUMS = 200
+
+
+def alone(name):
+    """Return a world that has only the calling rank."""
+    return join_world(dist.HashStore(), name=name, **ALONE)
+
+
+class Repeated:
+    """Calls a function in another thread, again and again, within a `with` block."""
+
+    def __init__(self, function):
+        self.calls, self.errors, self._is_over = 0, [], threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(function,))
+
+    def _run(self, function):
+        while not self._is_over.is_set():
+            try:
+                function()
+            except Exception as error:  # noqa: BLE001 - the test raises it
+                self.errors.append(error)
+                return
+            self.calls += 1
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._is_over.set()
+        self._thread.join()
+        if self.errors:
+            raise self.errors[0]
+
+
+# A mesh of a joined world is made while another thread communicates over WORLD, and makes grids of
+# the default world: both use WORLD. As each rank is alone in the joined world, a sum over that is
+# another number.
+@pytest.mark.ranks(2)
+def test_meshes_of_a_joined_world_leave_world_alone():
+    rank, wrong = dist.get_rank(), 0
+    with alone(f"w{rank}") as world, HyperCommGrid("tp=1,dp=1", world=world) as grid:
+        grid.create_pgs(["tp", "dp", "tp+dp"])
+        with Repeated(lambda: grid.device_mesh(flatten={"all": ["dp", "tp"]})) as meshes:
+            for number in range(SUMS):
+                total = torch.tensor([number + rank])
+                dist.all_reduce(total)
+                sizes = HyperCommGrid("dp=-1").size, dist.get_world_size()
+                wrong += (int(total), *sizes) != (2 * number + 1, 2, 2)
+        assert (wrong, meshes.calls > 0) == (0, True)
+
+
+# A mesh of a joined world needs no default process group, and neither does the check for equal
+# meshes.
+def test_meshes_of_a_joined_world_without_world():
+    with alone("w") as world:
+        first, second = (HyperCommGrid("tp=1,dp=1", name=name, world=world) for name in "ab")
+        mesh = first.device_mesh(flatten={"all": ["dp", "tp"]})
+        assert (mesh.get_group("all"), mesh.get_coordinate()) == (first["tp", "dp"].group, (0, 0))
+        with pytest.raises(LayoutError, match=r"'dp' of .* has other groups"):
+            second.device_mesh()
+        own = torch.tensor([3.0])
+        tensor = DTensor.from_local(own, mesh, [Shard(0), Shard(0)], run_check=False)
+        assert float(torch.relu(tensor).to_local()) == 3.0
+
+
+# The ranks of a joined world have other numbers than those of WORLD: meshes have those of the
+# joined world.
+@pytest.mark.full
+@pytest.mark.ranks(8)
+def test_meshes_of_a_world_with_other_numbers():
+    store, parts = dist.distributed_c10d._get_default_store(), {"engine": 8}
+    at = {"name": "w", "parts": parts, "part": "engine", "rank": 7 - dist.get_rank()}
+    ranks = np.arange(8).reshape(2, 2, 2)  # the last dim of a mesh varies fastest
+    dp, cp, tp = (int(place) for place in np.argwhere(ranks == at["rank"])[0])
+    with join_world(store, **at) as world:
+        grid = HyperCommGrid("tp=2,cp=2,dp=2", world=world)
+        mesh = grid.device_mesh(flatten={"dp_cp": ["dp", "cp"], "cp_tp": ["cp", "tp"]})
+        np.testing.assert_array_equal(mesh.mesh.numpy(), ranks)
+        assert mesh.get_coordinate() == (dp, cp, tp)
+        for name, members in (
+            ("dp", ranks[:, cp, tp]),
+            ("tp", ranks[dp, cp]),
+            ("dp_cp", ranks[:, :, tp]),
+            ("cp_tp", ranks[dp]),
+        ):
+            group, total = mesh.get_group(name), torch.tensor([10 ** at["rank"]])
+            dist.all_reduce(total, group=group)
+            assert int(total) == sum(10 ** int(member) for member in members.ravel())
+        with world.as_default():
+            np.testing.assert_array_equal(mesh["dp_cp"].mesh.numpy(), ranks[:, :, tp].ravel())
+            assert mesh["cp", "tp"]._flatten("cp_tp").get_group() is mesh.get_group("cp_tp")
+
+
+# ---- as_default ---------------------------------------------------------------------------------
+
+
+def begin():
+    """Initialise torch.distributed with this process alone, and return its WORLD."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return dist.group.WORLD
+
+
+@pytest.fixture
+def _ended():
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# `destroy_process_group()` within a block ends all groups: torch has no default process group after
+# the block, or the one that was created since.
+@pytest.mark.usefixtures("_ended")
+@pytest.mark.parametrize("had_world", [False, True])
+@pytest.mark.parametrize("begins", ["within", "after"])
+def test_destroyed_within_as_default(had_world, begins):
+    if had_world:
+        begin()
+    fresh, world = None, alone("w")
+    with world.as_default():
+        dist.destroy_process_group()
+        assert not dist.is_initialized()
+        if begins == "within":
+            fresh = begin()
+    assert dist.group.WORLD is fresh
+    fresh = fresh or begin()
+    with alone("v") as other, other.as_default():  # nothing of the first block is left
+        assert dist.group.WORLD is other.pg
+    assert dist.group.WORLD is fresh
+    world.leave()
+
+
+# The block of another thread, entered before, ends later.
+@pytest.mark.usefixtures("_ended")
+def test_destroyed_within_two_blocks():
+    begin()
+    first, second = alone("one"), alone("two")
+    outer, inner = first.as_default(), second.as_default()
+    outer.__enter__()
+    inner.__enter__()
+    dist.destroy_process_group()
+    fresh = begin()
+    third = alone("three")
+    with third.as_default():
+        inner.__exit__(None, None, None)
+        assert dist.group.WORLD is third.pg
+    assert dist.group.WORLD is fresh
+    outer.__exit__(None, None, None)
+    assert dist.group.WORLD is fresh
+    third.leave()
+
+
+# A world that has ended otherwise, such as by an error in another thread, is not shown again.
+@pytest.mark.usefixtures("_ended")
+def test_a_world_that_ended_meanwhile():
+    first, second = alone("one"), alone("two")
+    outer, inner = first.as_default(), second.as_default()
+    outer.__enter__()
+    inner.__enter__()
+    first.leave()
+    inner.__exit__(None, None, None)
+    assert dist.group.WORLD is None
+    outer.__exit__(None, None, None)
+    assert dist.group.WORLD is None
+    second.leave()
+
+
+# Threads may have a world each, and torch has one default: a call that names its world uses it,
+# whatever torch shows meanwhile, and torch has its own default again at the end.
+@pytest.mark.ranks(2)
+def test_two_worlds_and_one_default():
+    rank, default, store = (
+        dist.get_rank(),
+        dist.group.WORLD,
+        dist.distributed_c10d._get_default_store(),
+    )
+    parts = {"engine": 2}
+    worlds = [
+        join_world(store, name=name, parts=parts, part="engine", rank=place)
+        for name, place in (("straight", rank), ("reversed", 1 - rank))
+    ]
+    wrong = []
+
+    def work(world):
+        for number in range(20):
+            with HyperCommGrid("tp=2", name=f"{world.name}{number}", world=world) as grid:
+                tp = grid.create_pg("tp")
+                own = torch.tensor([world.rank])
+                dist.broadcast(own, 0, group=tp)  # from rank 0 of that world
+                mesh = grid.device_mesh()
+                facts = int(own), grid["tp"].rank, mesh.get_coordinate(), grid["tp"].sum(1)
+                if facts != (0, world.rank, (world.rank,), 2):
+                    wrong.append((world.name, number, facts))
+
+    def show(world):
+        with world.as_default():
+            assert dist.is_initialized()
+
+    with Repeated(lambda: show(worlds[0])), Repeated(lambda: show(worlds[1])):
+        threads = [threading.Thread(target=work, args=(world,)) for world in worlds]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert (wrong, dist.group.WORLD is default) == ([], True)
+    total = torch.tensor([rank])
+    dist.all_reduce(total)
+    assert int(total) == 1
+    for world in worlds:
+        world.leave()
