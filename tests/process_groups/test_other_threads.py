@@ -10,7 +10,8 @@ import torch.distributed as dist
 from nccl_stand_in import lone_world, recorded_nccl
 
 from hypercomm import HyperCommGrid, join_world
-from hypercomm.process_groups import torch_internals
+from hypercomm.process_groups import torch_internals as torchdist
+from hypercomm.process_groups.torch_internals import capabilities, split
 
 c10d = dist.distributed_c10d
 CUDA_5 = torch.device("cuda", 5)
@@ -98,7 +99,7 @@ def test_a_split_world(monkeypatch):
         assert found == [before] * 2
 
 
-@pytest.mark.skipif(not torch_internals.since("2.14"), reason="torch has it since 2.14")
+@pytest.mark.skipif(not capabilities.since("2.14"), reason="torch has it since 2.14")
 def test_groups_that_change(seen):
     with lone_world("gloo", 1):
         before = facts()
@@ -109,13 +110,13 @@ def test_groups_that_change(seen):
 
 
 # The thread that creates sees WORLD without its device, and torch's helper too; hypercomm does not.
-@pytest.mark.skipif(torch_internals.since("2.15"), reason="torch has a switch since 2.15")
+@pytest.mark.skipif(capabilities.since("2.15"), reason="torch has a switch since 2.15")
 def test_the_thread_that_creates():
     timeout = timedelta(seconds=5)
     with recorded_nccl(), lone_world("nccl", 8, rank=5, device_id=CUDA_5):
-        with torch_internals.made_alone("nccl", None, timeout, lazily=None):
+        with split.made_alone("nccl", None, timeout, lazily=None):
             assert dist.group.WORLD.bound_device_id is None
-            assert torch_internals.bound_device() == CUDA_5
+            assert torchdist.bound_device() == CUDA_5
             assert in_another_thread(lambda: dist.group.WORLD.bound_device_id) == CUDA_5
         assert dist.group.WORLD.bound_device_id == CUDA_5
 
