@@ -11,6 +11,7 @@ from numbered import grouped, in_order, numbered
 
 import hypercomm.layout.groups
 import hypercomm.layout.layout
+import hypercomm.layout.numbering
 from hypercomm import RankLayout
 from hypercomm.cli.plan import hosts_touched
 from hypercomm.errors import LayoutError, RankOutsideError
@@ -126,8 +127,12 @@ def test_groups_compare_by_value(one, other, data):
 SIZES = {"tp": 8, "cp": 4, "ep": 8, "dp": 64, "pp": 64}
 DENSE = RankLayout([*SIZES.values()], [*SIZES])
 ODD = RankLayout([2, *SIZES.values()], ["parity", *SIZES]).select(parity=1)
+# pp, cp, tp, dp, ep from the smallest stride to the largest
+TURNED = RankLayout([*SIZES.values()], [*SIZES], strides=[256, 64, 2**17, 2048, 1])
 
-large = pytest.mark.parametrize("layout", [DENSE, ODD], ids=["dense", "odd ranks only"])
+large = pytest.mark.parametrize(
+    "layout", [DENSE, ODD, TURNED], ids=["dense", "odd ranks only", "strides in another order"]
+)
 
 
 @pytest.fixture
@@ -138,7 +143,7 @@ def no_enumeration(monkeypatch):
         raise AssertionError("ranks were enumerated")
 
     monkeypatch.setattr(np, "arange", refuse)
-    for module in (hypercomm.layout.groups, hypercomm.layout.layout):
+    for module in (hypercomm.layout.groups, hypercomm.layout.layout, hypercomm.layout.numbering):
         monkeypatch.setattr(module, "lattice", refuse)
 
 
@@ -161,6 +166,9 @@ def test_one_rank_is_arithmetic(layout, dims):
     assert groups.chunks(2).of(rank) == group[position // 2 * 2 :][:2]
     assert groups.levels([2, len(group) // 2])[1].of(rank) == group[position % 2 :: 2]
     assert groups.pick(lambda each: (each[0], each[-1])).of(group[0]) == (group[0], group[-1])
+    parts = {dim: coords[dim] for dim in SIZES if dim != "dp"} | {"inner": 1, "outer": 31}
+    assert layout.split("dp", inner=2, outer=-1).coords(rank) == parts
+    assert layout.select(pp=5).coords(rank) == {dim: coords[dim] for dim in SIZES if dim != "pp"}
     for outside in (-1, 2**21 - 2, 2**21):  # the second is even
         assert outside not in layout
         assert not groups.has_member(outside)

@@ -21,7 +21,7 @@ from hypercomm.errors import ConfigurationError, LayoutError, UnknownDimError
 from hypercomm.grid.arguments import SHARES, GroupArguments, Share
 from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.layout.checks import as_world_size, check_choice, check_duration, positive
-from hypercomm.layout.groups import ArrayGroups
+from hypercomm.layout.groups import groups_of_rows
 from hypercomm.layout.parsing import OPEN, close_sizes, parse_order
 
 GTP = "gtp_remat"
@@ -448,7 +448,7 @@ def whole_instance(config: Configuration, groups: RankGroups, _: Any) -> RankGro
     if instances == 1:
         return groups
     parts = _by_instance(config, groups)[0].to_array().reshape(len(groups), instances, -1)
-    return ArrayGroups(np.sort(parts.swapaxes(0, 1).reshape(instances, -1), axis=1))
+    return groups_of_rows(np.sort(parts.swapaxes(0, 1).reshape(instances, -1), axis=1))
 
 
 def _by_instance(config: Configuration, groups: RankGroups) -> tuple[RankGroups, ...]:
