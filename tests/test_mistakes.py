@@ -38,7 +38,7 @@ from hypercomm.errors import (
     WorldSizeError,
 )
 from hypercomm.launch import report
-from hypercomm.layout import read_layout
+from hypercomm.layout import RankGroups, read_layout
 from hypercomm.layout.difference import MOST_DIMS, difference
 from hypercomm.testing import fake_world
 from hypercomm.tools.place import Level, Topology, Traffic
@@ -308,9 +308,28 @@ CREATED = [
     (lambda grid: grid.create_pg("cp", derive=len), GroupOptionsError, "name"),
     (
         lambda grid: grid.create_pg("cp", name="x", derive=lambda _: [0]),
-        GroupOptionsError,
+        LayoutError,
         "derive",
         "RankGroups",
+    ),
+    *(
+        (
+            lambda grid, lists=lists: grid.create_pg("cp", name="x", derive=lists),
+            LayoutError,
+            "derive",
+            *words,
+        )
+        for lists, words in (
+            ([], ["empty"]),
+            ([[0, 1], []], ["group 1", "empty"]),
+            ([[0, 1, 0]], ["rank 0 comes twice in group 0"]),
+            ([[0, 1], [2, 8]], ["rank 8", "not a rank of the grid"]),
+            ([[0, 1], [2, -1]], ["group 1", "-1"]),
+            ([[0, 1], [2, 1.5]], ["group 1", "1.5"]),
+            ([[0, 4], [1, 4]], ["rank 4 is in two groups, (0, 4) and (1, 4)", "create_pgs(["]),
+            ("0,1", ["'0,1'"]),
+            (RankGroups([[0, 9]]), ["rank 9"]),
+        )
     ),
     (lambda grid: grid.ensure_pg("tp", timout=3), TypeError, "did you mean 'timeout'?"),
     (lambda grid: grid.create_pgs("tp"), LayoutError, "'tp'"),

@@ -178,7 +178,7 @@ def _in_order(grid: GridView) -> _Titled:
     with owner.pool.lock:
         owner.check_steady()
         specs = sorted((owner.specs[key] for key in grid._created), key=GroupSpec.place)
-        specs.sort(key=lambda spec: spec.groups.group_size)
+        specs.sort(key=lambda spec: max(spec.groups.sizes, default=0))
         return {str(spec.key): (spec, owner.created[spec.key]) for spec in specs}
 
 

@@ -33,6 +33,9 @@ from hypercomm.layout.text import shown
 
 _STRIDE = operator.itemgetter(1)
 
+RankLists = Sequence[Sequence[int]]
+"""Groups as lists of ranks; sizes may differ."""
+
 # ---- groups -------------------------------------------------------------------------------------
 
 
@@ -492,15 +495,16 @@ def as_groups(found: object, within: RankGroups) -> RankGroups:
         [[0, 3], [1]]
     """
     if not isinstance(found, RankGroups):
-        if isinstance(found, (str, bytes)) or not isinstance(found, Iterable):
+        try:
+            found = RankGroups(found)  # type: ignore[arg-type]
+        except LayoutError as error:
             raise LayoutError(
-                f"derive must give RankGroups or lists of ranks, as in [[0, 1], [2, 3, 4]], "
-                f"got {shown(found)}"
-            )
-        found = RankGroups(found)
+                f"derive must give RankGroups, or lists of ranks as [[0, 1], [2, 3, 4]]: {error}"
+            ) from error
     if type(found) is RankGroups:
-        for rank in found._ranks[~np.isin(found._ranks, within.to_array())].tolist():
-            raise LayoutError(f"derive has rank {rank}, which is not a rank of the grid")
+        outside = found._ranks[~np.isin(found._ranks, within.to_array())]
+        if outside.size:
+            raise LayoutError(f"derive has rank {outside[0]}, which is not a rank of the grid")
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 
@@ -10,6 +9,7 @@ import attrs
 
 from hypercomm.errors import GroupExistsError, GroupOptionsError, RankOutsideError
 from hypercomm.layout import RankGroups, RankLayout
+from hypercomm.layout.groups import RankLists, as_groups, format_sizes_of
 from hypercomm.layout.layout import groups_over
 from hypercomm.layout.views import View
 from hypercomm.process_groups import strategies
@@ -18,7 +18,8 @@ from hypercomm.process_groups.options import GroupOptions
 from hypercomm.process_groups.strategies import NOT_YET, Choice, choose
 from hypercomm.process_groups.world import World, rank_in_world
 
-Derive = Callable[[RankGroups], RankGroups]
+Derive = Callable[[RankGroups], RankGroups | RankLists] | RankGroups | RankLists
+"""Other groups than those over dims, or a function that returns them for the groups over dims."""
 
 
 @attrs.frozen
@@ -79,7 +80,7 @@ class GroupSpec:
         view: The view that the call names, also for dims that it shares with the grid.
         layout: The layout that has the dims of the key.
         groups: All groups over the dims, or what `derive` returned for them.
-        derive: The function that derived other groups from them; None without one.
+        derive: The function that derived other groups from them, or these groups; None without.
         given: The options as given.
         share: Whether the group may serve other keys: "never" or "identical".
         options: The options with the defaults of the job.
@@ -116,8 +117,7 @@ class GroupSpec:
         """Return the request as one entry of a proposal; it must be equal on all ranks."""
         members = ""
         if self.derive is not None:  # else the dims say all
-            digest = hashlib.sha256(self.groups.to_array().tobytes()).hexdigest()[:12]
-            members = f" (members {digest})"
+            members = f" (members {self.groups.digest()})"
         options, view = self.options, "" if self.view is None else f" in view {self.view}"
         return as_entry(
             f"{self.key} over {self.groups!r}{members}{view}",
@@ -198,14 +198,15 @@ def specify(
         key: The key that the group is to be registered under.
         view: The view that the call names.
         base: The grid's own layout.
-        derive: Derives other groups from those over the key's dims.
+        derive: Other groups than those over the key's dims, or a function that derives them.
         given: The options as given.
         share: "never" or "identical".
         creation: The strategy of the grid, if the options name none.
         world: The world of the grid; None before there is one: options stay as they are.
 
     Raises:
-        GroupOptionsError: An option is wrong, or `derive` is.
+        GroupOptionsError: An option is wrong, or `derive` has no name.
+        LayoutError: `derive` gives other than disjoint groups of ranks of the layout.
         CreationError: The strategy cannot work here.
     """
     given.check()
@@ -236,21 +237,18 @@ def _derived(key: GroupKey, groups: RankGroups, derive: Derive) -> RankGroups:
         raise GroupOptionsError(
             f"derive= needs a name: its groups are not those over {key.as_call()}; give name=..."
         )
-    derived = derive(groups)
-    if not isinstance(derived, RankGroups):
-        raise GroupOptionsError(f"derive must return RankGroups, but it returned {derived!r}")
-    return derived
+    return as_groups(derive(groups) if callable(derive) else derive, groups)
 
 
 def same_for_caller(one: RankGroups, other: RankGroups, world: World | None = None) -> bool:
     """Tell whether the calling rank is in the same group of both, or in none of either."""
-    are_alone = one.group_size == other.group_size == 1  # to compare these, all would be read
+    are_alone = one.sizes == other.sizes == (1,)  # to compare these, all would be read
     if not are_alone and one == other:
         return True
     here = rank_in_world(world=world)
     if not (one.has_member(here) and other.has_member(here)):
         return one.has_member(here) == other.has_member(here)
-    return are_alone or (one.group_size == other.group_size and one.of(here) == other.of(here))
+    return are_alone or one.of(here) == other.of(here)
 
 
 @attrs.frozen(repr=False)
@@ -295,7 +293,7 @@ class Explanation:
     @property
     def _headline(self) -> str:
         backend = f", {self.backend}" if self.backend else ""
-        return f"{self.key}: {len(self.groups)} of {self.groups.group_size} ranks{backend}"
+        return f"{self.key}: {len(self.groups)} of {format_sizes_of(self.groups)} ranks{backend}"
 
     def __repr__(self) -> str:
         return f"<Explanation of {self._headline}: {self.strategy}>"

@@ -13,8 +13,10 @@ import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from inspect import signature
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -186,7 +188,9 @@ def split_turns(groups: RankGroups) -> list[set[int]]:
     """
     seen: Counter[int] = Counter()
     turns: defaultdict[int, set[int]] = defaultdict(set)
-    for index, color in enumerate(c10d.split_colors(groups.to_array())):
+    rows = [groups.to_array()] if len(groups.sizes) == 1 else [np.array([one]) for one in groups]
+    colors = chain.from_iterable(map(c10d.split_colors, rows))
+    for index, color in enumerate(colors):
         turns[seen[color]].add(index)
         seen[color] += 1
     return list(turns.values())
@@ -205,7 +209,7 @@ def _why_not_enumerate(backend: str, groups: RankGroups, lazily: bool | None) ->
 
 def _create_enumerate(spec: GroupSpec, *_: object) -> ProcessGroup | None:
     options, groups = spec.options, spec.groups
-    ranks = groups.to_array().tolist()
+    ranks = groups.to_lists()
     given: dict[str, Any] = {"backend": options.backend, **options.given()}
     if options.lazy_init:
         lazy = c10d.lazy_options(options.backend or "", options.pg_options, options.timeout)

@@ -1,6 +1,7 @@
 """Laws of RankGroups, on layouts of every kind. numpy and plain slices are the oracles."""
 
 import itertools
+import pickle
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from numbered import grouped, in_order, numbered
 import hypercomm.layout.groups
 import hypercomm.layout.layout
 import hypercomm.layout.numbering
-from hypercomm import RankLayout
+from hypercomm import RankGroups, RankLayout
 from hypercomm.cli.plan import hosts_touched
 from hypercomm.errors import LayoutError, RankOutsideError
 from hypercomm.testing import dim_subsets
@@ -85,6 +86,68 @@ def test_all_ways_to_read_groups_agree(case):
 def test_pick_refuses_a_wrong_choice(function, ask):
     with pytest.raises(LayoutError, match=r"pick\(\)"):
         ask(RankLayout.parse("tp=2,pp=3").groups("pp").pick(function))
+
+
+@st.composite
+def lists(draw):
+    """Draw disjoint lists of ranks of several sizes, in any order, with ranks left out."""
+    ranks = draw(st.permutations(range(draw(st.integers(1, 20)))))
+    cuts = draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
+    bounds = [0, *itertools.accumulate(cuts)]
+    found = [tuple(ranks[first:last]) for first, last in itertools.pairwise(bounds)]
+    return [group for group in found if group]
+
+
+# Groups from lists are these lists, whatever their sizes; one size has an array, several have none.
+@many
+@given(lists())
+def test_groups_from_lists(expected):
+    groups = RankGroups(expected)
+    sizes = sorted({*map(len, expected)})
+    assert groups.sizes == tuple(sizes)
+    if len(sizes) == 1:
+        check(groups, expected)
+        assert np.array_equal(groups.to_array(), expected)
+    else:
+        for ask in (RankGroups.to_array, lambda one: one.group_size, lambda one: one.chunks(1)):
+            with pytest.raises(LayoutError, match="no common size"):
+                ask(groups)
+        assert f"groups of {sizes[0]}..{sizes[-1]}: {expected[0]}" in repr(groups)
+    assert list(groups) == expected == [groups[index] for index in range(len(groups))]
+    assert groups.to_lists() == [[*group] for group in expected]
+    assert groups.is_sorted == all(list(group) == sorted(group) for group in expected)
+    for index, group in enumerate(expected):
+        for position, rank in enumerate(group):
+            assert groups.of(rank) == group
+            assert groups.locate(rank) == (index, position)
+    members = set().union(*expected)
+    assert {rank for rank in range(-1, 22) if groups.has_member(rank)} == members
+    for twin in (
+        RankGroups(groups),
+        RankGroups(groups.to_lists()),
+        pickle.loads(pickle.dumps(groups)),
+    ):
+        assert twin == groups
+        assert hash(twin) == hash(groups)
+        assert twin.digest() == groups.digest()
+        assert twin.locate(expected[0][0]) == (0, 0)
+
+
+# Groups from other lists are not equal, and have another digest, also with the same ranks in a row.
+@many
+@given(lists(), lists())
+def test_groups_from_lists_compare_by_value(one, other):
+    left, right = RankGroups(one), RankGroups(other)
+    assert (left == right) == (left.digest() == right.digest()) == (one == other)
+
+
+# Groups from lists and those over dims are equal if their members are.
+@many
+@given(grouped(max_size=6, max_dims=3))
+def test_lists_of_groups_are_these_groups(case):
+    groups, expected = case
+    assert RankGroups(expected) == groups
+    assert RankGroups(np.array(expected)).digest() == groups.digest()
 
 
 # The hosts that a group touches are the distinct host numbers of its members.
