@@ -385,8 +385,16 @@ def hierarchy(config: Configuration, groups: RankGroups, level: int) -> RankGrou
 
 
 def hybrid(_: Configuration, groups: RankGroups, size: Any) -> RankGroups:
-    """Return groups of `size` neighbours."""
-    return groups.chunks(size)
+    """Return groups of `size` neighbours; the last one of each dp-cp group may be smaller.
+
+    Example:
+        >>> hybrid(Configuration(), RankLayout("dp=6").groups("dp"), 4).to_lists()
+        [[0, 1, 2, 3], [4, 5]]
+    """
+    if groups.group_size % size == 0:
+        return groups.chunks(size)
+    starts = range(0, groups.group_size, size)
+    return RankGroups([group[start : start + size] for group in groups for start in starts])
 
 
 def embedding(config: Configuration, groups: RankGroups, _: Any) -> RankGroups:
