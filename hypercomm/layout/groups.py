@@ -29,7 +29,7 @@ from hypercomm.layout.checks import (
     positive,
 )
 from hypercomm.layout.numbering import Axis, Listing, coalesce, cut_axes, lattice
-from hypercomm.layout.text import shown
+from hypercomm.layout.text import format_range, shown
 
 _STRIDE = operator.itemgetter(1)
 
@@ -529,7 +529,7 @@ def format_sizes_of(groups: RankGroups) -> str:
     '2..3'
     """
     sizes = groups.sizes or (0,)
-    return "..".join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))
+    return format_range(sizes[0], sizes[-1])
 
 
 # ---- one rank in its group ----------------------------------------------------------------------

@@ -14,9 +14,9 @@ import hypercomm.layout.groups
 import hypercomm.layout.layout
 import hypercomm.layout.numbering
 from hypercomm import RankGroups, RankLayout
-from hypercomm.cli.plan import hosts_touched
 from hypercomm.errors import LayoutError, RankOutsideError
 from hypercomm.testing import dim_subsets
+from hypercomm.tools.place.placing import units_of_groups
 
 pytestmark = pytest.mark.torch_free
 
@@ -150,13 +150,13 @@ def test_lists_of_groups_are_these_groups(case):
     assert RankGroups(np.array(expected)).digest() == groups.digest()
 
 
-# The hosts that a group touches are the distinct host numbers of its members.
+# The units that groups reach are the distinct units of their members.
 @many
 @given(grouped(), st.integers(1, 20))
-def test_hosts_touched_counts_hosts(case, ranks_per_host):
+def test_units_of_groups(case, ranks_per_host):
     groups, expected = case
     counts = [len({rank // ranks_per_host for rank in group}) for group in expected]
-    assert hosts_touched(groups, ranks_per_host) == (min(counts), max(counts))
+    assert units_of_groups(groups.to_array() // ranks_per_host).tolist() == counts
 
 
 # Groups are equal exactly when they hold the same ranks in the same order, whatever numbering they

@@ -22,7 +22,7 @@ from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.layout import read_layout
 from hypercomm.layout.parsing import OPEN, check_one_open, parse_sizes
-from hypercomm.layout.text import aligned, counted, shown
+from hypercomm.layout.text import aligned, counted, format_range, shown
 from hypercomm.tools.place import traffic as traffics
 from hypercomm.tools.place.reading import On, read_topology
 from hypercomm.tools.place.topology import Level, Topology
@@ -88,7 +88,7 @@ class Spread:
             "+".join(self.dims),
             self.level,
             f"{self.across:,} of {self.groups:,}",
-            "..".join(f"{count:,}" for count in dict.fromkeys((self.least, self.most))),
+            format_range(self.least, self.most),
             "" if self.bytes is None else traffics.format_bytes(self.bytes),
         )
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hypercomm.errors import LayoutError
 from hypercomm.layout.checks import as_ranks
-from hypercomm.layout.text import aligned, counted, did_you_mean, shown
+from hypercomm.layout.text import aligned, counted, did_you_mean, format_range, shown
 
 
 def _as_names(value: Iterable[str]) -> tuple[str, ...]:
@@ -170,7 +170,6 @@ class Topology:
     def __str__(self) -> str:
         rows = [("level", "units", "ranks of each")]
         for level in self.levels:
-            sizes = dict.fromkeys((int(level.sizes.min()), int(level.sizes.max())))
-            cells = "..".join(f"{size:,}" for size in sizes)
-            rows.append((level.name, f"{level.units:,}", cells))
+            sizes = format_range(int(level.sizes.min()), int(level.sizes.max()))
+            rows.append((level.name, f"{level.units:,}", sizes))
         return "\n".join([*aligned(rows), counted(self.world_size, "rank")])
