@@ -153,7 +153,43 @@ LAYOUTS = [
     (lambda: difference("tp=2", LAYOUT), LayoutError, "before", "'tp=2'"),
     (lambda: difference(MANY_DIMS, LAYOUT), LayoutError, "before has 13 dims", "12"),
     (lambda: difference(LAYOUT, RankLayout(dp=2**25)), LayoutError, "after has 33,554,432 ranks"),
-    (lambda: megatron_grids(tensor_model_parallel_size=2), TypeError, "tensor_model"),
+    (
+        lambda: megatron_grids(tp=2, tensor_model_parallel_size=4, world_size=8),
+        TypeError,
+        "megatron_grids() got tp=2 and tensor_model_parallel_size=4",
+    ),
+    (
+        lambda: megatron_grids(inference={"cp": 1, "context_parallel_size": 1}, world_size=8),
+        TypeError,
+        "cp=1 and context_parallel_size=1",
+    ),
+    (
+        lambda: megatron_grids(inference={"tensor_parallel": 1}, world_size=8),
+        UnknownDimError,
+        "'tensor_parallel'",
+    ),
+    (
+        lambda: megatron_grids(tensor_model_parallel=2, world_size=8),
+        TypeError,
+        "megatron_grids() got an unexpected",
+        "did you mean 'tensor_model_parallel_size'?",
+    ),
+    (
+        lambda: megatron_grids(tp=8, ep=4, world_size=16),
+        WorldSizeError,
+        "expt_tp=8,ep=4,pp=1,dp=-1 needs a multiple of 32 ranks",
+        "the world has 16; expt_tp=8 taken from tp",
+    ),
+    (
+        lambda: megatron_grids(tensor_model_parallel_size=8, ep=4, world_size=16),
+        WorldSizeError,
+        "expt_tp=8 taken from tensor_model_parallel_size",
+    ),
+    (
+        lambda: megatron_grids(pipeline_model_parallel_size=0, world_size=16),
+        LayoutError,
+        "pipeline_model_parallel_size must be at least 1",
+    ),
 ]
 TEXTS = [
     (lambda: RankLayout.parse(" "), LayoutError, "'' cannot be read"),
@@ -254,6 +290,22 @@ GRIDS = [
     (lambda: GridSet.tile(8, **{"a.b": "tp"}), LayoutError, "'a_b'"),
     (lambda: torchtitan_grids(tp=2, ep=3, world_size=8), WorldSizeError, "ep=3"),
     (lambda: torchtitan_grids(tp=-1, world_size=8), LayoutError, "tp"),
+    (
+        lambda: torchtitan_grids(ep=3, world_size=8),
+        WorldSizeError,
+        "ep=3 must divide dp_shard * cp * tp = 8",
+        "dp_shard=8 is what 8 ranks leave",
+    ),
+    (
+        lambda: torchtitan_grids(dp_shard_degree=2, world_size=8),
+        TypeError,
+        "torchtitan_grids() got an unexpected keyword argument 'dp_shard_degree'",
+    ),
+    (
+        lambda: torchtitan_grids(dp_shard=2, data_parallel_shard_degree=2, world_size=8),
+        TypeError,
+        "torchtitan_grids() got dp_shard=2 and data_parallel_shard_degree=2",
+    ),
     *(
         (lambda given=given, dp=dp: process_topology(given, dp=dp), LayoutError, words)
         for given, dp, words in (

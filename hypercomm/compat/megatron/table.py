@@ -157,15 +157,17 @@ class Configuration:
         self, arguments: Mapping[str, str], names: Mapping[str, str], world_size: int
     ) -> dict[str, int]:
         """Return the sizes by dim, which must divide the world; dp gets the remaining ranks."""
-        sizes, called = {}, {}
+        sizes, called, room = {}, {}, ""
         for dim, argument in arguments.items():
             given, name = getattr(self, argument), names.get(argument, argument)
             if given is None and dim == "tp":
-                given = self.tensor_model_parallel_size
+                given, source = self.tensor_model_parallel_size, DENSE_SIZES["tp"]
+                taken = f"{name}={given} taken from {names.get(source, source)}"
+                room = f"the world has {world_size}; {taken}"
             size = positive(given, name)
             if size > 1 or dim != GTP:
                 sizes[dim] = called[name] = size
-        return {**sizes, "dp": close_sizes({**called, "dp": OPEN}, world_size)["dp"]}
+        return {**sizes, "dp": close_sizes({**called, "dp": OPEN}, world_size, room)["dp"]}
 
     def _check_pipelines(self, layouts: Layouts) -> None:
         """Raise unless dense and expert layers have the same pipelines, as Megatron requires.
