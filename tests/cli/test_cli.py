@@ -155,6 +155,7 @@ NO_JOB = "torchrun --no-python" if importlib.util.find_spec("torch") else "needs
         ("diff tp=2", "Missing argument 'AFTER'"),
         ("place tp=2 --on nope", "--on"),
         ("place tp --on n1,n2", "--on 8"),
+        ("place tp=3 --on nope --on nop", "as none of ('nope', 'nop') is a file"),
         ("place tp=2,dp=2 --on 8 --traffic tp=1 --overlap dp", "--overlap"),
         ("place tp=2 --on 8 --weights host=a", "domain=1,leaf=7"),
         ("place tp=2 --on hots=2", "did you mean 'host'"),

@@ -48,16 +48,22 @@ def place_command(
     """Show how the groups of a layout such as tp=4,dp=16,pp=4 are spread over a machine.
 
     The table shows how many groups of each dim leave their host, domain or switch, and the bytes
-    that cross. It is followed by the best order of the dims. No process is started, and torch is
-    loaded for --on live only.
+    that cross. It is followed by the best order of the dims, and of the ranks if hosts alternate.
+    No process is started, and torch is loaded for --on live only.
     """
     where = machine(on)
     if where is None:
         return 0
     found = place(sizes, where, **given)
     if as_json:
-        better = found.better and {"advice": found.advice, **found.better.to_dict()}
-        print_json({**found.to_dict(), "notes": found.notes, "better": better})
+        report = found.to_dict() | {"notes": found.notes, "better": None, "reordered": None}
+        if found.better is not None:
+            advice = found.advice_for(found.better)
+            report["better"] = {"advice": advice, **found.better.to_dict()}
+        if (other := found.reordered) is not None:
+            ranks = {"rank_list": list(other.layout.ranks)}
+            report["reordered"] = {"advice": found.advice_for(other), **ranks, **other.to_dict()}
+        print_json(report)
     else:
         write(f"{found}\n")
     return 0
