@@ -48,8 +48,8 @@ class RankGroups(Sequence[tuple[int, ...]]):
     coordinates along the other dims, the first of them varying fastest.
 
     Args:
-        groups: The ranks of each group, in the order that the group is to have. Their sizes may
-            differ. A rank is in at most one group.
+        groups: The ranks of each group, in the order of the group. Their sizes may differ. A
+            rank is in at most one group.
 
     Raises:
         LayoutError: There is no group, a group is empty, a rank is not an int or is negative, or it
@@ -108,7 +108,7 @@ class RankGroups(Sequence[tuple[int, ...]]):
         return tuple(np.unique(np.diff(self._bounds)).tolist())
 
     def _find(self, rank: int) -> tuple[int, int] | None:
-        """Return (index of the group, position within it) of `rank`; None for other ranks."""
+        """Return the index of the group of `rank` and the position in it, or None without one."""
         place = self._positions.get(rank)
         if place is None:
             return None
@@ -484,7 +484,7 @@ def as_groups(found: object, within: RankGroups) -> RankGroups:
 
     Args:
         found: The groups.
-        within: The groups over dims that they are derived from; their ranks are those of the grid.
+        within: The groups over dims that they are derived from, which have all ranks of the grid.
 
     Raises:
         LayoutError: They are not groups, or as for `RankGroups`, or have a rank outside the grid.

@@ -72,8 +72,8 @@ from hypercomm.layout.text import did_you_mean, format_coords, format_sizes, sho
 class RankLayout:
     """A named numbering of a hyperrectangle of ranks; the first dim varies fastest.
 
-    A layout is a value: frozen, hashable, picklable, and equal to those with the same sizes, names
-    and numbering. It needs no torch and no cluster.
+    A layout is a value: frozen, hashable, picklable, and equal to layouts with the same sizes,
+    names and numbering. It needs no torch and no cluster.
 
     Args:
         shape: The sizes in any form: text "tp=2,dp=4", a mapping {"tp": 2, "dp": 4}, sizes [2, 4]
@@ -641,7 +641,7 @@ class RankLayout:
         return offset
 
     def _index(self, rank: object) -> list[int]:
-        """The coordinates of a rank, in the order of the dims."""
+        """Return the coordinates of a rank, in the order of the dims."""
         index = self._find(rank)
         if index is not None:
             return index
@@ -653,7 +653,7 @@ class RankLayout:
         raise RankOutsideError(f"rank {shown(rank)} is not in layout {self}, which holds {held}")
 
     def _find(self, rank: object) -> list[int] | None:
-        """The coordinates of a rank; None where it is not held."""
+        """Return the coordinates of a rank, or None if the layout does not hold it."""
         rest = self._map.offset_of(as_rank(rank))
         index = [0] * len(self.shape)
         for axis, size, stride in self._descending:

@@ -62,7 +62,7 @@ def coalesce(axes: Iterable[Axis]) -> tuple[Axis, ...]:
 
 
 def cut_axes(axes: Sequence[Axis], count: int) -> tuple[list[Axis], list[Axis]] | None:
-    """Split axes after `count` elements; None if the cut is inside a step of an axis.
+    """Split axes after `count` elements, or return None if the cut is inside a step of an axis.
 
     >>> cut_axes([Axis(2, 1), Axis(6, 4)], 4)
     ([Axis(size=2, stride=1), Axis(size=2, stride=4)], [Axis(size=3, stride=8)])
@@ -100,7 +100,7 @@ def are_nested(axes: Iterable[Axis]) -> bool:
 
 
 def find_equal(values: NDArray[np.int64]) -> tuple[int, int] | None:
-    """Return the positions of two equal values; None if all differ.
+    """Return the positions of two equal values, or None if all differ.
 
     >>> find_equal(np.array([4, 7, 5, 7])), find_equal(np.array([4, 7, 5]))
     ((1, 3), None)
@@ -137,7 +137,7 @@ def canonical_strides(shape: Sequence[int], given: Sequence[int]) -> tuple[int, 
 
 
 def strides_of(shape: Sequence[int], ranks: NDArray[np.int64]) -> tuple[int, ...] | None:
-    """Return the strides over a shape that give these distinct ranks; None if no strides do.
+    """Return the strides over a shape that give these distinct ranks, or None if no strides do.
 
     >>> strides_of((2, 2), np.array([3, 4, 7, 8])), strides_of((4,), np.array([3, 4, 7, 8]))
     ((1, 4), None)
@@ -226,7 +226,7 @@ class Span:
 
 @attrs.frozen(slots=False, cache_hash=True)
 class Listing:
-    """Distinct ranks: that of an offset is at this position of a list.
+    """Distinct ranks in a list. The offset of a rank is its position there.
 
     It pickles as the list alone.
 

@@ -22,6 +22,7 @@ LAYOUTS = {
     "behind others": ([2, 2], range(1, 5)),
     "a dim of size 1": ([2, 1, 3], range(6)),
     "three dims": ([2, 2, 2], range(8)),
+    "strides in another order": ([2, 2, 2], [0, 4, 1, 5, 2, 6, 3, 7]),
     "permuted": ([2, 2, 2], [6, 7, 2, 3, 5, 4, 0, 1]),
     "left out": ([2, 3], [0, 1, 4, 5, 6, 7]),
     "both": ([3, 2], [7, 0, 3, 5, 2, 6]),

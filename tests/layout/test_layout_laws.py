@@ -80,8 +80,8 @@ def test_shift_walks_the_table(case, by, data):
     assert layout.shift(rank, dim, by) == (table[tuple(here)] if inside else None)
 
 
-# Any positive strides are a layout if no rank comes twice, and an error that names both coordinates
-# if one does.
+# Any positive strides are a layout if all ranks differ. Otherwise the error names two coordinates
+# with the same rank.
 @settings(max_examples=examples(800))
 @given(
     st.lists(st.tuples(st.integers(1, 4), st.integers(1, 12)), min_size=1, max_size=4),

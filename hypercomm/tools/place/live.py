@@ -80,7 +80,7 @@ def slurm_units(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _own_gpu() -> int | None:
-    """Return the number of this rank's GPU on its host; None without one."""
+    """Return the number of this rank's GPU on its host, or None without one."""
     import torch
 
     if not torch.cuda.is_available():
@@ -89,7 +89,7 @@ def _own_gpu() -> int | None:
 
 
 def visible_gpu(environment: Mapping[str, str], device: int) -> int | None:
-    """Return the number that a GPU has on its host; None if the environment gives no number.
+    """Return the number that a GPU has on its host, or None if the environment gives no number.
 
     Args:
         environment: Its CUDA_VISIBLE_DEVICES, if set, lists the GPUs that the process can use.

@@ -198,7 +198,7 @@ class Placed:
 
     @property
     def proposal(self) -> Placed | None:
-        """What costs less: `reordered` or `better`; None if neither exists."""
+        """The cheaper one of `reordered` and `better`, or None if neither exists."""
         found = [one for one in (self.reordered, self.better) if one is not None]
         return min(found, key=attrgetter("cost"), default=None)
 
