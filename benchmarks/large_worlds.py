@@ -19,6 +19,7 @@ from measure import Goal, Table, interleaved
 from peers import PEERS, REFERENCE, Wanted, enumerated
 
 from hypercomm import HyperCommGrid, RankLayout
+from hypercomm.layout.layout import groups_over
 from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.world import current
 from hypercomm.testing import fake_world, simulate
@@ -69,6 +70,26 @@ def arithmetic(runs: int, world_size: int) -> Iterator[Table]:
     limit = 100 + 0.1 * members
     what = f"ranks of one rank's five groups, {world_size:,} ranks ({members:,} members)"
     yield Table(what, "us", seen, "numpy enumeration", {"hypercomm": Goal(limit)})
+    yield from _layouts(runs, world_size)
+
+
+def _layouts(runs: int, world_size: int) -> Iterator[Table]:
+    """A new layout and the groups of one rank over each dim, with strides in several orders."""
+    shape, dims = (8, 4, 8, 4, world_size // 1024), ("tp", "cp", "ep", "dp", "pp")
+    turned = (world_size // 8, 4, world_size // 64, 1, 16)
+
+    def with_strides(strides: tuple[int, ...] | None) -> list[tuple[int, ...]]:
+        groups_over.cache_clear()
+        layout = RankLayout(shape, dims, strides=strides)
+        return [layout.groups(dim).of(world_size // 3) for dim in dims]
+
+    ways: dict[str, Callable[[], object]] = {
+        "dense": lambda: with_strides(None),
+        "strides in another order": lambda: with_strides(turned),
+    }
+    seen = interleaved({who: _timed(way, 1e6) for who, way in ways.items()}, 20 * runs)
+    what = f"a new layout and five groups of one rank, {world_size:,} ranks"
+    yield Table(what, "us", seen, "dense", {"strides in another order": Goal(500)})
 
 
 def creation(runs: int, world_size: int, limit_ms: float) -> Iterator[Table]:

@@ -39,7 +39,7 @@ from hypercomm.errors import (
     WorldSizeError,
 )
 from hypercomm.launch import report
-from hypercomm.layout import read_layout
+from hypercomm.layout import RankGroups, read_layout
 from hypercomm.layout.difference import MOST_DIMS, difference
 from hypercomm.testing import fake_world
 from hypercomm.tools.place import Level, Topology, Traffic
@@ -158,7 +158,43 @@ LAYOUTS = [
     (lambda: difference("tp=2", LAYOUT), LayoutError, "before", "'tp=2'"),
     (lambda: difference(MANY_DIMS, LAYOUT), LayoutError, "before has 13 dims", "12"),
     (lambda: difference(LAYOUT, RankLayout(dp=2**25)), LayoutError, "after has 33,554,432 ranks"),
-    (lambda: megatron_grids(tensor_model_parallel_size=2), TypeError, "tensor_model"),
+    (
+        lambda: megatron_grids(tp=2, tensor_model_parallel_size=4, world_size=8),
+        TypeError,
+        "megatron_grids() got tp=2 and tensor_model_parallel_size=4",
+    ),
+    (
+        lambda: megatron_grids(inference={"cp": 1, "context_parallel_size": 1}, world_size=8),
+        TypeError,
+        "cp=1 and context_parallel_size=1",
+    ),
+    (
+        lambda: megatron_grids(inference={"tensor_parallel": 1}, world_size=8),
+        UnknownDimError,
+        "'tensor_parallel'",
+    ),
+    (
+        lambda: megatron_grids(tensor_model_parallel=2, world_size=8),
+        TypeError,
+        "megatron_grids() got an unexpected",
+        "did you mean 'tensor_model_parallel_size'?",
+    ),
+    (
+        lambda: megatron_grids(tp=8, ep=4, world_size=16),
+        WorldSizeError,
+        "expt_tp=8,ep=4,pp=1,dp=-1 needs a multiple of 32 ranks",
+        "the world has 16; expt_tp=8 taken from tp",
+    ),
+    (
+        lambda: megatron_grids(tensor_model_parallel_size=8, ep=4, world_size=16),
+        WorldSizeError,
+        "expt_tp=8 taken from tensor_model_parallel_size",
+    ),
+    (
+        lambda: megatron_grids(pipeline_model_parallel_size=0, world_size=16),
+        LayoutError,
+        "pipeline_model_parallel_size must be at least 1",
+    ),
 ]
 TEXTS = [
     (lambda: RankLayout.parse(" "), LayoutError, "'' cannot be read"),
@@ -283,6 +319,22 @@ GRIDS = [
     (lambda: GridSet.tile(8, **{"a.b": "tp"}), LayoutError, "'a_b'"),
     (lambda: torchtitan_grids(tp=2, ep=3, world_size=8), WorldSizeError, "ep=3"),
     (lambda: torchtitan_grids(tp=-1, world_size=8), LayoutError, "tp"),
+    (
+        lambda: torchtitan_grids(ep=3, world_size=8),
+        WorldSizeError,
+        "ep=3 must divide dp_shard * cp * tp = 8",
+        "dp_shard=8 is what 8 ranks leave",
+    ),
+    (
+        lambda: torchtitan_grids(dp_shard_degree=2, world_size=8),
+        TypeError,
+        "torchtitan_grids() got an unexpected keyword argument 'dp_shard_degree'",
+    ),
+    (
+        lambda: torchtitan_grids(dp_shard=2, data_parallel_shard_degree=2, world_size=8),
+        TypeError,
+        "torchtitan_grids() got dp_shard=2 and data_parallel_shard_degree=2",
+    ),
     *(
         (lambda given=given, dp=dp: process_topology(given, dp=dp), LayoutError, words)
         for given, dp, words in (
@@ -378,9 +430,28 @@ CREATED = [
     (lambda grid: grid.create_pg("cp", derive=len), GroupOptionsError, "name"),
     (
         lambda grid: grid.create_pg("cp", name="x", derive=lambda _: [0]),
-        GroupOptionsError,
+        LayoutError,
         "derive",
         "RankGroups",
+    ),
+    *(
+        (
+            lambda grid, lists=lists: grid.create_pg("cp", name="x", derive=lists),
+            LayoutError,
+            "derive",
+            *words,
+        )
+        for lists, words in (
+            ([], ["empty"]),
+            ([[0, 1], []], ["group 1", "empty"]),
+            ([[0, 1, 0]], ["rank 0 comes twice in group 0"]),
+            ([[0, 1], [2, 8]], ["rank 8", "not a rank of the grid"]),
+            ([[0, 1], [2, -1]], ["group 1", "-1"]),
+            ([[0, 1], [2, 1.5]], ["group 1", "1.5"]),
+            ([[0, 4], [1, 4]], ["rank 4 is in two groups, (0, 4) and (1, 4)", "create_pgs(["]),
+            ("0,1", ["'0,1'"]),
+            (RankGroups([[0, 9]]), ["rank 9"]),
+        )
     ),
     (lambda grid: grid.ensure_pg("tp", timout=3), TypeError, "did you mean 'timeout'?"),
     (lambda grid: grid.create_pgs("tp"), LayoutError, "'tp'"),

@@ -24,7 +24,7 @@ Launchers end all ranks when one exits.
 """
 
 _COMMANDS = {
-    "plan": ("hypercomm.cli.plan:plan", "Show a layout and its groups."),
+    "plan": ("hypercomm.tools.plan:plan", "Show a layout and its groups."),
     "draw": ("hypercomm.tools.draw.command:draw", "Draw a layout, a change or a mapping."),
     "place": ("hypercomm.tools.place.command:place_command", "Place a layout on a machine."),
     "diff": ("hypercomm.cli.diff:diff", "Compare the groups of two layouts."),

@@ -24,6 +24,7 @@ from hypercomm.launch import run_ranks
 from hypercomm.launch.run import most_ranks, preloads
 from hypercomm.launchers import FoundJob, find_job
 from hypercomm.layout import RankLayout
+from hypercomm.layout.parsing import close_sizes, parse_sizes
 from hypercomm.layout.text import format_coords
 from hypercomm.layout.views import Views
 
@@ -94,7 +95,7 @@ def check(
         if ranks not in {None, job.size}:
             raise WorldSizeError(f"--nprocs is {ranks}, but {room}; leave --nprocs out")
         ranks = job.size
-    layout = options.read_layout(sizes, ranks, room)
+    layout = RankLayout(close_sizes(parse_sizes(sizes), ranks, room))
     others = read_views(layout, views)
     outcome = Outcome(Request(layout, read_keys(others, wanted), others, backend))
     if job is None and not force and layout.size > most_ranks():

@@ -11,7 +11,7 @@ from hypercomm.cli.printing import console, numbers, print_json, table
 from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.difference import COLUMNS, LayoutDifference, difference
-from hypercomm.layout.parsing import OPEN, parse_sizes
+from hypercomm.layout.parsing import OPEN, close_sizes, parse_sizes
 
 _COLOURS = {"kept": "green", "partly": "yellow", "gone": "red", "new": "cyan"}
 
@@ -55,7 +55,8 @@ def read(before: str, after: str, world_size: int | None = None) -> tuple[RankLa
         >>> [str(layout) for layout in read("tp=2,cp=2,dp=8", "tp=4,dp")]
         ['tp=2,cp=2,dp=8', 'tp=4,dp=8']
     """
-    is_open = [OPEN in parse_sizes(text).values() for text in (before, after)]
+    sizes = [parse_sizes(text) for text in (before, after)]
+    is_open = [OPEN in given.values() for given in sizes]
     if world_size is None and all(is_open):
         raise LayoutError(
             f"both {before!r} and {after!r} have an unspecified size; give one of them all its "
@@ -63,14 +64,12 @@ def read(before: str, after: str, world_size: int | None = None) -> tuple[RankLa
         )
     room = ""
     if world_size is None and any(is_open):
-        world_size = RankLayout.parse(after if is_open[0] else before).size
+        world_size = RankLayout(sizes[0 if is_open[1] else 1]).size
         room = f"the other layout has {world_size}"
     elif world_size is not None:
         room = f"--world-size is {world_size}"
-    return (
-        options.read_layout(before, world_size, room),
-        options.read_layout(after, world_size, room),
-    )
+    one, other = (RankLayout(close_sizes(given, world_size, room)) for given in sizes)
+    return one, other
 
 
 def _show(changes: LayoutDifference) -> None:

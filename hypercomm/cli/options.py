@@ -33,33 +33,6 @@ views = click.option(
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 
 
-def read_layout(
-    text: str, world_size: int | None, room: str = "", rank_offset: int = 0
-) -> RankLayout:
-    """Return a layout; its errors contain the source of the number of ranks.
-
-    Args:
-        text: Sizes, as in "tp=2,dp=4"; one may be unspecified.
-        world_size: The number of ranks that they must multiply to, if it is known.
-        room: What errors write about that number, as in "--nprocs is 4"; default: that the world
-            has that many ranks.
-        rank_offset: The smallest rank.
-
-    Raises:
-        LayoutError: The text cannot be read, or a size cannot be inferred.
-        WorldSizeError: The sizes do not multiply to the number of ranks.
-
-    Example:
-        >>> str(read_layout("tp=2,dp=-1", 8))
-        'tp=2,dp=4'
-        >>> read_layout("tp=3", 4, "--nprocs is 4")
-        Traceback (most recent call last):
-        hypercomm.errors.WorldSizeError: tp=3 needs 3 ranks; --nprocs is 4
-    """
-    closed = close_sizes(parse_sizes(text), world_size, room)
-    return RankLayout(tuple(closed.values()), tuple(closed), rank_offset)
-
-
 # ---- the groups that a command is about ---------------------------------------------------------
 
 _MANY_DIMS = 6

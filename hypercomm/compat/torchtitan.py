@@ -2,7 +2,7 @@
 
 Source: `torchtitan.distributed.parallel_dims` of torchtitan 0.3.0, `ParallelDims.build_mesh`: the
 names of its meshes and of their dims, and which sizes multiply to which. The one dim of its loss
-mesh is called "loss_mesh" there, and "loss" here.
+mesh is called "loss_mesh" there, and "loss" here. `torchtitan.config`: the names of the sizes.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from hypercomm.errors import WorldSizeError
-from hypercomm.grid.arguments import GroupArguments, SetArguments
+from hypercomm.grid.arguments import GroupArguments, SetArguments, check_keywords
 from hypercomm.grid.grid_set import GridSet
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import check_choice, positive
-from hypercomm.layout.parsing import OPEN
+from hypercomm.layout.parsing import OPEN, short_names
 from hypercomm.process_groups.world import size_of_world
 
 if TYPE_CHECKING:
@@ -26,6 +26,19 @@ __all__ = ["torchtitan_grids", "torchtitan_meshes"]
 SpmdBackend = Literal["partial_dtensor", "spmd_types"]
 
 _GRID = "training"
+_SIZES = {"tp": 1, "cp": 1, "dp_shard": OPEN, "dp_replicate": 1, "pp": 1, "ep": 1}
+"""The sizes of a model, with their defaults: the dims of the grid, and ep."""
+
+_NAMES = {
+    "data_parallel_replicate_degree": "dp_replicate",
+    "data_parallel_shard_degree": "dp_shard",
+    "context_parallel_degree": "cp",
+    "tensor_parallel_degree": "tp",
+    "pipeline_parallel_degree": "pp",
+    "expert_parallel_degree": "ep",
+}
+"""The names here of torchtitan's sizes."""
+
 _VIEWS = {
     "dataloading": ("pp", "batch", "cp", "tp"),
     "loss": ("pp", "loss", "tp"),
@@ -53,12 +66,18 @@ _MESHES["spmd_types"] = _MESHES["partial_dtensor"] | {
 
 def torchtitan_grids(
     *,
-    dp_replicate: int = 1,
-    dp_shard: int = OPEN,
-    cp: int = 1,
-    tp: int = 1,
-    pp: int = 1,
-    ep: int = 1,
+    dp_replicate: int | None = None,
+    dp_shard: int | None = None,
+    cp: int | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    ep: int | None = None,
+    data_parallel_replicate_degree: int | None = None,
+    data_parallel_shard_degree: int | None = None,
+    context_parallel_degree: int | None = None,
+    tensor_parallel_degree: int | None = None,
+    pipeline_parallel_degree: int | None = None,
+    expert_parallel_degree: int | None = None,
     world_size: int | None = None,
     **arguments: Unpack[SetArguments],
 ) -> GridSet:
@@ -71,19 +90,26 @@ def torchtitan_grids(
     No group is created; `torchtitan_meshes` creates them.
 
     Args:
-        dp_replicate: Ranks that hold the same weights (HSDP's replicas).
+        dp_replicate: Ranks that hold the same weights (HSDP's replicas); default: 1.
         dp_shard: Ranks that share the weights; default: the remaining ranks of the world.
-        cp: Context parallel size.
+        cp: Context parallel size; default: 1, as for the sizes that follow.
         tp: Tensor parallel size.
         pp: Pipeline parallel size.
         ep: Expert parallel size, a divisor of dp_shard * cp * tp.
+        data_parallel_replicate_degree: torchtitan's name of `dp_replicate`.
+        data_parallel_shard_degree: torchtitan's name of `dp_shard`.
+        context_parallel_degree: torchtitan's name of `cp`.
+        tensor_parallel_degree: torchtitan's name of `tp`.
+        pipeline_parallel_degree: torchtitan's name of `pp`.
+        expert_parallel_degree: torchtitan's name of `ep`.
         world_size: Number of ranks of the job; default: as for `HyperCommGrid`.
-        arguments: `name`, `backend`, `creation`, `share`, `lazy_init` and `verify`, as for
-            `GridSet`.
+        arguments: `name`, `backend`, `creation`, `share`, `lazy_init`, `verify` and
+            `enable_reconfigure`, as for `GridSet`.
 
     Raises:
         LayoutError: A size is not a positive int.
         WorldSizeError: The sizes do not multiply to the world, or `ep` does not divide.
+        TypeError: A size is given by both of its names, or an argument does not exist.
 
     Example:
         >>> grids = torchtitan_grids(dp_replicate=2, cp=2, tp=2, ep=4, world_size=16)
@@ -91,16 +117,25 @@ def torchtitan_grids(
         >>> print(grid.layout, grid.view("sparse").layout, sep="; ")
         tp=2,cp=2,dp_shard=2,dp_replicate=2,pp=1; ep=4,efsdp=2,dp_replicate=2,pp=1
     """
-    given = {"tp": tp, "cp": cp, "dp_shard": dp_shard, "dp_replicate": dp_replicate, "pp": pp}
+    given = {name: value for name, value in locals().items() if name in {*_SIZES, *_NAMES}}
+    known = [*(torchtitan_grids.__kwdefaults__ or {}), *SetArguments.__annotations__]
+    check_keywords("torchtitan_grids", arguments, known)
+    short, _ = short_names("torchtitan_grids", given, _NAMES)
+    sizes = _SIZES | short
+    experts = positive(sizes.pop("ep"), "ep")
     total = size_of_world(world_size)
-    layout = RankLayout(given, world_size=total)
-    if (inner := layout.size_of("tp", "cp", "dp_shard")) % positive(ep, "ep"):
-        raise WorldSizeError(f"ep={ep} must divide dp_shard * cp * tp = {inner} ({layout})")
+    layout = RankLayout(sizes, world_size=total)
+    if (inner := layout.size_of("tp", "cp", "dp_shard")) % experts:
+        rest = f"; dp_shard={layout.size_of('dp_shard')} is what {total} ranks leave"
+        raise WorldSizeError(
+            f"ep={experts} must divide dp_shard * cp * tp = {inner} ({layout})"
+            f"{rest if sizes['dp_shard'] == OPEN else ''}"
+        )
     grids = GridSet({_GRID: layout}, requires="tiled", world_size=total, **arguments)
-    sizes = layout.sizes | {"ep": ep}
+    sizes = layout.sizes | {"ep": experts}
     for name, dims in _VIEWS.items():
         order = list(reversed(dims))
-        shared = [dim for dim in order if dim in given]
+        shared = [dim for dim in order if dim in layout.dim_names]
         grids[_GRID].register_view(name, [sizes.get(dim, OPEN) for dim in order], order, shared)
     return grids
 

@@ -136,7 +136,7 @@ class _Item:
 def _in_order(entries: Iterable[Entry]) -> list[Entry]:
     """Return groups in an order that all ranks have: small ones first."""
     in_order = sorted(entries, key=lambda entry: entry.spec.sort_key())
-    return sorted(in_order, key=lambda entry: entry.spec.groups.group_size)
+    return sorted(in_order, key=lambda entry: max(entry.spec.groups.sizes, default=0))
 
 
 def _items_of(groups: Iterable[Entry], along: Iterable[str], world: World) -> list[_Item]:

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from hypercomm.errors import GroupMissingError, SimulationError
 from hypercomm.grid.arguments import Share, StrategyName
 from hypercomm.layout import RankLayout
-from hypercomm.layout.groups import ArrayGroups, Place, RankGroups
+from hypercomm.layout.groups import Place, RankGroups, groups_of_rows
 from hypercomm.layout.parsing import Dims
 from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.spec import Derive
@@ -367,4 +367,4 @@ def _pairs(kind: str, groups: RankGroups) -> RankGroups:
     stages = [*range(first, first + (size - first) // 2 * 2)]
     if kind == "wrap":
         stages = [0, size - 1] if size > 1 else []
-    return ArrayGroups(array[:, stages].reshape(-1, 2))
+    return groups_of_rows(array[:, stages].reshape(-1, 2))

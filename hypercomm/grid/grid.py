@@ -52,6 +52,7 @@ from hypercomm.layout.checks import (
     as_world_size,
     check_duration,
 )
+from hypercomm.layout.groups import format_sizes_of
 from hypercomm.layout.parsing import Dims
 from hypercomm.layout.text import format_coords, shown
 from hypercomm.layout.views import View, Views
@@ -313,7 +314,9 @@ class GridView:
             pg_options: Options of the backend, such as `ProcessGroupNCCL.Options`.
             group_desc: A description that torch's logs show; default: the dims.
             share: Overrides the grid's.
-            derive: Makes other groups of those over `dims`, such as the ends of each pipeline:
+            derive: Other groups than those over `dims`: disjoint lists of ranks, which may differ
+                in size, as [[0, 4], [1, 2, 3]]; or a function that returns them, or `RankGroups`,
+                for the groups over `dims`, such as the ends of each pipeline:
                 `lambda groups: groups.pick(lambda ranks: (ranks[0], ranks[-1]))`. Needs a name.
             creation: Overrides the grid's. Where WORLD is bound to a device, dims that cover the
                 world may be split off it, and others created in another way.
@@ -853,7 +856,7 @@ class GridView:
             return f"{self!r}\n  destroyed"
         specs = [entry.spec for entry in self._live().values()]
         groups = [
-            f"group {one.key}: {len(one.groups)} of {one.groups.group_size} ranks"
+            f"group {one.key}: {len(one.groups)} of {format_sizes_of(one.groups)} ranks"
             + (f", {one.options.backend}" if one.options.backend else "")
             for one in specs
         ]

@@ -11,6 +11,8 @@ from datetime import timedelta
 from numbers import Real
 from typing import Any
 
+import numpy as np
+
 from hypercomm.errors import (
     GroupOptionsError,
     HyperCommError,
@@ -174,9 +176,15 @@ def as_strings(value: object, what: str) -> tuple[str, ...]:
 
 def as_ranks(value: object, what: str, world_size: int = LARGEST_RANK + 1) -> tuple[int, ...]:
     """Return the ranks of a world, at least one and each once, in the order given."""
-    ranks = tuple([as_int(rank, f"every rank in {what}") for rank in as_ordered(value, what)])
+    if isinstance(value, np.ndarray) and value.ndim == 1:
+        value = value.tolist()
+    every = f"every rank in {what}"
+    given = as_ordered(value, what)
+    ranks = tuple([rank if type(rank) is int else as_int(rank, every) for rank in given])
     if not ranks:
         raise LayoutError(f"{what} must hold at least one rank: it is empty")
+    if min(ranks) >= 0 and max(ranks) < world_size and len({*ranks}) == len(ranks):
+        return ranks
     for rank, count in Counter(ranks).items():
         if not 0 <= rank < world_size:
             raise LayoutError(f"{what} must be in range({world_size}), got {shown(rank)}")

@@ -1,18 +1,17 @@
-"""RankGroups: the disjoint groups of ranks over some dims, and groups derived from groups.
+"""RankGroups: the disjoint groups of ranks over some dims, and groups from lists or other groups.
 
-A question about one rank or one group is arithmetic on a few axes; nothing on its path grows with
-the number of groups. Enumeration of everything is vectorised.
+A question about one rank or one group over dims is arithmetic on a few axes; nothing on its path
+grows with the number of groups. Enumeration of everything is vectorised.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import operator
 import reprlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import attrs
@@ -20,130 +19,138 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hypercomm.errors import LayoutError, RankOutsideError
-from hypercomm.layout.checks import as_int, as_rank, as_sizes, as_tuple, positive
-from hypercomm.layout.text import shown
+from hypercomm.layout.checks import (
+    as_int,
+    as_ordered,
+    as_rank,
+    as_ranks,
+    as_sizes,
+    as_tuple,
+    positive,
+)
+from hypercomm.layout.numbering import Axis, Listing, coalesce, cut_axes, lattice
+from hypercomm.layout.text import format_range, shown
 
 _STRIDE = operator.itemgetter(1)
 
-
-# ---- axes ---------------------------------------------------------------------------------------
-
-
-class Axis(NamedTuple):
-    """`size` steps of `stride` ranks each."""
-
-    size: int
-    stride: int
-
-
-def lattice(axes: Sequence[Axis]) -> NDArray[np.int64]:
-    """Enumerate the offsets that axes span, the first axis varying fastest.
-
-    >>> lattice([Axis(2, 1), Axis(3, 4)]).tolist()
-    [0, 1, 4, 5, 8, 9]
-    """
-    offsets = np.zeros(1, dtype=np.int64)
-    for size, stride in axes:
-        steps = np.arange(size, dtype=np.int64) * stride
-        offsets = (steps[:, None] + offsets[None, :]).reshape(-1)
-    return offsets
-
-
-def coalesce(axes: Iterable[Axis]) -> tuple[Axis, ...]:
-    """Drop axes of size 1 and join neighbours that step as one.
-
-    >>> coalesce([Axis(2, 1), Axis(1, 2), Axis(3, 2), Axis(2, 12)])
-    (Axis(size=6, stride=1), Axis(size=2, stride=12))
-    """
-    joined: list[Axis] = []
-    for axis in axes:
-        size, stride = axis
-        if size == 1:
-            continue
-        if joined and joined[-1][0] * joined[-1][1] == stride:
-            joined[-1] = Axis(joined[-1][0] * size, joined[-1][1])
-        else:
-            joined.append(axis)
-    return tuple(joined)
-
-
-def cut_axes(axes: Sequence[Axis], count: int) -> tuple[list[Axis], list[Axis]] | None:
-    """Split axes after `count` elements; None if the cut is inside a step of an axis.
-
-    >>> cut_axes([Axis(2, 1), Axis(6, 4)], 4)
-    ([Axis(size=2, stride=1), Axis(size=2, stride=4)], [Axis(size=3, stride=8)])
-    >>> cut_axes([Axis(6, 1)], 4)
-    """
-    before: list[Axis] = []
-    after = list(axes)
-    while count > 1:
-        size, stride = after.pop(0)
-        part = math.gcd(size, count)
-        if part not in {size, count}:
-            return None
-        before.append(Axis(part, stride))
-        if part < size:
-            after.insert(0, Axis(size // part, stride * part))
-        count //= part
-    return before, after
-
-
-def are_nested(axes: Iterable[Axis]) -> bool:
-    """Return whether each stride is at least the extent of the axes before it.
-
-    >>> are_nested([Axis(2, 1), Axis(1, 0), Axis(3, 2)]), are_nested([Axis(2, 1), Axis(3, 1)])
-    (True, False)
-    """
-    extent = 1
-    for size, stride in axes:
-        if size > 1 and stride < extent:
-            return False
-        extent = size * stride if size > 1 else extent
-    return True
-
+RankLists = Sequence[Sequence[int]]
+"""Groups as lists of ranks; sizes may differ."""
 
 # ---- groups -------------------------------------------------------------------------------------
 
 
-class RankGroups(ABC, Sequence[tuple[int, ...]]):
-    """Disjoint groups of ranks, all of one size, each a tuple.
+class RankGroups(Sequence[tuple[int, ...]]):
+    """Disjoint groups of ranks, each a tuple: those over the dims of a layout, or given as lists.
 
-    It is a sequence of tuples: `len(groups)`, `groups[i]`, `for group in groups`. Members ascend,
-    unless the layout lists its ranks in another order (see `is_sorted`); then they are in the
-    layout's order. Groups are ordered by the coordinates along the other dims, the first of them
-    varying fastest.
+    It is a sequence of tuples: `len(groups)`, `groups[i]`, `for group in groups`. Groups over dims
+    all have one size. Their members are in the layout's order: they ascend unless the layout's
+    strides or list of ranks give another order (see `is_sorted`). They are ordered by the
+    coordinates along the other dims, the first of them varying fastest.
+
+    Args:
+        groups: The ranks of each group, in the order of the group. Their sizes may differ. A
+            rank is in at most one group.
+
+    Raises:
+        LayoutError: There is no group, a group is empty, a rank is not an int or is negative, or it
+            is listed twice.
 
     Example:
-        >>> from hypercomm import RankLayout
-        >>> dp = RankLayout.parse("tp=2,dp=3").groups("dp")
+        >>> from hypercomm import RankGroups, RankLayout
+        >>> dp = RankLayout("tp=2,dp=3").groups("dp")
         >>> len(dp), dp.group_size, list(dp)
         (2, 3, [(0, 2, 4), (1, 3, 5)])
         >>> dp.of(3), dp.index_of(3), dp.position_of(3)
         ((1, 3, 5), 1, 1)
+
+        A short pipeline and a long one.
+
+        >>> pipelines = RankGroups([[0, 4], [1, 2, 3]])
+        >>> pipelines.of(2), pipelines.sizes, pipelines.has_member(5)
+        ((1, 2, 3), (2, 3), False)
     """
 
-    __slots__ = ()
+    __slots__ = ("_bounds", "_places", "_ranks")
+
+    _ranks: NDArray[np.int64]
+    """The members of all groups, one group after the other."""
+    _bounds: NDArray[np.int64]
+    """The position in `_ranks` at which each group begins, and the number of members."""
+    _places: dict[int, int] | None
+    """The position of each rank in `_ranks`, once it is needed."""
+
+    def __init__(self, groups: Iterable[Iterable[int]]) -> None:
+        given = [
+            as_ranks(group, f"group {index} of the lists")
+            for index, group in enumerate(as_ordered(groups, "groups"))
+        ]
+        if not given:
+            raise LayoutError("groups must hold at least one list of ranks: it is empty")
+        _check_disjoint(given)
+        self._set(list(chain.from_iterable(given)), list(map(len, given)))
+
+    def _set(self, ranks: object, sizes: Sequence[int]) -> None:
+        self._ranks = np.asarray(ranks, dtype=np.int64)
+        self._bounds = np.cumsum([0, *sizes], dtype=np.int64)
+        self._places = None
 
     @property
-    @abstractmethod
-    def group_size(self) -> int:
-        """The number of members of every group."""
+    def _positions(self) -> dict[int, int]:
+        if self._places is None:
+            self._places = {rank: place for place, rank in enumerate(self._ranks.tolist())}
+        return self._places
 
-    @abstractmethod
+    # ---- what each kind of groups has for itself --------------------------------------------
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes that the groups have, ascending, each once: one size unless lists differ."""
+        return tuple(np.unique(np.diff(self._bounds)).tolist())
+
     def _find(self, rank: int) -> tuple[int, int] | None:
-        """Return (index of the group, position within it) of `rank`; None for other ranks."""
+        """Return the index of the group of `rank` and the position in it, or None without one."""
+        place = self._positions.get(rank)
+        if place is None:
+            return None
+        index = int(np.searchsorted(self._bounds, place, "right")) - 1
+        return index, place - int(self._bounds[index])
 
-    @abstractmethod
     def _group(self, index: int) -> tuple[int, ...]:
         """Return a group by its index, which is in range."""
+        return tuple(self._ranks[self._bounds[index] : self._bounds[index + 1]].tolist())
 
-    @abstractmethod
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
     def to_array(self) -> NDArray[np.int64]:
-        """Enumerate all groups as an array of shape (number of groups, group size)."""
+        """Enumerate all groups as an array of shape (number of groups, group size).
+
+        Raises:
+            LayoutError: The groups have several sizes; `to_lists` enumerates these.
+        """
+        return self._ranks.reshape(len(self), self.group_size)
+
+    # ---- what follows from it ---------------------------------------------------------------
+
+    @property
+    def group_size(self) -> int:
+        """The number of members of every group; 0 if there is no group.
+
+        Raises:
+            LayoutError: The groups have several sizes.
+        """
+        sizes = self.sizes
+        if len(sizes) > 1:
+            raise LayoutError(
+                f"{self!r} have no common size; ask for sizes, to_lists() or len(groups.of(rank))"
+            )
+        return sizes[0] if sizes else 0
 
     @property
     def is_sorted(self) -> bool:
-        """Whether the members of every group ascend, as they do unless the ranks are listed.
+        """Whether the members of every group ascend.
+
+        They do unless a layout's strides or ranks are in another order, or lists are.
 
         Example:
             >>> from hypercomm import RankLayout
@@ -151,6 +158,8 @@ class RankGroups(ABC, Sequence[tuple[int, ...]]):
             >>> listed.groups("tp").is_sorted, listed.groups("dp").is_sorted
             (False, True)
         """
+        if len(self.sizes) > 1:
+            return all(list(group) == sorted(group) for group in self)
         return bool((np.diff(self.to_array(), axis=1) > 0).all())
 
     def locate(self, rank: int) -> tuple[int, int]:
@@ -229,7 +238,7 @@ class RankGroups(ABC, Sequence[tuple[int, ...]]):
     def _every(self, size: int, step: int) -> RankGroups:
         """Return groups of `size` members that are `step` positions apart in these groups."""
         runs = self.to_array().reshape(-1, size, step).swapaxes(1, 2)
-        return ArrayGroups(np.ascontiguousarray(runs).reshape(-1, size))
+        return groups_of_rows(np.ascontiguousarray(runs).reshape(-1, size))
 
     def pick(self, function: Callable[[tuple[int, ...]], Iterable[int]]) -> RankGroups:
         """Keep of every group the ranks that `function` returns, in the group's order.
@@ -258,6 +267,8 @@ class RankGroups(ABC, Sequence[tuple[int, ...]]):
         return self._group(position)
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:
+        if len(self.sizes) > 1:
+            return map(self._group, range(len(self)))
         return map(tuple, self.to_array().tolist())
 
     def to_lists(self) -> list[list[int]]:
@@ -268,37 +279,52 @@ class RankGroups(ABC, Sequence[tuple[int, ...]]):
             >>> RankLayout.parse("tp=2,pp=2,dp=2").groups("pp").to_lists()
             [[0, 2], [1, 3], [4, 6], [5, 7]]
         """
-        lists: list[list[int]] = self.to_array().tolist()
-        return lists
+        return list(map(list, self))
+
+    def digest(self) -> str:
+        """Return a short hash of all members and sizes; equal groups have equal ones.
+
+        Example:
+            >>> from hypercomm import RankLayout
+            >>> listed = RankGroups([[0, 1], [2, 3]])
+            >>> listed.digest() == RankLayout("tp=2,dp=2").groups("tp").digest()
+            True
+        """
+        members = np.fromiter(chain.from_iterable(self), np.int64)
+        sizes = np.fromiter(map(len, self), np.int64)
+        return hashlib.sha256(members.tobytes() + sizes.tobytes()).hexdigest()[:12]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RankGroups):
             return NotImplemented
-        if (len(self), self.group_size) != (len(other), other.group_size):
+        if self is other:
+            return True
+        if (len(self), self.sizes) != (len(other), other.sizes):
             return False
-        return self is other or np.array_equal(self.to_array(), other.to_array())
+        if len(self.sizes) > 1:
+            return list(self) == list(other)
+        return np.array_equal(self.to_array(), other.to_array())
 
     def __hash__(self) -> int:
-        return hash((len(self), self.group_size))
+        return hash((len(self), self.sizes))
 
     def __repr__(self) -> str:
         first = ", ".join(reprlib.repr(self._group(index)) for index in range(min(len(self), 2)))
         more = ", ..." if len(self) > 2 else ""
-        return f"<{len(self)} groups of {self.group_size}: {first}{more}>"
+        return f"<{len(self)} groups of {format_sizes_of(self)}: {first}{more}>"
 
 
 @attrs.frozen(repr=False, eq=False)
 class StridedGroups(RankGroups):
     """Groups on a lattice: `outer` axes number the groups, `inner` axes span the members.
 
-    Together the axes are nested: each stride is at least the extent of the axes with smaller ones.
-    `inner` runs from the smallest stride to the largest.
+    Together the axes are nested (see `numbering.are_nested`), in any order.
     """
 
     origin: int
     outer: tuple[Axis, ...] = attrs.field(converter=coalesce)
     inner: tuple[Axis, ...] = attrs.field(converter=coalesce)
-    group_size: int = attrs.field(init=False)
+    sizes: tuple[int, ...] = attrs.field(init=False)
     _count: int = attrs.field(init=False)
     _descending: list[tuple[int, int, int, int]] = attrs.field(init=False)
     """All axes, the largest stride first: size, stride, and the step of the group's index and of
@@ -315,12 +341,12 @@ class StridedGroups(RankGroups):
         axes.sort(key=_STRIDE, reverse=True)
         object.__setattr__(self, "_descending", axes)
         object.__setattr__(self, "_count", count)
-        object.__setattr__(self, "group_size", members)
+        object.__setattr__(self, "sizes", (members,))
 
     @property
     def is_sorted(self) -> bool:
-        """True: `inner` axes are nested."""
-        return True
+        """Whether the strides of `inner` ascend; as they are nested, so do the members then."""
+        return list(self.inner) == sorted(self.inner, key=_STRIDE)
 
     def __len__(self) -> int:
         return self._count
@@ -376,8 +402,9 @@ class PickedGroups(RankGroups):
     function: Callable[[tuple[int, ...]], Iterable[int]]
 
     @property
-    def group_size(self) -> int:
-        return len(self._group(0))
+    def sizes(self) -> tuple[int, ...]:
+        """The number of ranks that the function returns for the first group."""
+        return (len(self._group(0)),)
 
     def __len__(self) -> int:
         return len(self.parent)
@@ -407,35 +434,102 @@ class PickedGroups(RankGroups):
         return picked
 
 
-@attrs.frozen(repr=False, eq=False, slots=False)
-class ArrayGroups(RankGroups):
-    """Groups that are listed, one in each row of an array: of a layout that lists its ranks."""
+@attrs.frozen(repr=False, eq=False)
+class ListedGroups(RankGroups):
+    """The ranks that a list holds at the positions of other groups."""
 
-    array: NDArray[np.int64]
+    positions: RankGroups
+    listing: Listing
 
     @property
-    def group_size(self) -> int:
-        return int(self.array.shape[1])
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of the groups of positions."""
+        return self.positions.sizes
 
     def __len__(self) -> int:
-        return len(self.array)
-
-    @cached_property
-    def _positions(self) -> dict[int, int]:
-        return {rank: position for position, rank in enumerate(self.array.ravel().tolist())}
+        return len(self.positions)
 
     def _find(self, rank: int) -> tuple[int, int] | None:
-        position = self._positions.get(rank)
-        return None if position is None else divmod(position, self.group_size)
+        position = self.listing.offset_of(rank)
+        return None if position < 0 else self.positions._find(position)
 
     def _group(self, index: int) -> tuple[int, ...]:
-        return tuple(self.array[index].tolist())
+        return tuple([self.listing.ranks[position] for position in self.positions._group(index)])
+
+    def _every(self, size: int, step: int) -> RankGroups:
+        return ListedGroups(self.positions._every(size, step), self.listing)
 
     def to_array(self) -> NDArray[np.int64]:
-        return self.array
+        return self.listing.array[self.positions.to_array()]
 
-    def __reduce__(self) -> tuple[type[ArrayGroups], tuple[NDArray[np.int64]]]:
-        return ArrayGroups, (self.array,)
+
+# ---- groups from lists --------------------------------------------------------------------------
+
+
+def groups_of_rows(ranks: NDArray[np.int64]) -> RankGroups:
+    """Return the rows of an array as groups; the caller knows that its ranks are distinct.
+
+    Example:
+        >>> groups_of_rows(np.array([[0, 4], [1, 5]])).of(5)
+        (1, 5)
+    """
+    groups = object.__new__(RankGroups)
+    count, size = ranks.shape
+    groups._set(ranks.reshape(-1), [size] * count)
+    return groups
+
+
+def as_groups(found: object, within: RankGroups) -> RankGroups:
+    """Return the groups that `derive=` gives: `RankGroups`, or lists of ranks of any size.
+
+    Args:
+        found: The groups.
+        within: The groups over dims that they are derived from, which have all ranks of the grid.
+
+    Raises:
+        LayoutError: They are not groups, or as for `RankGroups`, or have a rank outside the grid.
+
+    Example:
+        >>> from hypercomm import RankLayout
+        >>> as_groups([[0, 3], [1]], RankLayout("tp=4").groups("tp")).to_lists()
+        [[0, 3], [1]]
+    """
+    if not isinstance(found, RankGroups):
+        try:
+            found = RankGroups(found)  # type: ignore[arg-type]
+        except LayoutError as error:
+            raise LayoutError(
+                f"derive must give RankGroups, or lists of ranks as [[0, 1], [2, 3, 4]]: {error}"
+            ) from error
+    if type(found) is RankGroups:
+        outside = found._ranks[~np.isin(found._ranks, within.to_array())]
+        if outside.size:
+            raise LayoutError(f"derive has rank {outside[0]}, which is not a rank of the grid")
+    return found
+
+
+def _check_disjoint(groups: Sequence[tuple[int, ...]]) -> None:
+    """Raise if a rank is in two groups."""
+    first: dict[int, int] = {}
+    for index, group in enumerate(groups):
+        for rank in group:
+            if first.setdefault(rank, index) < index:
+                raise LayoutError(
+                    f"rank {rank} is in two groups, {shown(groups[first[rank]])} and "
+                    f"{shown(group)}, but groups of one key are disjoint; create a key for each "
+                    f"list, in one call: create_pgs([{{'dims': grid.dim_names, 'name': f'path"
+                    f"{{i}}', 'derive': [ranks]}} for i, ranks in enumerate(lists)])"
+                )
+
+
+def format_sizes_of(groups: RankGroups) -> str:
+    """Write the size of groups, or the smallest and the largest.
+
+    >>> format_sizes_of(RankGroups([[0, 1], [2, 3, 4]]))
+    '2..3'
+    """
+    sizes = groups.sizes or (0,)
+    return format_range(sizes[0], sizes[-1])
 
 
 # ---- one rank in its group ----------------------------------------------------------------------

@@ -3,8 +3,8 @@
 A rank is `rank_offset` plus the sum of coordinate times stride over the dims. The FIRST dim
 varies fastest, as in Megatron's `order`; DeviceMesh, JAX and MPI number the other way round.
 
-Inside, an offset is the sum of coordinate times stride: the distance of a rank from the first one,
-or, where the ranks are listed, a position in the list.
+Inside, strides give the offset of coordinates, and a map gives the rank of an offset: the first
+rank plus the offset, or the rank at that position of a list (see `numbering`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, product
+from itertools import product
 from typing import Any
 
 import attrs
@@ -29,6 +29,7 @@ from hypercomm.errors import (
 )
 from hypercomm.layout.checks import (
     LARGEST_RANK,
+    LARGEST_WORLD,
     as_int,
     as_names,
     as_ordered,
@@ -38,14 +39,18 @@ from hypercomm.layout.checks import (
     positive,
     world_too_small,
 )
-from hypercomm.layout.groups import (
-    ArrayGroups,
+from hypercomm.layout.groups import ListedGroups, Place, RankGroups, StridedGroups
+from hypercomm.layout.numbering import (
     Axis,
-    Place,
-    RankGroups,
-    StridedGroups,
+    Listing,
+    Span,
     are_nested,
+    canonical_strides,
+    dense_strides,
+    find_equal,
     lattice,
+    renumbered,
+    strides_of,
 )
 from hypercomm.layout.parsing import (
     OPEN,
@@ -61,59 +66,35 @@ from hypercomm.layout.parsing import (
     read_sizes,
     sizes_of_environment,
 )
-from hypercomm.layout.text import did_you_mean, format_sizes, shown
-
-
-@attrs.frozen(slots=False, cache_hash=True)
-class Listing:
-    """Distinct ranks, one for each position of a layout; a value that pickles as the tuple alone.
-
-    Example:
-        >>> listing = Listing((4, 2, 7))
-        >>> listing.ranks[2], listing.positions[7], listing.array.tolist()
-        (7, 2, [4, 2, 7])
-    """
-
-    ranks: tuple[int, ...]
-
-    def __reduce__(self) -> tuple[type[Listing], tuple[tuple[int, ...]]]:
-        return Listing, (self.ranks,)
-
-    @functools.cached_property
-    def array(self) -> NDArray[np.int64]:
-        """The ranks, in the order of the positions; not to be written to."""
-        return np.array(self.ranks, dtype=np.int64)
-
-    @functools.cached_property
-    def positions(self) -> dict[int, int]:
-        """The position of each rank."""
-        return {rank: position for position, rank in enumerate(self.ranks)}
+from hypercomm.layout.text import did_you_mean, format_coords, format_sizes, shown
 
 
 @attrs.frozen(init=False, repr=False)
 class RankLayout:
     """A named numbering of a hyperrectangle of ranks; the first dim varies fastest.
 
-    A layout is a value: frozen, hashable, picklable, and equal to those with the same sizes, names
-    and numbering. It needs no torch and no cluster.
+    A layout is a value: frozen, hashable, picklable, and equal to layouts with the same sizes,
+    names and numbering. It needs no torch and no cluster.
 
     Args:
         shape: The sizes in any form: text "tp=2,dp=4", a mapping {"tp": 2, "dp": 4}, sizes [2, 4]
             with `dim_names`, keywords tp=2, dp=4, or a layout. The first dim varies fastest.
         dim_names: Name of each dim, in the order of `shape`.
         rank_offset: The smallest rank.
-        strides: Ranks between neighbours along each dim, in the order of `shape`. Default: as
-            dense as can be. Each must be at least the extent of the dims before it.
+        strides: Ranks between neighbours along each dim, in the order of `shape`; they may be in
+            any order. Default: the first dim has stride 1, and there are no gaps.
         ranks: In place of offset and strides: the rank at each position, the first dim varying
-            fastest, where some hosts are left out or the ranks are in another order.
+            fastest. Needed only if no strides give these ranks; questions about one rank then
+            read the whole list once.
         world_size: The number of ranks that the sizes must multiply to; it infers a size of -1.
         dims: Sizes by name, in place of `shape` and `dim_names`.
 
     Raises:
-        LayoutError: The lengths differ or are 0, a size is not a positive int, a name is empty,
-            duplicate or not printable, the offset is negative, `ranks` does not hold one rank for
-            each position, each once, arguments exclude each other, the text cannot be read, or a
-            size is unspecified without a world size.
+        LayoutError: The lengths differ or are 0, a size or stride is not a positive int, strides
+            give two coordinates the same rank, a name is empty, duplicate or not printable, the
+            offset is negative, `ranks` does not hold one rank for each position, each once,
+            arguments exclude each other, the text cannot be read, or a size is unspecified without
+            a world size.
         WorldSizeError: The sizes do not multiply to `world_size`.
 
     Example:
@@ -131,6 +112,11 @@ class RankLayout:
         >>> layout == RankLayout("tp=2,cp=3,dp=4") == RankLayout([2, 3, 4], ["tp", "cp", "dp"])
         True
 
+        The first dim may have the largest stride: rank = tp * 4 + dp * 1.
+
+        >>> RankLayout([2, 4], ["tp", "dp"], strides=[4, 1]).groups("tp")[1]
+        (1, 5)
+
         Position 2 in a list, at coordinates (0, 1), is its third rank.
 
         >>> listed = RankLayout([2, 2], ["tp", "dp"], ranks=[9, 8, 0, 1])
@@ -140,15 +126,19 @@ class RankLayout:
 
     shape: tuple[int, ...]
     dim_names: tuple[str, ...]
-    rank_offset: int
     strides: tuple[int, ...]
-    _listing: Listing | None = attrs.field(alias="ranks")
+    _map: Span | Listing
+    """The rank of each offset."""
+    rank_offset: int = attrs.field(eq=False, init=False)
+    """The smallest rank."""
     size: int = attrs.field(eq=False, init=False)
     """The number of ranks."""
     last_rank: int = attrs.field(eq=False, init=False)
     """The largest rank."""
     _is_dense: bool = attrs.field(eq=False, init=False)
-    """Whether there are no gaps between offsets."""
+    """Whether the positions of ranks are their offsets."""
+    _descending: Sequence[tuple[int, int, int]] = attrs.field(eq=False, init=False)
+    """The dims larger than 1, the largest stride first: number, size and stride."""
 
     def __init__(
         self,
@@ -165,82 +155,59 @@ class RankLayout:
             if rank_offset or dims or any(one is not None for one in (dim_names, strides, ranks)):
                 raise LayoutError(f"{shape!r} already has dims and ranks: leave out the others")
             close_sizes(shape.sizes, world_size)
-            self._set(*shape._numbering)
+            self._set(shape.shape, shape.dim_names, shape.strides, shape._map)
             return
         sizes = close_sizes(read_sizes(shape, dim_names, dims), world_size)
-        offset, steps, listing = as_int(rank_offset, "rank_offset", 0), None, None
-        if strides is not None:
-            steps = as_sizes(strides, "strides")
-            if ranks is not None or len(steps) != len(sizes):
-                raise LayoutError(
-                    f"strides must be one for each of {[*sizes]}, without ranks; got {steps}"
-                )
-            if not are_nested(map(Axis, sizes.values(), steps)):
-                raise LayoutError(
-                    f"strides {steps} overlap: each must be at least the extent before"
-                )
-        if ranks is not None:
-            listing = Listing(as_ranks(ranks, "ranks"))
-            if len(listing.ranks) != math.prod(sizes.values()):
-                positions = f"shape has {shown(math.prod(sizes.values()))} positions"
-                raise LayoutError(f"ranks holds {len(listing.ranks)} ranks, but {positions}")
-            if offset not in {0, min(listing.ranks)}:
-                raise LayoutError(f"rank_offset {offset} cannot be combined with ranks")
-        self._set(tuple(sizes.values()), tuple(sizes), offset, steps, listing)
+        steps, numbering = _read_numbering(sizes, rank_offset, strides, ranks)
+        self._set(tuple(sizes.values()), tuple(sizes), steps, numbering)
 
     @classmethod
     def _of(
         cls,
         shape: tuple[int, ...],
         dim_names: tuple[str, ...],
-        rank_offset: int = 0,
-        strides: tuple[int, ...] | None = None,
-        listing: Listing | None = None,
+        strides: tuple[int, ...] | None,
+        numbering: Span | Listing,
     ) -> RankLayout:
         """Make a layout of what is already checked."""
         layout = object.__new__(cls)
-        layout._set(shape, dim_names, rank_offset, strides, listing)
+        layout._set(shape, dim_names, strides, numbering)
         return layout
 
     def _set(
         self,
         shape: tuple[int, ...],
         dim_names: tuple[str, ...],
-        rank_offset: int,
         strides: tuple[int, ...] | None,
-        listing: Listing | None,
+        numbering: Span | Listing,
     ) -> None:
-        """Set all fields, in the one form that equal layouts share: strides where they suffice."""
-        dense = tuple(accumulate(shape[:-1], operator.mul, initial=1))
-        if listing is not None:
-            rank_offset, strides = min(listing.ranks), _strides_of(shape, listing.array)
-            listing = listing if strides is None else None
-        strides = dense if strides is None else _canonical_strides(shape, strides)
-        last = rank_offset + sum(map(operator.mul, shape, strides)) - sum(strides)
+        """Set all fields, in the one form that equal layouts share: strides if they suffice."""
+        dense = dense_strides(shape)
+        if isinstance(numbering, Listing):
+            strides = strides_of(shape, numbering.array)
+            numbering = numbering if strides is None else Span(numbering.ranks[0])
+        strides = dense if strides is None else canonical_strides(shape, strides)
+        axes = [axis for axis in zip(range(len(shape)), shape, strides, strict=True) if axis[1] > 1]
         for name, value in (
             ("shape", shape),
             ("dim_names", dim_names),
-            ("rank_offset", rank_offset),
             ("strides", strides),
-            ("_listing", listing),
+            ("_map", numbering),
+            ("rank_offset", numbering.first),
             ("size", math.prod(shape)),
-            ("last_rank", last if listing is None else max(listing.ranks)),
+            ("last_rank", numbering.last(sum((size - 1) * stride for _, size, stride in axes))),
             ("_is_dense", strides == dense),
+            ("_descending", sorted(axes, key=_STRIDE, reverse=True)),
         ):
             object.__setattr__(self, name, value)
         if self.last_rank > LARGEST_RANK:
             raise LayoutError(
-                f"{self} at rank_offset {rank_offset} needs ranks up to {shown(self.last_rank)}; "
-                f"torch numbers them up to {LARGEST_RANK}"
+                f"{self} at rank_offset {self.rank_offset} needs ranks up to "
+                f"{shown(self.last_rank)}; torch numbers them up to {LARGEST_RANK}"
             )
 
-    @property
-    def _numbering(self) -> tuple[Any, ...]:
-        """The arguments of `_of` that make this layout."""
-        return self.shape, self.dim_names, self.rank_offset, self.strides, self._listing
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return RankLayout._of, self._numbering
+        return RankLayout._of, (self.shape, self.dim_names, self.strides, self._map)
 
     # ---- text and other forms ---------------------------------------------------------------
 
@@ -262,8 +229,7 @@ class RankLayout:
             >>> RankLayout.parse("tp=2,cp=3,dp=-1", world_size=24).shape
             (2, 3, 4)
         """
-        sizes = close_sizes(parse_sizes(text), world_size)
-        return cls._of(tuple(sizes.values()), tuple(sizes), as_int(rank_offset, "rank_offset", 0))
+        return cls(parse_sizes(text), world_size=world_size, rank_offset=rank_offset)
 
     @classmethod
     def fit(
@@ -341,20 +307,20 @@ class RankLayout:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the layout as a dict of lists, names and numbers, which JSON can hold."""
-        fields: dict[str, Any] = {"shape": list(self.shape), "dim_names": list(self.dim_names)}
-        if self._listing is not None:
-            return {**fields, "ranks": list(self.ranks)}
-        gaps = {} if self._is_dense else {"strides": list(self.strides)}
-        return {**fields, "rank_offset": self.rank_offset, **gaps}
+        fields: dict[str, Any] = {"shape": self.shape, "dim_names": self.dim_names}
+        fields |= self._map.arguments()
+        if not self._is_dense:
+            fields["strides"] = self.strides
+        return {name: list(one) if type(one) is tuple else one for name, one in fields.items()}
 
     def __str__(self) -> str:
         return format_sizes(self.sizes)
 
     def __repr__(self) -> str:
-        ranks = f"rank_offset={self.rank_offset}, strides={self.strides}"
-        if self._listing is not None:
-            ranks = f"ranks={shown(self._listing.ranks)}"
-        return f"RankLayout(shape={self.shape}, dim_names={self.dim_names}, {ranks})"
+        fields = {"shape": self.shape, "dim_names": self.dim_names, **self._map.arguments()}
+        if not self.is_listed:
+            fields["strides"] = self.strides
+        return f"RankLayout({', '.join(f'{name}={shown(one)}' for name, one in fields.items())})"
 
     def _repr_pretty_(self, printer: Any, _: object) -> None:
         """Print, in hypothesis and IPython, text that can be pasted back."""
@@ -369,12 +335,21 @@ class RankLayout:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """All ranks in the order of the numbering: ascending, unless they are listed otherwise."""
-        if self._listing is not None:
-            return self._listing.ranks
+        """All ranks, the first dim varying fastest; they ascend unless strides or a list differ."""
         if self._is_dense:
-            return range(self.rank_offset, self.rank_offset + self.size)
-        return tuple(self._ranks_at(lattice(self._axes(self.dim_names))).tolist())
+            return self._map.row(self.size)
+        return tuple(self._map.ranks_at(lattice(self._axes(self.dim_names))).tolist())
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether the ranks are a list because no strides give them.
+
+        Example:
+            >>> from hypercomm import RankLayout
+            >>> [RankLayout([3], ["tp"], ranks=ranks).is_listed for ranks in ([1, 3, 5], [1, 3, 4])]
+            [False, True]
+        """
+        return isinstance(self._map, Listing)
 
     def __contains__(self, rank: object) -> bool:
         try:
@@ -447,7 +422,7 @@ class RankLayout:
         missing = [name for name in self.dim_names if name not in coords]
         if missing:
             raise LayoutError(f"rank() needs a coordinate for every dim; {missing} have none")
-        return self._rank_at(offset)
+        return self._map.rank_at(offset)
 
     def shift(self, rank: int, dim: str, by: int, periodic: bool = False) -> int | None:
         """Return the rank that is `by` steps away along a dim, as MPI's Cart_shift does.
@@ -479,7 +454,8 @@ class RankLayout:
             there %= self.shape[axis]
         elif not 0 <= there < self.shape[axis]:
             return None
-        return self._rank_at(self._offset_of(rank) + (there - here) * self.strides[axis])
+        offset = self._map.offset_of(as_rank(rank)) + (there - here) * self.strides[axis]
+        return self._map.rank_at(offset)
 
     # ---- several ranks, groups --------------------------------------------------------------
 
@@ -495,7 +471,7 @@ class RankLayout:
         """
         free = [name for name in self.dim_names if name not in coords]
         offsets = self._offset_at(coords) + lattice(self._axes(free))
-        return tuple(self._ranks_at(offsets).tolist())
+        return tuple(self._map.ranks_at(offsets).tolist())
 
     def groups(self, /, *dims: Dims) -> RankGroups:
         """Return the disjoint groups whose members differ only in their coordinates along `dims`.
@@ -548,7 +524,7 @@ class RankLayout:
         inner = self._check_dims(as_dims(given))
         outer = [name for name in self.dim_names if name not in inner]
         bases = lattice(self._axes(outer))
-        return self._ranks_at(bases[:, None] + lattice(self._axes(inner[::-1]))[None, :])
+        return self._map.ranks_at(bases[:, None] + lattice(self._axes(inner[::-1]))[None, :])
 
     # ---- other layouts from this one --------------------------------------------------------
 
@@ -567,10 +543,10 @@ class RankLayout:
         sizes = read_sizes(shape, dim_names)
         if (size := math.prod(sizes.values())) != self.size:
             raise LayoutError(f"{format_sizes(sizes)} has {size} ranks, but {self} has {self.size}")
-        listing = self._listing
-        if not self._is_dense:
-            listing = Listing(tuple(self.ranks))
-        return self._of(tuple(sizes.values()), tuple(sizes), self.rank_offset, None, listing)
+        numbering, strides = self._map, renumbered(self._axes(self.dim_names), [*sizes.values()])
+        if strides is None:
+            numbering = Listing(tuple(self.ranks))
+        return self._of(tuple(sizes.values()), tuple(sizes), strides, numbering)
 
     def split(self, dim: str, /, **sizes: int) -> RankLayout:
         """Factorise a dim into several, the first named varying fastest; no rank moves.
@@ -604,7 +580,7 @@ class RankLayout:
         for name in names:
             self._axis_of(name)
         new = as_names([names.get(name, name) for name in self.dim_names])
-        return self._of(self.shape, new, self.rank_offset, self.strides, self._listing)
+        return self._of(self.shape, new, self.strides, self._map)
 
     def select(self, /, **coords: int) -> RankLayout:
         """Return the layout of the ranks with these coordinates, over the other dims.
@@ -623,14 +599,11 @@ class RankLayout:
         kept = tuple([name for name in self.dim_names if name not in coords])
         offset = self._offset_at(coords)
         if not kept:
-            rank = self._rank_at(offset)
+            rank = self._map.rank_at(offset)
             raise LayoutError(f"select() must leave a dim; for the rank there, {rank}, call rank()")
         axes = self._axes(kept)
-        shape, strides = zip(*axes, strict=True)
-        if self._listing is not None:
-            listing = Listing(tuple(self._ranks_at(offset + lattice(axes)).tolist()))
-            return self._of(shape, kept, listing=listing)
-        return self._of(shape, kept, self.rank_offset + offset, strides)
+        numbering, strides = self._map.part(offset, axes)
+        return self._of(tuple([size for size, _ in axes]), kept, strides, numbering)
 
     # ---- inside -----------------------------------------------------------------------------
 
@@ -670,39 +643,35 @@ class RankLayout:
             offset += index * self.strides[axis]
         return offset
 
-    def _offset_of(self, rank: object) -> int:
-        if self._listing is None:
-            return as_rank(rank) - self.rank_offset
-        return self._listing.positions.get(as_rank(rank), -1)
-
-    def _rank_at(self, offset: int) -> int:
-        return self.rank_offset + offset if self._listing is None else self._listing.ranks[offset]
-
-    def _ranks_at(self, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-        return self.rank_offset + offsets if self._listing is None else self._listing.array[offsets]
-
     def _index(self, rank: object) -> list[int]:
-        """The coordinates of a rank, in the order of the dims."""
+        """Return the coordinates of a rank, in the order of the dims."""
         index = self._find(rank)
         if index is not None:
             return index
         held = f"ranks {self.rank_offset}..{self.last_rank}"
-        if self._listing is not None:
-            held = f"the ranks {shown(self._listing.ranks)}"
-        elif not self._is_dense:
+        if self.is_listed:
+            held = f"the ranks {shown(self.ranks)}"
+        elif self.last_rank - self.rank_offset >= self.size:
             held += f", in strides of {self.strides}"
         raise RankOutsideError(f"rank {shown(rank)} is not in layout {self}, which holds {held}")
 
     def _find(self, rank: object) -> list[int] | None:
-        """The coordinates of a rank; None where it is not held."""
-        rest = self._offset_of(rank)
-        reversed_index = []
-        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+        """Return the coordinates of a rank, or None if the layout does not hold it."""
+        rest = self._map.offset_of(as_rank(rank))
+        index = [0] * len(self.shape)
+        for axis, size, stride in self._descending:
             coordinate, rest = divmod(rest, stride)
             if not 0 <= coordinate < size:
                 return None
-            reversed_index.append(coordinate)
-        return None if rest else reversed_index[::-1]
+            index[axis] = coordinate
+        return None if rest else index
+
+    @property
+    def _listing(self) -> Listing | None:
+        return self._map if isinstance(self._map, Listing) else None
+
+
+_STRIDE = operator.itemgetter(2)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -712,10 +681,63 @@ def groups_over(layout: RankLayout, inner: tuple[str, ...]) -> RankGroups:
     inner_axes: list[Axis] = []
     for name, size, stride in zip(layout.dim_names, layout.shape, layout.strides, strict=True):
         (inner_axes if name in inner else outer_axes).append(Axis(size, stride))
-    if layout._listing is not None:
-        positions = StridedGroups(0, outer_axes, inner_axes).to_array()
-        return ArrayGroups(layout._listing.array[positions])
+    if isinstance(layout._map, Listing):
+        return ListedGroups(StridedGroups(0, outer_axes, inner_axes), layout._map)
     return StridedGroups(layout.rank_offset, outer_axes, inner_axes)
+
+
+def _read_numbering(
+    sizes: Mapping[str, int], rank_offset: object, strides: object, ranks: object
+) -> tuple[tuple[int, ...] | None, Span | Listing]:
+    """Check the arguments that number ranks; return strides, if given, and the map of offsets."""
+    offset = as_int(rank_offset, "rank_offset", 0)
+    if strides is not None:
+        steps = as_sizes(strides, "strides")
+        if ranks is not None or len(steps) != len(sizes):
+            raise LayoutError(
+                f"strides must be one for each of {[*sizes]}, without ranks; got {steps}"
+            )
+        axes = list(map(Axis, sizes.values(), steps))
+        if are_nested(axes):
+            return steps, Span(offset)
+        return None, Listing(tuple(_distinct_ranks(sizes, axes, offset).tolist()))
+    if ranks is None:
+        return None, Span(offset)
+    listing = Listing(as_ranks(ranks, "ranks"))
+    if len(listing.ranks) != math.prod(sizes.values()):
+        positions = f"shape has {shown(math.prod(sizes.values()))} positions"
+        raise LayoutError(f"ranks holds {len(listing.ranks)} ranks, but {positions}")
+    if offset not in {0, listing.first}:
+        raise LayoutError(f"rank_offset {offset} cannot be combined with ranks")
+    return None, listing
+
+
+def _distinct_ranks(
+    sizes: Mapping[str, int], axes: Sequence[Axis], first: int
+) -> NDArray[np.int64]:
+    """Return the ranks of strides that are not nested, after checking that they differ.
+
+    >>> _distinct_ranks({"tp": 2, "dp": 3}, [Axis(2, 3), Axis(3, 2)], 1).tolist()
+    [1, 4, 3, 6, 5, 8]
+    """
+    strides = tuple([stride for _, stride in axes])
+    if math.prod(sizes.values()) > LARGEST_WORLD:
+        raise LayoutError(
+            f"strides {strides} may overlap; above {LARGEST_WORLD:,} ranks, each stride must be at "
+            f"least the size times the stride of the dim with the next smaller one"
+        )
+    ranks = first + lattice(axes)
+    found = find_equal(ranks)
+    if found is not None:
+        texts = []
+        for position in found:
+            index = map(int, np.unravel_index(position, tuple(sizes.values()), order="F"))
+            texts.append(format_coords(dict(zip(sizes, index, strict=True))))
+        rank = int(ranks[found[0]])
+        raise LayoutError(
+            f"strides {strides} overlap: ({texts[0]}) and ({texts[1]}) are both rank {rank}"
+        )
+    return ranks
 
 
 def read_layout(
@@ -760,34 +782,8 @@ def read_layout(
             left = None if world_size is None else positive(world_size, "world_size") - offset
             room = f"{left} are left from rank {offset} on" if offset else ""
             given = close_sizes(given, None if left is None else max(1, left), room)
-        layout = RankLayout._of(tuple(given.values()), tuple(given), offset)
+        layout = RankLayout(given, rank_offset=offset)
     if world_size is not None and layout.last_rank >= world_size:
         where = f" from rank {layout.rank_offset}" if layout.rank_offset else ""
         raise world_too_small(f"{layout}{where}", layout.last_rank, world_size)
     return layout
-
-
-def _strides_of(shape: tuple[int, ...], ranks: NDArray[np.int64]) -> tuple[int, ...] | None:
-    """Return the strides over a shape that give these ranks; None if no strides do.
-
-    >>> _strides_of((2, 2), np.array([3, 4, 7, 8])), _strides_of((4,), np.array([3, 4, 7, 8]))
-    ((1, 4), None)
-    """
-    neighbours = accumulate(shape[:-1], operator.mul, initial=1)
-    offsets = ranks - ranks[0]
-    axes = [
-        Axis(size, int(offsets[neighbour]) if size > 1 else 1)
-        for size, neighbour in zip(shape, neighbours, strict=True)
-    ]
-    fits = are_nested(axes) and np.array_equal(lattice(axes), offsets)
-    return tuple([stride for _, stride in axes]) if fits else None
-
-
-def _canonical_strides(shape: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...]:
-    """Give each dim of size 1 the dense stride, so that layouts with the same ranks are equal."""
-    strides: list[int] = []
-    extent = 1
-    for size, stride in zip(shape, given, strict=True):
-        strides.append(stride if size > 1 else extent)
-        extent = size * strides[-1]
-    return tuple(strides)

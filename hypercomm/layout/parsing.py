@@ -188,6 +188,37 @@ def read_sizes(
     return {name: as_size(name, size) for name, size in zip(names, shape, strict=True)}
 
 
+def short_names(
+    call: str, given: Mapping[str, Any], names: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return sizes by their short names, from a framework's long names or the short ones.
+
+    Args:
+        call: The function that takes the sizes, for errors.
+        given: The sizes by long or short name; None, or left out, if not given.
+        names: The short name of each long name.
+
+    Returns:
+        The sizes that are given, by short name; and the short name of each long name that is not
+        used, for errors about the sizes.
+
+    Raises:
+        TypeError: A size is given by both names.
+
+    >>> short_names("grids", {"tensor_size": 4, "pp": 2}, {"tensor_size": "tp", "stages": "pp"})
+    ({'tp': 4, 'pp': 2}, {'stages': 'pp'})
+    """
+    sizes = {name: size for name, size in given.items() if size is not None}
+    for long, short in names.items():
+        if long in sizes and short in sizes:
+            raise TypeError(
+                f"{call}() got {short}={shown(sizes[short])} and {long}={shown(sizes[long])}, two "
+                f"names of one size; give one of them"
+            )
+    unused = {long: short for long, short in names.items() if long not in sizes}
+    return {names.get(name, name): size for name, size in sizes.items()}, unused
+
+
 def check_spelling(keywords: Iterable[str]) -> None:
     """Raise TypeError for the size of a dim that has nearly the name of an argument."""
     for name in keywords:

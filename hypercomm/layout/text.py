@@ -97,6 +97,15 @@ def format_sizes(sizes: Mapping[str, int]) -> str:
     return ",".join([f"{name}={size}" for name, size in sizes.items()])
 
 
+def format_range(least: int, most: int) -> str:
+    """Write the smallest and the largest of some numbers, or the one number that all are.
+
+    >>> format_range(1, 1), format_range(2, 1024)
+    ('1', '2..1,024')
+    """
+    return f"{least:,}" if least == most else f"{least:,}..{most:,}"
+
+
 def format_coords(coords: Mapping[str, int]) -> str:
     """Write coordinates as text.
 

@@ -12,7 +12,6 @@ them, and leaves what there was.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
@@ -131,8 +130,7 @@ def describe(spec: GroupSpec) -> str:
     options = spec.options
     members = ""
     if request.derive is not None:  # else the dims say all
-        digest = hashlib.sha256(spec.groups.to_array().tobytes()).hexdigest()[:12]
-        members = f" (members {digest})"
+        members = f" (members {spec.groups.digest()})"
     view = "" if request.view is None else f" in view {request.view}"
     return as_entry(
         f"{spec.title} over {spec.groups!r}{members}{view}",

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import attrs
 
 from hypercomm.layout import RankGroups
+from hypercomm.layout.groups import format_sizes_of
 from hypercomm.process_groups.spec import GroupKey, GroupRequest, GroupSpec
 from hypercomm.process_groups.strategies import STRATEGIES, obstacles, split_turns
 
@@ -61,7 +62,7 @@ class Explanation:
     @property
     def _headline(self) -> str:
         backend = f", {self.backend}" if self.backend else ""
-        return f"{self.key}: {len(self.groups)} of {self.groups.group_size} ranks{backend}"
+        return f"{self.key}: {len(self.groups)} of {format_sizes_of(self.groups)} ranks{backend}"
 
     def __repr__(self) -> str:
         return f"<Explanation of {self._headline}: {self.strategy}>"

@@ -9,12 +9,14 @@ import attrs
 
 from hypercomm.errors import GroupOptionsError, RankOutsideError
 from hypercomm.layout import RankGroups, RankLayout
+from hypercomm.layout.groups import RankLists, as_groups
 from hypercomm.layout.layout import groups_over
 from hypercomm.layout.views import View
 from hypercomm.process_groups.options import GroupOptions
 from hypercomm.process_groups.world import World
 
-Derive = Callable[[RankGroups], RankGroups]
+Derive = Callable[[RankGroups], RankGroups | RankLists] | RankGroups | RankLists
+"""Other groups than those over dims, or a function that returns them for the groups over dims."""
 
 
 @attrs.frozen
@@ -52,7 +54,7 @@ class GroupRequest:
         key: The key of the group.
         layout: The layout that has the dims of the key.
         view: The view that the call names, also for dims that it shares with the grid.
-        derive: Derives other groups from the groups over the dims, or None.
+        derive: Other groups than those over the dims, a function that derives them, or None.
         options: The options as given.
         share: Whether the group may serve other keys: "never" or "identical".
     """
@@ -68,7 +70,8 @@ class GroupRequest:
         """Return all groups over the dims, or what `derive` returns for them.
 
         Raises:
-            GroupOptionsError: `derive` is wrong, or the key has no name for its groups.
+            GroupOptionsError: The key has no name for the groups of `derive`.
+            LayoutError: `derive` gives other than disjoint groups of ranks of the layout.
         """
         groups = groups_over(self.layout, self.key.dims)
         if self.derive is None:
@@ -78,10 +81,8 @@ class GroupRequest:
                 f"derive= needs a name: its groups are not those over {self.key.as_call()}; give "
                 f"name=..."
             )
-        derived = self.derive(groups)
-        if not isinstance(derived, RankGroups):
-            raise GroupOptionsError(f"derive must return RankGroups, but it returned {derived!r}")
-        return derived
+        found = self.derive(groups) if callable(self.derive) else self.derive
+        return as_groups(found, groups)
 
 
 @attrs.frozen(slots=False, eq=False)
@@ -134,9 +135,9 @@ class GroupSpec:
 
     def has_same_group(self, other: GroupSpec) -> bool:
         """Return whether the calling rank is in the same group of both, or in none of either."""
-        if self.groups.group_size != other.groups.group_size:
-            return self.ranks is other.ranks is None
-        if self.groups.group_size > 1 and self.groups == other.groups:
+        if self.groups.sizes != other.groups.sizes:
+            return self.ranks == other.ranks
+        if self.groups.sizes != (1,) and self.groups == other.groups:  # else all would be read
             return True
         return self.ranks == other.ranks
 

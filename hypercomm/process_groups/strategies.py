@@ -13,9 +13,11 @@ import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from inspect import signature
+from itertools import chain
 from typing import Any, NamedTuple
 
 import attrs
+import numpy as np
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -213,7 +215,9 @@ def split_turns(groups: RankGroups) -> list[set[int]]:
     """
     seen: Counter[int] = Counter()
     turns: defaultdict[int, set[int]] = defaultdict(set)
-    for index, color in enumerate(torchdist.split_colors(groups.to_array())):
+    rows = [groups.to_array()] if len(groups.sizes) == 1 else [np.array([one]) for one in groups]
+    colors = chain.from_iterable(map(torchdist.split_colors, rows))
+    for index, color in enumerate(colors):
         turns[seen[color]].add(index)
         seen[color] += 1
     return list(turns.values())
@@ -237,7 +241,7 @@ def _why_not_enumerate(backend: str, groups: RankGroups, lazily: bool | None) ->
 def _create_enumerate(spec: GroupSpec, *_: object) -> ProcessGroup | None:
     options = spec.options
     groups = spec.groups
-    ranks = groups.to_array().tolist()
+    ranks = groups.to_lists()
     pg_options = options.pg_options
     if options.lazy_init:
         backend = options.backend or spec.world.backend

@@ -32,9 +32,23 @@ def test_plan(in_process):
     assert rows["dp"]["hosts_per_group"] == [64, 64]
     assert rows["dp"]["example"] == list(range(5, 5 + 16 * 16, 16))
     assert rows["tp+cp"]["hosts_per_group"] == [2, 2]
+    assert plan["ranks_per_host"] == [8, 8]
     # of more than six dims there are only the pairs: twenty have a million combinations
     found = in_process("plan", ",".join(f"d{number}=2" for number in range(7)), "--json").stdout
     assert len(json.loads(found)["groups"]) == 7 + 21
+
+
+# Hosts are those of a machine, in every form that place takes: here 4, 2 and 6 GPUs.
+def test_plan_on_a_machine(in_process, tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("a slots=4\nb slots=2\nc slots=6\n", encoding="utf-8")
+    plan = json.loads(in_process("plan", "tp=2,dp=6", "--on", str(file), "--json").stdout)
+    assert (plan["hosts"], plan["ranks_per_host"]) == (3, [2, 6])
+    reached = {"+".join(row["dims"]): row["hosts_per_group"] for row in plan["groups"]}
+    assert reached == {"tp": [1, 1], "dp": [3, 3], "tp+dp": [3, 3]}
+    assert "3 hosts of 2..6; rank 0" in in_process("plan", "tp=2,dp=6", "--on", str(file)).stdout
+    on_four = json.loads(in_process("plan", "tp=8,dp=2", "--on", "4", "--json").stdout)
+    assert (on_four["hosts"], on_four["groups"][0]["hosts_per_group"]) == (4, [2, 2])
 
 
 # The groups of a view are listed, or some of them, and the coordinates in it.
@@ -124,6 +138,9 @@ NO_JOB = "torchrun --no-python" if importlib.util.find_spec("torch") else "needs
         ("plan tp=2,dp=-1", "the size of dim 'dp' is unspecified"),
         ("plan tp=3,dp=-1 --world-size 8", "--world-size is 8"),
         ("plan tp=2 --rank 2", "rank 2 is not in layout tp=2, which holds ranks 0..1"),
+        ("plan tp=2,dp=4 --on n1,n2 --on 3", "8 ranks need more than 6 GPUs"),
+        ("plan tp=2 --on domain=8", "no hosts; add --on 8"),
+        ("plan tp=2 --gpus-per-node 8", "No such option '--gpus-per-node'"),
         ("plan tp=2000000000", "has 2,000,000,000 ranks; plan shows up to 16,777,216"),
         ("check tp=3 --nprocs 4", "tp=3 needs 3 ranks; --nprocs is 4"),
         ("check tp=2 --view ep=3", "ep=3 needs 3 ranks; the layout tp=2 has 2"),
@@ -138,6 +155,7 @@ NO_JOB = "torchrun --no-python" if importlib.util.find_spec("torch") else "needs
         ("diff tp=2", "Missing argument 'AFTER'"),
         ("place tp=2 --on nope", "--on"),
         ("place tp --on n1,n2", "--on 8"),
+        ("place tp=3 --on nope --on nop", "as none of ('nope', 'nop') is a file"),
         ("place tp=2,dp=2 --on 8 --traffic tp=1 --overlap dp", "--overlap"),
         ("place tp=2 --on 8 --weights host=a", "domain=1,leaf=7"),
         ("place tp=2 --on hots=2", "did you mean 'host'"),

@@ -25,6 +25,8 @@ def ends(groups):
         (ends, {0: [0, 6], 7: [1, 7], 2: None}),
         (lambda groups: groups.chunks(2), {0: [0, 2], 7: [5, 7], 3: [1, 3]}),
         (lambda groups: groups.levels([2, 2])[1], {0: [0, 4], 7: [3, 7], 6: [2, 6]}),
+        ([[7, 0], [1, 2, 5]], {0: [7, 0], 7: [7, 0], 2: [1, 2, 5], 3: None}),
+        (lambda groups: [groups[1][:3], groups[0][:2]], {0: [0, 2], 3: [1, 3, 5], 4: None}),
     ],
 )
 def test_derived_groups(derive, of_rank):

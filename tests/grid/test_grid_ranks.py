@@ -12,6 +12,7 @@ from group_facts import all_reduce_of, sum_over
 from group_facts import tables as registered
 
 from hypercomm import HyperCommGrid, RankLayout
+from hypercomm.errors import PlanMismatchError
 
 KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 
@@ -21,6 +22,7 @@ LAYOUTS = {
     "behind others": ([2, 2], range(1, 5)),
     "a dim of size 1": ([2, 1, 3], range(6)),
     "three dims": ([2, 2, 2], range(8)),
+    "strides in another order": ([2, 2, 2], [0, 4, 1, 5, 2, 6, 3, 7]),
     "permuted": ([2, 2, 2], [6, 7, 2, 3, 5, 4, 0, 1]),
     "left out": ([2, 3], [0, 1, 4, 5, 6, 7]),
     "both": ([3, 2], [7, 0, 3, 5, 2, 6]),
@@ -74,6 +76,52 @@ def test_groups_are_numpys(case, creation):
                 assert (group is None) == (members is None)
                 if group is not None:
                     check_use(group, members)
+
+
+HETEROGENEOUS = [[0, 4, 6], [1, 4, 6], [2, 5, 7], [3, 5, 7]]
+"""Pipelines of two first stages that share the later stages, as FlagScale has them."""
+
+
+# Lists of several sizes are groups in the order of each list; ranks in no list get None.
+@pytest.mark.parametrize("creation", ["local", pytest.param("enumerate", marks=pytest.mark.full)])
+@pytest.mark.ranks(8, timeout=120)
+def test_groups_from_lists(creation):
+    lists = [[0, 1, 2], [3, 5], [7]]
+    with HyperCommGrid("tp=2,dp=4", creation=creation) as grid:
+        group = grid.create_pg("tp+dp", name="pipelines", derive=lists)
+        own = next((members for members in lists if dist.get_rank() in members), None)
+        assert (group is None) == (own is None)
+        if group is not None:
+            check_use(group, own)
+
+
+# Overlapping lists are one key each, all in one call: a rank is in several of these groups, and
+# creates only those.
+@pytest.mark.ranks(8, timeout=120)
+def test_overlapping_lists():
+    rank, before = dist.get_rank(), len(registered()[0])
+    with HyperCommGrid("tp=2,dp=4") as grid:
+        requests = [
+            {"dims": grid.dim_names, "name": f"path{index}", "derive": [ranks]}
+            for index, ranks in enumerate(HETEROGENEOUS)
+        ]
+        groups = grid.create_pgs(requests)
+        assert [group is not None for group in groups] == [rank in ranks for ranks in HETEROGENEOUS]
+        own = [ranks for ranks in HETEROGENEOUS if rank in ranks]
+        assert len(registered()[0]) == before + len(own)
+        for group, ranks in zip(filter(None, groups), own, strict=True):
+            check_use(group, ranks)
+
+
+# Lists that differ between ranks are an error on all members, at once.
+@pytest.mark.ranks(4, timeout=120)
+def test_lists_that_differ():
+    lists = [[0, 1], [2, 3]] if dist.get_rank() < 2 else [[0, 1], [3, 2]]
+    with HyperCommGrid("tp=2,dp=2") as grid:
+        request = {"dims": "tp", "name": "pairs", "derive": lists}
+        with pytest.raises(PlanMismatchError, match="members"):
+            grid.create_pgs([request])
+        assert sum_over(grid.create_pg("tp", name="pairs", derive=[[0, 1], [2, 3]])) in {11, 1100}
 
 
 # Grids beside each other, each rank knowing only its own, do not wait for each other.

@@ -45,15 +45,34 @@ def lists(draw, size):
     return (np.arange(size).reshape(outer, -1).T.ravel() * draw(st.integers(1, 3))).tolist()
 
 
+def by_strides(shape, strides, offset=0):
+    """The table of ranks that strides give: the sum of coordinate times stride."""
+    return sum(np.indices(shape)[axis] * stride for axis, stride in enumerate(strides)) + offset
+
+
 @st.composite
-def numbered(draw, kinds=("dense", "gaps", "listed"), **bounds):
-    """Draw a layout that is dense, has the gaps that select() leaves, or lists its ranks."""
+def some_strides(draw, shape):
+    """Draw strides in any order of the dims, each past the ranks of the smaller ones."""
+    strides, reached = [1] * len(shape), 0
+    for axis in draw(st.permutations(range(len(shape)))):
+        strides[axis] = reached + 1 + draw(st.integers(0, 2))
+        reached += (shape[axis] - 1) * strides[axis]
+    return strides
+
+
+@st.composite
+def numbered(draw, kinds=("dense", "gaps", "strided", "listed"), **bounds):
+    """Draw a layout: dense, with the gaps of select(), with strides in any order, or a list."""
     layout = draw(layouts(**{"max_ranks": 64} | bounds))
     table = np.arange(layout.size).reshape(layout.shape, order="F") + layout.rank_offset
     kind = draw(st.sampled_from(kinds))
     if kind == "gaps":
         coords = draw(some_coords(layout, layout.dim_names[:-1]))
         return layout.select(**coords), table[index_at(layout, coords)]
+    if kind == "strided":
+        strides = draw(some_strides(layout.shape))
+        table = by_strides(layout.shape, strides, layout.rank_offset)
+        layout = RankLayout(layout.shape, layout.dim_names, layout.rank_offset, strides=strides)
     if kind == "listed":
         ranks = draw(lists(layout.size))
         table = np.array(ranks).reshape(layout.shape, order="F")

@@ -1,6 +1,7 @@
 """Laws of RankGroups, on layouts of every kind. numpy and plain slices are the oracles."""
 
 import itertools
+import pickle
 
 import numpy as np
 import pytest
@@ -11,10 +12,11 @@ from numbered import grouped, in_order, numbered
 
 import hypercomm.layout.groups
 import hypercomm.layout.layout
-from hypercomm import RankLayout
-from hypercomm.cli.plan import hosts_touched
+import hypercomm.layout.numbering
+from hypercomm import RankGroups, RankLayout
 from hypercomm.errors import LayoutError, RankOutsideError
 from hypercomm.testing import dim_subsets
+from hypercomm.tools.place.placing import units_of_groups
 
 pytestmark = pytest.mark.torch_free
 
@@ -86,13 +88,75 @@ def test_pick_refuses_a_wrong_choice(function, ask):
         ask(RankLayout.parse("tp=2,pp=3").groups("pp").pick(function))
 
 
-# The hosts that a group touches are the distinct host numbers of its members.
+@st.composite
+def lists(draw):
+    """Draw disjoint lists of ranks of several sizes, in any order, with ranks left out."""
+    ranks = draw(st.permutations(range(draw(st.integers(1, 20)))))
+    cuts = draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
+    bounds = [0, *itertools.accumulate(cuts)]
+    found = [tuple(ranks[first:last]) for first, last in itertools.pairwise(bounds)]
+    return [group for group in found if group]
+
+
+# Groups from lists are these lists, whatever their sizes; one size has an array, several have none.
+@many
+@given(lists())
+def test_groups_from_lists(expected):
+    groups = RankGroups(expected)
+    sizes = sorted({*map(len, expected)})
+    assert groups.sizes == tuple(sizes)
+    if len(sizes) == 1:
+        check(groups, expected)
+        assert np.array_equal(groups.to_array(), expected)
+    else:
+        for ask in (RankGroups.to_array, lambda one: one.group_size, lambda one: one.chunks(1)):
+            with pytest.raises(LayoutError, match="no common size"):
+                ask(groups)
+        assert f"groups of {sizes[0]}..{sizes[-1]}: {expected[0]}" in repr(groups)
+    assert list(groups) == expected == [groups[index] for index in range(len(groups))]
+    assert groups.to_lists() == [[*group] for group in expected]
+    assert groups.is_sorted == all(list(group) == sorted(group) for group in expected)
+    for index, group in enumerate(expected):
+        for position, rank in enumerate(group):
+            assert groups.of(rank) == group
+            assert groups.locate(rank) == (index, position)
+    members = set().union(*expected)
+    assert {rank for rank in range(-1, 22) if groups.has_member(rank)} == members
+    for twin in (
+        RankGroups(groups),
+        RankGroups(groups.to_lists()),
+        pickle.loads(pickle.dumps(groups)),
+    ):
+        assert twin == groups
+        assert hash(twin) == hash(groups)
+        assert twin.digest() == groups.digest()
+        assert twin.locate(expected[0][0]) == (0, 0)
+
+
+# Groups from other lists are not equal, and have another digest, also with the same ranks in a row.
+@many
+@given(lists(), lists())
+def test_groups_from_lists_compare_by_value(one, other):
+    left, right = RankGroups(one), RankGroups(other)
+    assert (left == right) == (left.digest() == right.digest()) == (one == other)
+
+
+# Groups from lists and those over dims are equal if their members are.
+@many
+@given(grouped(max_size=6, max_dims=3))
+def test_lists_of_groups_are_these_groups(case):
+    groups, expected = case
+    assert RankGroups(expected) == groups
+    assert RankGroups(np.array(expected)).digest() == groups.digest()
+
+
+# The units that groups reach are the distinct units of their members.
 @many
 @given(grouped(), st.integers(1, 20))
-def test_hosts_touched_counts_hosts(case, ranks_per_host):
+def test_units_of_groups(case, ranks_per_host):
     groups, expected = case
     counts = [len({rank // ranks_per_host for rank in group}) for group in expected]
-    assert hosts_touched(groups, ranks_per_host) == (min(counts), max(counts))
+    assert units_of_groups(groups.to_array() // ranks_per_host).tolist() == counts
 
 
 # Groups are equal exactly when they hold the same ranks in the same order, whatever numbering they
@@ -126,8 +190,12 @@ def test_groups_compare_by_value(one, other, data):
 SIZES = {"tp": 8, "cp": 4, "ep": 8, "dp": 64, "pp": 64}
 DENSE = RankLayout([*SIZES.values()], [*SIZES])
 ODD = RankLayout([2, *SIZES.values()], ["parity", *SIZES]).select(parity=1)
+# pp, cp, tp, dp, ep from the smallest stride to the largest
+TURNED = RankLayout([*SIZES.values()], [*SIZES], strides=[256, 64, 2**17, 2048, 1])
 
-large = pytest.mark.parametrize("layout", [DENSE, ODD], ids=["dense", "odd ranks only"])
+large = pytest.mark.parametrize(
+    "layout", [DENSE, ODD, TURNED], ids=["dense", "odd ranks only", "strides in another order"]
+)
 
 
 @pytest.fixture
@@ -138,7 +206,7 @@ def no_enumeration(monkeypatch):
         raise AssertionError("ranks were enumerated")
 
     monkeypatch.setattr(np, "arange", refuse)
-    for module in (hypercomm.layout.groups, hypercomm.layout.layout):
+    for module in (hypercomm.layout.groups, hypercomm.layout.layout, hypercomm.layout.numbering):
         monkeypatch.setattr(module, "lattice", refuse)
 
 
@@ -161,6 +229,9 @@ def test_one_rank_is_arithmetic(layout, dims):
     assert groups.chunks(2).of(rank) == group[position // 2 * 2 :][:2]
     assert groups.levels([2, len(group) // 2])[1].of(rank) == group[position % 2 :: 2]
     assert groups.pick(lambda each: (each[0], each[-1])).of(group[0]) == (group[0], group[-1])
+    parts = {dim: coords[dim] for dim in SIZES if dim != "dp"} | {"inner": 1, "outer": 31}
+    assert layout.split("dp", inner=2, outer=-1).coords(rank) == parts
+    assert layout.select(pp=5).coords(rank) == {dim: coords[dim] for dim in SIZES if dim != "pp"}
     for outside in (-1, 2**21 - 2, 2**21):  # the second is even
         assert outside not in layout
         assert not groups.has_member(outside)

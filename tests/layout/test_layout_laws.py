@@ -1,18 +1,30 @@
-"""Laws of RankLayout: dense, with gaps, over a list. The oracle is numpy in Fortran order."""
+"""Laws of RankLayout of every kind: dense, with gaps, strides in any order, a list.
+
+The oracle is numpy in Fortran order.
+"""
 
 import json
 import math
 import pickle
+import re
 
 import numpy as np
 import pytest
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numbered import divisors, in_order, index_at, numbered, read, some_coords
+from numbered import (
+    by_strides,
+    divisors,
+    in_order,
+    index_at,
+    numbered,
+    read,
+    some_coords,
+)
 
 from hypercomm import RankLayout
-from hypercomm.errors import RankOutsideError, WorldSizeError
+from hypercomm.errors import LayoutError, RankOutsideError, WorldSizeError
 from hypercomm.testing import dim_subsets, layouts, orders, ranks_of
 
 pytestmark = pytest.mark.torch_free
@@ -66,6 +78,31 @@ def test_shift_walks_the_table(case, by, data):
     here[axis] += by
     inside = 0 <= here[axis] < table.shape[axis]
     assert layout.shift(rank, dim, by) == (table[tuple(here)] if inside else None)
+
+
+# Any positive strides are a layout if all ranks differ. Otherwise the error names two coordinates
+# with the same rank.
+@settings(max_examples=examples(800))
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 12)), min_size=1, max_size=4),
+    st.integers(0, 3),
+)
+def test_strides_are_taken_unless_they_overlap(axes, offset):
+    shape, strides = zip(*axes, strict=True)
+    names = [f"d{axis}" for axis in range(len(axes))]
+    table = by_strides(shape, strides, offset)
+    if len({*table.flat}) == table.size:
+        layout = RankLayout(shape, names, offset, strides=strides)
+        assert np.array_equal(read(layout), table)
+        assert layout == RankLayout(shape, names, ranks=in_order(table))
+        return
+    with pytest.raises(LayoutError, match="overlap") as caught:
+        RankLayout(shape, names, offset, strides=strides)
+    named = re.findall(r"\(((?:d\d=\d(?:, )?)+)\)", str(caught.value))
+    places = [tuple(map(int, re.findall(r"=(\d)", text))) for text in named]
+    rank = int(str(caught.value).rpartition("rank ")[2])
+    assert len({*places}) == 2
+    assert {int(table[place]) for place in places} == {rank}
 
 
 # numpy's integers are accepted wherever an int is, and plain ints come back.
@@ -178,9 +215,9 @@ def test_layouts_compare_by_value(one, other):
     assert len({one[0], other[0]}) == 2 - (values[0] == values[1])
 
 
-# A list that strides can make, dense or with gaps, is the ordinary layout, in every respect.
+# A list that strides can make, in any order, is the ordinary layout, in every respect.
 @many
-@given(numbered(kinds=("dense", "gaps")))
+@given(numbered(kinds=("dense", "gaps", "strided")))
 def test_a_list_of_even_steps_is_no_list(case):
     layout, table = case
     twin = RankLayout(layout.shape, layout.dim_names, ranks=in_order(table))

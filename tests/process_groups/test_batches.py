@@ -155,6 +155,17 @@ def test_a_collision_of_torch(monkeypatch, bound):
     assert bound == [[[0, 8]], [[1988, 1996]]]
 
 
+# Lists of several sizes are split off in turns, too, where torch gives two of them one colour.
+def test_a_collision_of_lists(monkeypatch, bound):
+    monkeypatch.setattr(dist.ProcessGroup, "split_group", None, raising=False)
+    lists = [[1478, 1486], [1988, 1996], [1, 2, 3]]
+    for rank, expected in {1988: [lists[0], lists[1]], 2: [lists[2], lists[0]]}.items():
+        with fake_world(4096, rank), HyperCommGrid([4096], ["dp"], creation="split") as grid:
+            grid.create_pg("dp", name="lists", derive=lists)
+        assert bound == [[members] for members in expected]
+        bound.clear()
+
+
 # Groups whose colours are equal are split off in turns: every rank makes equally many calls, in one
 # of them with its own group, and in no call do two groups of one colour meet.
 @pytest.mark.parametrize("colors", [[1, 2, 1, 1], [5, 5, 5, 5], [3, 4, 4, 3]], ids=str)

@@ -15,7 +15,8 @@ from hypercomm.grid.arguments import GroupArguments, SetArguments, Share, check_
 from hypercomm.grid.grid_set import GridSet
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_world_size
-from hypercomm.layout.text import shown
+from hypercomm.layout.parsing import short_names
+from hypercomm.layout.text import did_you_mean, shown
 from hypercomm.process_groups.world import size_of_world
 
 if TYPE_CHECKING:
@@ -29,16 +30,26 @@ _NAMES = {argument: dim for dim, argument in table.DENSE_SIZES.items()} | {
 }
 """The names here of Megatron's sizes."""
 
+_SIZES = {name: None if name == "expt_tp" else 1 for name in _NAMES.values()}
+"""The sizes of a model, with their defaults."""
+
 
 def megatron_grids(
     *,
-    tp: int = 1,
-    cp: int = 1,
-    pp: int = 1,
-    ep: int = 1,
+    tp: int | None = None,
+    cp: int | None = None,
+    pp: int | None = None,
+    ep: int | None = None,
     expt_tp: int | None = None,
-    gtp_remat: int = 1,
-    expt_gtp_remat: int = 1,
+    gtp_remat: int | None = None,
+    expt_gtp_remat: int | None = None,
+    tensor_model_parallel_size: int | None = None,
+    context_parallel_size: int | None = None,
+    pipeline_model_parallel_size: int | None = None,
+    expert_model_parallel_size: int | None = None,
+    expert_tensor_parallel_size: int | None = None,
+    gtp_remat_size: int | None = None,
+    expert_gtp_remat_size: int | None = None,
     order: str = "tp-cp-ep-dp-pp",
     world_size: int | None = None,
     inference: Mapping[str, int] | None = None,
@@ -51,7 +62,7 @@ def megatron_grids(
     process group is created: `create_megatron_pgs` creates all that Megatron's code asks for.
 
     Args:
-        tp: Tensor parallel size.
+        tp: Tensor parallel size; default: 1, as for the other sizes.
         cp: Context parallel size.
         pp: Pipeline parallel size.
         ep: Expert parallel size.
@@ -59,12 +70,19 @@ def megatron_grids(
         gtp_remat: GTP peers, ranks that share each weight and gather it to use it; where there are
             any, they are a dim of the grid, after tp unless the order names them.
         expt_gtp_remat: The same for the weights of experts, in the view, after ep.
+        tensor_model_parallel_size: Megatron's name of `tp`.
+        context_parallel_size: Megatron's name of `cp`.
+        pipeline_model_parallel_size: Megatron's name of `pp`.
+        expert_model_parallel_size: Megatron's name of `ep`.
+        expert_tensor_parallel_size: Megatron's name of `expt_tp`.
+        gtp_remat_size: Megatron's name of `gtp_remat`.
+        expert_gtp_remat_size: Megatron's name of `expt_gtp_remat`.
         order: The order of the dims, the first varying fastest, for the dense and the expert ones.
         world_size: Number of ranks of the job; default: as for `HyperCommGrid`.
         inference: The sizes of inference on the ranks of training, with the same names and
             defaults.
-        arguments: `name`, `backend`, `creation`, `share`, `lazy_init`, `verify` and `overrides`,
-            as for `GridSet`.
+        arguments: `name`, `backend`, `creation`, `share`, `lazy_init`, `verify` and
+            `enable_reconfigure`, as for `GridSet`.
 
     Raises:
         LayoutError: A size is not a positive int, or the order cannot be read.
@@ -73,6 +91,7 @@ def megatron_grids(
         UnknownDimError: The order or `inference` names a dim that Megatron does not have.
         WorldSizeError: The sizes of the dense layers, or those of the experts, do not divide the
             world.
+        TypeError: A size is given by both of its names, or an argument does not exist.
 
     Example:
         >>> grids = megatron_grids(tp=2, pp=2, ep=2, inference={"tp": 4}, world_size=16)
@@ -81,14 +100,18 @@ def megatron_grids(
         training tp=2,cp=1,dp=4,pp=2 experts expt_tp=2,ep=2,expt_dp=2,pp=2
         inference tp=4,cp=1,dp=4,pp=1 experts expt_tp=4,ep=1,expt_dp=4,pp=1
     """
-    sizes = {name: value for name, value in locals().items() if name in _SIZES}
-    check_keywords("megatron_grids", arguments, [*_DEFAULTS, *SetArguments.__annotations__])
+    sizes = {name: value for name, value in locals().items() if name in {*_SIZES, *_NAMES}}
+    known = [*(megatron_grids.__kwdefaults__ or {}), *SetArguments.__annotations__]
+    check_keywords("megatron_grids", arguments, known)
     total, models = as_world_size(size_of_world(world_size)), {"training": sizes}
     if inference is not None:
         for dim in inference:
-            if dim not in _SIZES:
-                raise UnknownDimError(f"inference has no dim {shown(dim)}, but {list(_SIZES)}")
-        models["inference"] = {**_SIZES, **inference}
+            if dim not in {*_SIZES, *_NAMES}:
+                raise UnknownDimError(
+                    f"inference has no dim {shown(dim)}, but {list(_SIZES)}"
+                    f"{did_you_mean(dim, (*_SIZES, *_NAMES))}"
+                )
+        models["inference"] = dict(inference)
     layouts = {label: _layouts(sizes, order, total) for label, sizes in models.items()}
     grids = GridSet(
         {label: dense for label, (dense, _) in layouts.items()},
@@ -101,15 +124,12 @@ def megatron_grids(
     return grids
 
 
-_DEFAULTS = megatron_grids.__kwdefaults__ or {}
-_SIZES = {dim: _DEFAULTS[dim] for dim in _DEFAULTS if dim in _NAMES.values()}
-"""The sizes that a model is given, with their defaults."""
-
-
-def _layouts(sizes: Mapping[str, int | None], order: str, world_size: int) -> table.Layouts:
-    """Return the layouts of a model's dense and expert layers."""
-    given: dict[str, Any] = {argument: sizes[name] for argument, name in _NAMES.items()}
-    layouts = table.Configuration(**given, order=order).layouts(world_size, _NAMES)
+def _layouts(given: Mapping[str, int | None], order: str, world_size: int) -> table.Layouts:
+    """Return the layouts of a model's dense and expert layers, from sizes by either name."""
+    short, names = short_names("megatron_grids", given, _NAMES)
+    sizes: dict[str, Any] = {**_SIZES, **short}
+    by_argument = {argument: sizes[name] for argument, name in _NAMES.items()}
+    layouts = table.Configuration(**by_argument, order=order).layouts(world_size, names)
     dense, expert = (dict(layout.sizes) for layout in layouts)
     del dense["ep"], expert["cp"]
     experts = {_EXPERT_DIMS.get(dim, dim): size for dim, size in expert.items()}

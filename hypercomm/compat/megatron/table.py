@@ -21,7 +21,7 @@ from hypercomm.errors import ConfigurationError, LayoutError, UnknownDimError
 from hypercomm.grid.arguments import SHARES, GroupArguments, Share
 from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.layout.checks import as_world_size, check_choice, check_duration, positive
-from hypercomm.layout.groups import ArrayGroups
+from hypercomm.layout.groups import groups_of_rows
 from hypercomm.layout.parsing import OPEN, close_sizes, parse_order
 
 GTP = "gtp_remat"
@@ -157,15 +157,17 @@ class Configuration:
         self, arguments: Mapping[str, str], names: Mapping[str, str], world_size: int
     ) -> dict[str, int]:
         """Return the sizes by dim, which must divide the world; dp gets the remaining ranks."""
-        sizes, called = {}, {}
+        sizes, called, room = {}, {}, ""
         for dim, argument in arguments.items():
             given, name = getattr(self, argument), names.get(argument, argument)
             if given is None and dim == "tp":
-                given = self.tensor_model_parallel_size
+                given, source = self.tensor_model_parallel_size, DENSE_SIZES["tp"]
+                taken = f"{name}={given} taken from {names.get(source, source)}"
+                room = f"the world has {world_size}; {taken}"
             size = positive(given, name)
             if size > 1 or dim != GTP:
                 sizes[dim] = called[name] = size
-        return {**sizes, "dp": close_sizes({**called, "dp": OPEN}, world_size)["dp"]}
+        return {**sizes, "dp": close_sizes({**called, "dp": OPEN}, world_size, room)["dp"]}
 
     def _check_pipelines(self, layouts: Layouts) -> None:
         """Raise unless dense and expert layers have the same pipelines, as Megatron requires.
@@ -385,8 +387,16 @@ def hierarchy(config: Configuration, groups: RankGroups, level: int) -> RankGrou
 
 
 def hybrid(_: Configuration, groups: RankGroups, size: Any) -> RankGroups:
-    """Return groups of `size` neighbours."""
-    return groups.chunks(size)
+    """Return groups of `size` neighbours; the last one of each dp-cp group may be smaller.
+
+    Example:
+        >>> hybrid(Configuration(), RankLayout("dp=6").groups("dp"), 4).to_lists()
+        [[0, 1, 2, 3], [4, 5]]
+    """
+    if groups.group_size % size == 0:
+        return groups.chunks(size)
+    starts = range(0, groups.group_size, size)
+    return RankGroups([group[start : start + size] for group in groups for start in starts])
 
 
 def embedding(config: Configuration, groups: RankGroups, _: Any) -> RankGroups:
@@ -448,7 +458,7 @@ def whole_instance(config: Configuration, groups: RankGroups, _: Any) -> RankGro
     if instances == 1:
         return groups
     parts = _by_instance(config, groups)[0].to_array().reshape(len(groups), instances, -1)
-    return ArrayGroups(np.sort(parts.swapaxes(0, 1).reshape(instances, -1), axis=1))
+    return groups_of_rows(np.sort(parts.swapaxes(0, 1).reshape(instances, -1), axis=1))
 
 
 def _by_instance(config: Configuration, groups: RankGroups) -> tuple[RankGroups, ...]:

@@ -9,6 +9,7 @@ from hypercomm.cli.printing import console
 from hypercomm.layout import RankMapping
 from hypercomm.layout.difference import LayoutDifference, difference
 from hypercomm.tools.draw.drawing import draw as draw_picture
+from hypercomm.tools.place.command import on_option
 from hypercomm.tools.place.live import machine
 
 
@@ -16,9 +17,7 @@ from hypercomm.tools.place.live import machine
 @click.argument("sizes")
 @click.argument("after", required=False)
 @click.option("--to", "target", metavar="SIZES", help="Draw the messages of a mapping to SIZES.")
-@click.option(
-    "--on", multiple=True, default=["8"], show_default=True, help="Hosts, as for place, or none."
-)
+@on_option("8")
 @click.option("--groups", help="The dims whose groups have colours, as in tp,dp+cp.")
 @click.option("-o", "--output", metavar="FILE", help="Write a file, .svg or .png.")
 @click.option("--force", is_flag=True, help="Replace the file if it exists.")
@@ -35,6 +34,7 @@ def draw(
 
     With a second layout, draw which groups a change keeps, ends and creates; with --to, the
     messages of a mapping. Large layouts are schematics. Without -o, print to the terminal.
+    --on none draws no hosts.
     """
     if after is not None and target is not None:
         raise click.UsageError("a second layout draws a change, --to a mapping; give one of them")

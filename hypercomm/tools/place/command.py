@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import click
 
@@ -11,16 +12,26 @@ from hypercomm.cli.printing import print_json, write
 from hypercomm.tools.place.live import machine
 from hypercomm.tools.place.placing import place
 
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def on_option(*default: str) -> Callable[[_Command], _Command]:
+    """Return the option `--on` of a command, which is required if it has no default."""
+    return click.option(
+        "--on",
+        multiple=True,
+        required=not default,
+        default=default or None,
+        show_default=" ".join(default) or False,
+        help="The machine: GPUs per host and domain (4,72), a hostfile, a node list, "
+        "topology.conf, topology.yaml, or 'live' in a job. May be repeated: the first names the "
+        "hosts in order.",
+    )
+
 
 @click.command("place", short_help="Show which groups cross hosts and domains, and a better order.")
 @options.sizes
-@click.option(
-    *("--on", "on"),
-    required=True,
-    multiple=True,
-    help="The machine: GPUs per host and domain (4,72), a hostfile, a node list, topology.conf, "
-    "topology.yaml, or 'live' in a job. May be repeated: the first names the hosts in order.",
-)
+@on_option()
 @click.option("--traffic", help="Bytes that a rank sends in a step, as in tp=40G,dp=6.5G,pp=100M.")
 @click.option(
     "--overlap", "overlapped", default="", help="Dims whose traffic overlaps with computation: dp."
@@ -37,16 +48,22 @@ def place_command(
     """Show how the groups of a layout such as tp=4,dp=16,pp=4 are spread over a machine.
 
     The table shows how many groups of each dim leave their host, domain or switch, and the bytes
-    that cross. It is followed by the best order of the dims. No process is started, and torch is
-    loaded for --on live only.
+    that cross. It is followed by the best order of the dims, and of the ranks if hosts alternate.
+    No process is started, and torch is loaded for --on live only.
     """
     where = machine(on)
     if where is None:
         return 0
     found = place(sizes, where, **given)
     if as_json:
-        better = found.better and {"advice": found.advice, **found.better.to_dict()}
-        print_json({**found.to_dict(), "notes": found.notes, "better": better})
+        report = found.to_dict() | {"notes": found.notes, "better": None, "reordered": None}
+        if found.better is not None:
+            advice = found.advice_for(found.better)
+            report["better"] = {"advice": advice, **found.better.to_dict()}
+        if (other := found.reordered) is not None:
+            ranks = {"rank_list": list(other.layout.ranks)}
+            report["reordered"] = {"advice": found.advice_for(other), **ranks, **other.to_dict()}
+        print_json(report)
     else:
         write(f"{found}\n")
     return 0

@@ -25,9 +25,9 @@ _FABRIC_COMPLETED = 3
 def live_topology() -> Topology:
     """Return where the ranks of the running job are; every rank of WORLD must call this.
 
-    Ranks with the same host name are on one host. Ranks with the same NVML cluster and clique are
-    in one NVLink domain; this needs nvidia-ml-py. Switches come from SLURM. A level that some ranks
-    do not know is left out.
+    Ranks with the same host name are on one host; CUDA_VISIBLE_DEVICES gives their GPUs. Ranks with
+    the same NVML cluster and clique are in one NVLink domain; this needs nvidia-ml-py. Switches
+    come from SLURM. A level that some ranks do not know is left out.
 
     Returns:
         The levels of all ranks, the same on every rank.
@@ -45,13 +45,17 @@ def live_topology() -> Topology:
 
     from hypercomm.process_groups.world import current
 
-    every: list[Any] = [None] * current().size
+    gathered: list[Any] = [None] * current().size
     own = {"host": socket.gethostname(), **slurm_units(os.environ)}
     domain = _nvlink_domain()
-    dist.all_gather_object(every, own | ({"domain": domain} if domain else {}))
+    if domain:
+        own["domain"] = domain
+    dist.all_gather_object(gathered, (own, _own_gpu()))
+    every, gpus = zip(*gathered, strict=True)
     names = [name for name in every[0] if all(name in units for units in every)]
     return Topology(
-        [Level.of(name, [units[name] for units in every]) for name in sorted(names, key=place_of)]
+        [Level.of(name, [units[name] for units in every]) for name in sorted(names, key=place_of)],
+        gpus=None if None in gpus else gpus,
     )
 
 
@@ -73,6 +77,34 @@ def slurm_units(environment: Mapping[str, str]) -> dict[str, str]:
     units = {tier(number): switch for number, switch in enumerate(reversed(switches))}
     blocks = [part for kind, part in pairs if kind == "block"]
     return units | ({"domain": blocks[-1]} if blocks else {})
+
+
+def _own_gpu() -> int | None:
+    """Return the number of this rank's GPU on its host, or None without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return visible_gpu(os.environ, torch.cuda.current_device())
+
+
+def visible_gpu(environment: Mapping[str, str], device: int) -> int | None:
+    """Return the number that a GPU has on its host, or None if the environment gives no number.
+
+    Args:
+        environment: Its CUDA_VISIBLE_DEVICES, if set, lists the GPUs that the process can use.
+        device: The number of the GPU in this process.
+
+    Example:
+        >>> visible_gpu({"CUDA_VISIBLE_DEVICES": "5,6"}, 1), visible_gpu({}, 1)
+        (6, 1)
+    """
+    listed = environment.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return device
+    entries = [entry.strip() for entry in listed.split(",")]
+    is_number = device < len(entries) and entries[device].isdecimal()
+    return int(entries[device]) if is_number else None
 
 
 def _nvlink_domain() -> str | None:

@@ -1,4 +1,4 @@
-"""Place a layout on a machine: which groups cross which units, and the best order of dims.
+"""Place a layout on a machine: which groups cross which units, and the best order.
 
 The groups over some dims depend only on the sizes and strides of these dims, and the stride of a
 dim is the product of the sizes before it. The search therefore looks at far fewer groups than
@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
-from operator import mul
+from operator import attrgetter, mul
 from typing import Any, NamedTuple
 
 import attrs
@@ -22,7 +22,7 @@ from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.layout import read_layout
 from hypercomm.layout.parsing import OPEN, check_one_open, parse_sizes
-from hypercomm.layout.text import aligned, counted, shown
+from hypercomm.layout.text import aligned, counted, format_range, shown
 from hypercomm.tools.place import traffic as traffics
 from hypercomm.tools.place.reading import On, read_topology
 from hypercomm.tools.place.topology import Level, Topology
@@ -88,7 +88,7 @@ class Spread:
             "+".join(self.dims),
             self.level,
             f"{self.across:,} of {self.groups:,}",
-            "..".join(f"{count:,}" for count in dict.fromkeys((self.least, self.most))),
+            format_range(self.least, self.most),
             "" if self.bytes is None else traffics.format_bytes(self.bytes),
         )
 
@@ -174,12 +174,41 @@ class Placed:
         )
         if least >= self.cost:
             return None
-        other = RankLayout([layout.size_of(dim) for dim in order], order, ranks=layout.ranks)
+        return self._with(layout.renumber([layout.size_of(dim) for dim in order], order))
+
+    @cached_property
+    def reordered(self) -> Placed | None:
+        """The best order of dims on ranks that are sorted by switch, domain, host and GPU.
+
+        Its `layout` is the one to give to a grid, and `layout.ranks` the list for `ranks=` of
+        `RankLayout`. None if the ranks are sorted, or if that costs no less than the layout does.
+
+        Example:
+            >>> from hypercomm import place
+            >>> placed = place("tp=2,dp=2", on=["a", "b", "a", "b"])
+            >>> placed.reordered.layout.ranks, placed.reordered.find("tp", "host").across
+            ((0, 2, 1, 3), 0)
+        """
+        layout = self.layout
+        ranks = self.topology.sort(layout.ranks)
+        if np.array_equal(ranks, np.asarray(layout.ranks)):
+            return None
+        best = self._with(RankLayout(layout.shape, layout.dim_names, ranks=ranks)).best
+        return best if best.cost < self.cost else None
+
+    @property
+    def proposal(self) -> Placed | None:
+        """The cheaper one of `reordered` and `better`, or None if neither exists."""
+        found = [one for one in (self.reordered, self.better) if one is not None]
+        return min(found, key=attrgetter("cost"), default=None)
+
+    def _with(self, layout: RankLayout) -> Placed:
+        """Return the same for the same dims in another order, or on ranks in another order."""
         return attrs.evolve(
             self,
-            layout=other,
-            traffic={other.order_dims(dims): one for dims, one in self.traffic.items()},
-            groups=[other.order_dims(dims) for dims in self.groups],
+            layout=layout,
+            traffic={layout.order_dims(dims): one for dims, one in self.traffic.items()},
+            groups=[layout.order_dims(dims) for dims in self.groups],
         )
 
     @property
@@ -264,30 +293,43 @@ class Placed:
 
     @property
     def advice(self) -> str:
-        """The better order and what it saves; "" if no order costs less.
+        """The better order of dims or ranks and what it saves; "" if none costs less.
 
         Example:
             >>> from hypercomm import place
             >>> place("dp=4,tp=2", on=2, traffic="tp=3G,dp=1G").advice
             'order: tp-dp in place of dp-tp; steps wait for 71 % less across units'
+            >>> place("tp=2,dp=2", on=["a", "b", "a", "b"]).advice
+            'ranks: sorted by host, ranks=[0, 2, 1, 3]; groups that matter more lie inside'
         """
-        if self.better is None:
-            return ""
+        return "" if self.proposal is None else self.advice_for(self.proposal)
+
+    def advice_for(self, other: Placed) -> str:
+        """Return what another order of dims or ranks changes, and what it saves."""
         saving = "groups that matter more lie inside"
         if not self.is_assumed:
-            costs = zip(self.cost, self.better.cost, _SAVINGS, strict=True)
+            costs = zip(self.cost, other.cost, _SAVINGS, strict=True)
             before, after, saving = next(one for one in costs if one[0] != one[1])
             share = 100 * (before - after) / before
             saving = saving.format(f"{share:.0f} %" if 1 <= share < 99 else f"{share:.3g} %")
-        orders = ["-".join(one.layout.dim_names) for one in (self.better, self)]
-        return f"order: {' in place of '.join(orders)}; {saving}"
+        parts = []
+        if other is self.reordered:
+            ranks = other.layout.ranks
+            more = ", ..." if len(ranks) > _MOST_RANKS else ""
+            listed = f"ranks=[{', '.join(map(str, ranks[:_MOST_RANKS]))}{more}]"
+            levels = " and ".join(reversed(self.topology.names))
+            parts.append(f"ranks: sorted by {levels}, {listed}")
+        if other.layout.dim_names != self.layout.dim_names:
+            orders = ["-".join(one.layout.dim_names) for one in (other, self)]
+            parts.append(f"order: {' in place of '.join(orders)}")
+        return "; ".join([*parts, saving])
 
     @property
     def changes(self) -> list[tuple[str, ...]]:
-        """The cells of the spreads that differ in the better order, as "before -> after"."""
+        """The cells of the spreads that differ in the order of the advice, as "before -> after"."""
         before = {(frozenset(one.dims), one.level): one.cells for one in self.spreads}
         rows = []
-        for spread in self.best.spreads:
+        for spread in (self.proposal or self).spreads:
             cells, was = spread.cells, before[frozenset(spread.dims), spread.level]
             if was[2:] != cells[2:]:
                 pairs = zip(was[2:], cells[2:], strict=True)
@@ -304,13 +346,16 @@ class Placed:
         rows = [self.columns, *(spread.cells[: len(self.columns)] for spread in self.spreads)]
         lines = [self.headline, *aligned(rows), *self.notes]
         lines += [f"warning: {warning}" for warning in self.warnings]
-        if self.better:
+        if self.proposal:
             lines += [self.advice, *(f"  {line}" for line in aligned(self.changes))]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
         return f"<Placed: {self.headline}>"
 
+
+_MOST_RANKS = 64
+"""Ranks of a list that the advice shows; `reordered` and JSON have all."""
 
 _SAVINGS = (
     "steps wait for {} less across units",

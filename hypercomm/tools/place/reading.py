@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -27,7 +28,10 @@ from hypercomm.layout.checks import as_world_size, check_choice
 from hypercomm.layout.text import counted, plural, shown
 from hypercomm.tools.place.topology import Level, Topology
 
-Source = int | str | os.PathLike[str] | Mapping[str, str]
+Hosts = Sequence[str] | Sequence[tuple[str, int]]
+"""The host of each rank, or its host and the number of its GPU there."""
+
+Source = int | str | os.PathLike[str] | Mapping[str, str] | Hosts
 On = Source | Topology | Sequence[Source]
 """The sources that `read_topology` accepts."""
 
@@ -38,7 +42,8 @@ _LEVELS = ("host", "domain", *_SWITCHES)
 _Names = Mapping[str, str]
 _KINDS = (
     "GPUs per host (8, '8,72' or 'host=8,domain=72'), a hostfile, a node list such as "
-    "'node[01-09]', SLURM's topology.conf or topology.yaml, or a mapping of hosts to switches"
+    "'node[01-09]', SLURM's topology.conf or topology.yaml, a mapping of hosts to switches, or "
+    "the host of each rank, as ['a', 'b', 'a', 'b']"
 )
 
 
@@ -51,27 +56,33 @@ class _Found:
         slots: The GPUs of each host, in the order of ranks; None where the source does not say.
         levels: The unit of each host, by level.
         sizes: The GPUs of each unit, by level, for a source that names no hosts.
+        hosts: The host of each rank, for a source that lists the hosts rank by rank.
+        gpus: The GPU of each rank within its host, if such a source has it.
     """
 
     source: str
     slots: Mapping[str, int | None] = attrs.field(factory=dict)
     levels: Mapping[str, Mapping[str, str]] = attrs.field(factory=dict)
     sizes: Mapping[str, int] = attrs.field(factory=dict)
+    hosts: Sequence[str] = ()
+    gpus: tuple[int, ...] | None = None
 
 
 def read_topology(on: On, world_size: int | None = None) -> Topology:
     """Return the host, NVLink domain and switches of each rank of a world.
 
-    Ranks fill the hosts in the order in which the source names them, as launchers do.
+    Ranks fill the hosts in the order in which the source names them, as launchers do, unless the
+    source lists the host of each rank.
 
     Args:
         on: The GPUs per host, 8, or per unit of each level, "8,72" or "host=8,domain=72"; the path
             of a hostfile or of SLURM's topology.conf or topology.yaml; a node list as SLURM writes
-            it; a mapping of hosts to leaf switches, or a YAML file of one; or a list of several of
-            these. The first of several sources that names hosts sets their order, and an earlier
-            source wins over a later one: ["hostfile", 8] gives 8 GPUs to hosts that are listed
-            without a number; if no source gives one, ranks are spread evenly. A `Topology` is cut
-            to `world_size`.
+            it; a mapping of hosts to leaf switches, or a YAML file of one; a list with the host of
+            each rank, as ["a", "b", "a", "b"], or with its host and GPU, as [("a", 0), ("b", 0)];
+            or a list of several of these. The first of several sources that names hosts sets
+            their order, and an earlier source wins over a later one: ["hostfile", 8] gives 8 GPUs
+            to hosts that are listed without a number; if no source gives one, ranks are spread
+            evenly. A `Topology` is cut to `world_size`.
         world_size: The number of ranks. Default: one for each GPU of the machine.
 
     Returns:
@@ -88,6 +99,8 @@ def read_topology(on: On, world_size: int | None = None) -> Topology:
         ([0, 0, 1, 1, 0, 0], ('s1', 's2'))
         >>> read_topology(["node[1-4]", "8,16"]).names
         ('host', 'domain')
+        >>> read_topology(["a", "b", "a", "b"]).level("host").of_rank.tolist()
+        [0, 1, 0, 1]
     """
     if world_size is not None:
         as_world_size(world_size, "world_size")
@@ -96,7 +109,10 @@ def read_topology(on: On, world_size: int | None = None) -> Topology:
         return topology
     if world_size > topology.world_size:
         gpus = counted(topology.world_size, "GPU")
-        raise LayoutError(f"{world_size:,} ranks need more than {gpus}")
+        hint = ""
+        if _lists_hosts(on):
+            hint = f"; on (--on) lists the host of each rank, as none of {shown(on)} is a file"
+        raise LayoutError(f"{world_size:,} ranks need more than {gpus}{hint}")
     return topology.select(range(world_size))
 
 
@@ -104,13 +120,16 @@ def _read_machine(on: Any, world_size: int | None) -> Topology:
     """Return the whole machine that `on` describes."""
     if isinstance(on, Topology):
         return on
-    sources = [_read(one) for one in (on if isinstance(on, (list, tuple)) else [on])]
+    is_several = isinstance(on, (list, tuple)) and not _lists_hosts(on)
+    sources = [_read(one) for one in (on if is_several else [on])]
     sizes = _merged_sizes(sources)
     named = [source for source in sources if source.slots]
     levels: dict[str, Level] = {}
+    gpus = None
     if named:
         slots = _slots(named, sizes.get("host"), world_size)
-        hosts = [host for host, count in slots.items() for _ in range(count)]
+        hosts = named[0].hosts or [host for host, count in slots.items() for _ in range(count)]
+        gpus = named[0].gpus
         levels["host"] = Level.of("host", hosts)
         for source in named:
             for name, unit_of in source.levels.items():
@@ -127,9 +146,11 @@ def _read_machine(on: Any, world_size: int | None) -> Topology:
     for name, size in sizes.items():
         if name not in levels:
             units = np.arange(world_size)
+            if named and named[0].hosts:  # units of GPUs in the order of hosts, not of ranks
+                units[np.argsort(levels["host"].of_rank, kind="stable")] = units.copy()
             units //= size  # in place: there may be 2**24 ranks
             levels[name] = Level(name, units)
-    return Topology([levels[name] for name in sorted(levels, key=place_of)])
+    return Topology([levels[name] for name in sorted(levels, key=place_of)], gpus=gpus)
 
 
 def _merged_sizes(sources: Sequence[_Found]) -> dict[str, int]:
@@ -190,7 +211,44 @@ def place_of(level: str) -> int:
 # ---- one source ---------------------------------------------------------------------------------
 
 
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+
+
+def _lists_hosts(on: object) -> bool:
+    """Return whether a value is a list with the host of each rank, not a list of sources."""
+    if not isinstance(on, (list, tuple)) or len(on) < 2:
+        return False
+    if all(isinstance(one, tuple) for one in on):
+        return True
+    return all(
+        isinstance(one, str)
+        and _HOST.fullmatch(one) is not None
+        and not one.isdecimal()
+        and not os.path.isfile(one)  # noqa: PTH113 - Path raises for a name that is too long
+        for one in on
+    )
+
+
+def _read_hosts(on: Sequence[Any]) -> _Found:
+    """Read the host of each rank, or its host and GPU."""
+    if isinstance(on[0], str):
+        return _Found("the list of hosts", Counter(on), hosts=on)
+    for pair in on:
+        if len(pair) != 2 or not isinstance(pair[0], str) or type(pair[1]) is not int:
+            raise LayoutError(
+                f"on has {shown(pair)} in the list of the host of each rank; write 'node1', or "
+                f"('node1', 0) with the number of the GPU"
+            )
+    (host, gpu), count = Counter(on).most_common(1)[0]
+    if count > 1:
+        raise LayoutError(f"on gives GPU {gpu} of host {host!r} to {count} ranks")
+    hosts, gpus = zip(*on, strict=True)
+    return _Found("the list of hosts", Counter(hosts), hosts=hosts, gpus=gpus)
+
+
 def _read(on: object) -> _Found:
+    if _lists_hosts(on):
+        return _read_hosts(on)  # type: ignore[arg-type]
     if isinstance(on, int):
         as_world_size(on, "the number of GPUs per host")
         return _Found(f"on={on}", sizes={"host": on})

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hypercomm.errors import LayoutError
 from hypercomm.layout.checks import as_ranks
-from hypercomm.layout.text import aligned, counted, did_you_mean, shown
+from hypercomm.layout.text import aligned, counted, did_you_mean, format_range, shown
 
 
 def _as_names(value: Iterable[str]) -> tuple[str, ...]:
@@ -91,6 +91,7 @@ class Topology:
 
     Args:
         levels: For example host, domain, leaf, spine. Each covers the same ranks.
+        gpus: The number of the GPU of each rank within its host. Default: not known.
 
     Raises:
         LayoutError: There are no levels, two have the same name, or they cover different numbers
@@ -109,11 +110,15 @@ class Topology:
     """
 
     levels: Sequence[Level]
+    gpus: tuple[int, ...] | None = attrs.field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "levels", tuple(self.levels))
         sizes = {level.name: level.of_rank.size for level in self.levels}
-        if len(sizes) < max(len(self.levels), 1) or len({*sizes.values()}) > 1:
+        if self.gpus is not None:
+            sizes["gpus"] = len(self.gpus)
+        names = len(self.levels) + (self.gpus is not None)
+        if not self.levels or len(sizes) < names or len({*sizes.values()}) > 1:
             raise LayoutError(f"levels need distinct names and the same ranks, got {sizes}")
 
     @property
@@ -165,12 +170,29 @@ class Topology:
             units = level.of_rank[wanted].tolist()
             names = [level.names[unit] for unit in dict.fromkeys(units)]
             levels.append(Level(level.name, Level.of(level.name, units).of_rank, names))
-        return Topology(levels)
+        gpus = None if self.gpus is None else tuple([self.gpus[rank] for rank in wanted.tolist()])
+        return Topology(levels, gpus=gpus)
+
+    def sort(self, ranks: Sequence[int]) -> NDArray[np.int64]:
+        """Return ranks sorted by the outermost level, then the next, and by GPU and rank.
+
+        Units are in the order of their first rank.
+
+        Example:
+            >>> host = Level.of("host", ["a", "b", "a", "b"])
+            >>> Topology([host]).sort(range(4)).tolist()
+            [0, 2, 1, 3]
+            >>> Topology([host], gpus=(1, 0, 0, 1)).sort(range(4)).tolist()
+            [2, 0, 1, 3]
+        """
+        ordered = np.sort(np.asarray(ranks))
+        keys = [] if self.gpus is None else [np.asarray(self.gpus)[ordered]]
+        keys += [level.of_rank[ordered] for level in self.levels]
+        return np.asarray(ordered[np.lexsort(keys)])
 
     def __str__(self) -> str:
         rows = [("level", "units", "ranks of each")]
         for level in self.levels:
-            sizes = dict.fromkeys((int(level.sizes.min()), int(level.sizes.max())))
-            cells = "..".join(f"{size:,}" for size in sizes)
-            rows.append((level.name, f"{level.units:,}", cells))
+            sizes = format_range(int(level.sizes.min()), int(level.sizes.max()))
+            rows.append((level.name, f"{level.units:,}", sizes))
         return "\n".join([*aligned(rows), counted(self.world_size, "rank")])

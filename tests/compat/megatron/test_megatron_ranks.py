@@ -118,6 +118,31 @@ def test_cycles(arguments, count):
         assert cycle["after"] == cycle["before"]
 
 
+UNEVEN = {
+    "context_parallel_size": 2,
+    "hybrid_context_parallel": True,
+    "create_gloo_process_groups": False,
+}
+"""On 10 ranks the last hybrid group of 4 has only two ranks."""
+
+
+def sums_once(arguments):
+    """The sum over every group of one configuration."""
+    parallel_state.initialize_model_parallel(**arguments)
+    sums = sums_over_every_group(parallel_state.current.default)
+    parallel_state.destroy_model_parallel()
+    return sums
+
+
+# Hybrid groups of several sizes communicate.
+@pytest.mark.full
+def test_uneven_hybrid_groups():
+    for rank, sums in enumerate(run_ranks(partial(sums_once, UNEVEN), 10, timeout=120)):
+        assert sums == expected_sums(UNEVEN, rank, 10)
+        four = [2**member for member in range(rank // 4 * 4, min(rank // 4 * 4 + 4, 10))]
+        assert sums["_HYBRID_DP_CP_GROUPS4"] == sum(four)
+
+
 def two_states():
     """Two configurations in one process: in turns, nested, and each in a thread of its own."""
     wide = ParallelState.create(tensor_model_parallel_size=4, create_gloo_process_groups=False)

@@ -8,7 +8,6 @@ from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 from megatron_facts import TAKEN, forget, gloo_made_fake, ours, read_globals, state_of, theirs
 
-from hypercomm.errors import ConfigurationError
 from hypercomm.testing import fake_world
 
 ORDERS = (
@@ -67,10 +66,7 @@ def configurations(draw):
         inner_cp = draw(st.sampled_from(divisors(sizes["context"])))
         levels = [inner_cp, sizes["context"] // inner_cp]
         arguments["hierarchical_context_parallel_sizes"] = levels
-    replicas = rest * sizes["context"]
-    arguments["hybrid_context_parallel"] = (
-        draw(st.booleans()) and replicas & (replicas - 1) == 0 and replicas > 1
-    )
+    arguments["hybrid_context_parallel"] = draw(st.booleans())
     arguments["create_all_gather_group"] = draw(st.booleans())
     arguments["create_gloo_process_groups"] = draw(st.booleans())
     if sizes["pipeline_model"] > 1:
@@ -134,7 +130,7 @@ def broken_configurations(draw):
 
 
 # Whatever is wrong, our error is caught by whoever catches Megatron's, and nothing is left; what
-# Megatron accepts, we accept, but for hybrid groups that would not come out even.
+# Megatron accepts, we accept.
 @settings(max_examples=examples(400))
 @given(broken_configurations())
 @example((6, {"tensor_model_parallel_size": 2, "hybrid_context_parallel": True}))
@@ -150,12 +146,28 @@ def test_refusals_are_megatrons(configuration):
     if isinstance(expected, Exception):
         event(type(expected).__name__)
         assert isinstance(found, type(expected)), f"{expected!r} was {found!r}"
-    elif arguments.get("hybrid_context_parallel") and isinstance(found, Exception):
-        event("uneven hybrid groups")
-        assert isinstance(found, ConfigurationError)
     else:
         event("accepted")
         assert found == expected
+
+
+# Hybrid groups are neighbours of each power of 2 below half of the ranks; the last may be smaller.
+@pytest.mark.parametrize("world_size", [10, 14, 20])
+def test_uneven_hybrid_groups(world_size):
+    sizes = {10: [2, 4], 14: [2, 4], 20: [2, 4, 8]}[world_size]
+    arguments = {"context_parallel_size": 2, "hybrid_context_parallel": True}
+    for rank in range(world_size):
+        starts = {size: rank // size * size for size in sizes}
+        expected = {
+            size: tuple(range(start, min(start + size, world_size)))
+            for size, start in starts.items()
+        }
+        found = state_of(ours, world_size, rank, arguments)
+        assert found["_HYBRID_DP_CP_GROUPS"] == expected
+        assert {size: found[f"hybrid({size})"] for size in sizes} == expected
+        if "hybrid_context_parallel" in TAKEN:
+            theirs_found = state_of(theirs, world_size, rank, arguments)
+            assert theirs_found["_HYBRID_DP_CP_GROUPS"] == expected
 
 
 # Sizes that do not fit are that error in a state that is initialised, too.

@@ -11,7 +11,7 @@ from launched import run_python
 
 from hypercomm import live_topology
 from hypercomm.tools.place import Level, Topology
-from hypercomm.tools.place.live import nvml_domain, slurm_units
+from hypercomm.tools.place.live import nvml_domain, slurm_units, visible_gpu
 
 
 # All ranks find the same levels: hosts by name, and the switches that SLURM gives to each rank. A
@@ -43,6 +43,16 @@ def test_slurm_units(address, pattern, units):
     held = {"SLURM_TOPOLOGY_ADDR": address, "SLURM_TOPOLOGY_ADDR_PATTERN": pattern}
     assert slurm_units(held) == units
     assert slurm_units({}) == {}
+
+
+# CUDA numbers the GPUs that a process can use from 0 on; its variable lists which these are.
+@pytest.mark.parametrize(
+    ("visible", "device", "gpu"),
+    [(None, 3, 3), ("5", 0, 5), ("4, 6", 1, 6), ("4", 1, None), ("GPU-8a", 0, None), ("", 0, None)],
+)
+def test_visible_gpu(visible, device, gpu):
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert visible_gpu(environment, device) == gpu
 
 
 class FabricInfo(ctypes.Structure):

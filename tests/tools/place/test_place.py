@@ -81,6 +81,17 @@ def check_against_hand(sizes, seed):
     }
     found = place(RankLayout([*sizes.values()], [*sizes]), machine, traffic=sent)
     assert found.best.cost.waited == min(every.values())
+    outer = levels[::-1]
+    firsts = [[units.index(unit) for unit in units] for units in outer]
+    ranks = sorted(range(ranks), key=lambda rank: [*(first[rank] for first in firsts), rank])
+    moved = [[unit_of[rank] for rank in ranks] for unit_of in levels]
+    anew = {one: cost_by_hand(one, sizes, traffic, moved) for one in itertools.permutations(sizes)}
+    is_better = ranks != sorted(ranks) and min(anew.values()) < every[tuple(sizes)]
+    assert (found.reordered is not None) == is_better
+    if is_better:
+        assert found.reordered.cost.waited == min(anew.values())
+        assert list(found.reordered.layout.ranks) == ranks
+        assert found.proposal.cost.waited == min(*anew.values(), *every.values())
     for placed in (found, found.best):
         order = placed.layout.dim_names
         assert placed.cost.waited == every[order]
@@ -109,6 +120,36 @@ def cases(most):
 def test_best_order_against_all_orders(part):
     for sizes, seed in list(cases(36))[part::20]:
         check_against_hand(sizes, seed)
+
+
+# ---- the order of ranks ------------------------------------------------------------------------
+
+
+# Ray's actors alternate between hosts: the ranks of a host, by GPU, come one after the other, and
+# the grid of that layout has tp groups within hosts.
+def test_hosts_that_alternate():
+    on = [("b", 0), ("a", 1), ("b", 1), ("a", 0), ("b", 3), ("a", 2), ("b", 2), ("a", 3)]
+    placed = place("tp=4,dp=2", on=on, traffic="tp=9G,dp=1G")
+    assert placed.find("tp", "host").across == 2
+    better = placed.reordered
+    assert better is placed.proposal
+    assert list(better.layout.ranks) == [0, 2, 6, 4, 3, 1, 5, 7]
+    assert list(better.layout.groups("tp")) == [(0, 2, 6, 4), (3, 1, 5, 7)]
+    assert better.find("tp", "host").across == 0
+    # before: 2 rings of 4 ranks in 2 units, 4 * 9 GB; after: 4 pairs in 2 units, 8 * 1 GB
+    assert (placed.cost.waited, better.cost.waited) == (36e9, 8e9)
+    assert placed.advice.startswith("ranks: sorted by host, ranks=[0, 2, 6, 4, 3, 1, 5, 7]; steps")
+    assert "78 % less" in placed.advice
+    assert place(better.layout, on=on, traffic="tp=9G,dp=1G").proposal is None
+
+
+# Where each host has its ranks in a row, no list is proposed, whatever the order of dims costs.
+@pytest.mark.parametrize("on", [2, ["x", "x", "b", "b", "a", "a", "c", "c"]])
+def test_hosts_in_a_row(on):
+    placed = place("dp=4,tp=2", on=on)
+    assert placed.reordered is None
+    assert placed.proposal is placed.better
+    assert placed.better.layout.dim_names == ("tp", "dp")
 
 
 # ---- published figures --------------------------------------------------------------------------

@@ -16,5 +16,10 @@ def test_json(in_process):
     assert found["traffic"]["pp"]["pattern"] == "chain"
     assert found["traffic"]["dp"]["overlapped"] is True
     assert json.loads(in_process(*SWAPPED, "--json").stdout)["better"]["layout"] == "tp=2,dp=4"
+    hosts = [word for host in "abab" for word in ("--on", host)]
+    listed = json.loads(in_process("place", "tp=2,dp=2", *hosts, "--json").stdout)
+    assert listed["reordered"]["rank_list"] == [0, 2, 1, 3]
+    assert "ranks=[0, 2, 1, 3]" in listed["reordered"]["advice"]
+    assert found["reordered"] is None
     more = json.loads(in_process(*SWAPPED, "--json", "--groups", "dp+tp").stdout)
     assert ["dp", "tp"] in [row["dims"] for row in more["groups"]]

@@ -8,7 +8,7 @@ import pytest
 
 from hypercomm import read_topology
 from hypercomm.errors import LayoutError, MissingPackageError
-from hypercomm.tools.place import Topology
+from hypercomm.tools.place import Level, Topology
 
 pytestmark = pytest.mark.torch_free
 
@@ -131,6 +131,37 @@ def test_topology_yaml(file):
     assert read_topology(file("topology.yml", only), 4).names == ("host", "domain")
 
 
+# The host of each rank, in any order, or its host and GPU; further sources add levels, and sizes
+# count GPUs in the order of the hosts.
+def test_the_host_of_each_rank(file):
+    hosts = ["b", "a", "c", "b", "a", "c", "a"]
+    for on in (hosts, tuple(hosts)):
+        topology = read_topology(on)
+        assert units(topology) == {"host": hosts}
+        assert (topology.world_size, topology.gpus) == (7, None)
+    pairs = [("b", 1), ("a", 0), ("b", 0), ("a", 1)]
+    topology = read_topology(pairs)
+    assert (units(topology)["host"], topology.gpus) == (["b", "a", "b", "a"], (1, 0, 0, 1))
+    assert topology.select([3, 2]).gpus == (1, 0)
+    switches = {"a": "s1", "b": "s2", "c": "s1"}
+    found = units(read_topology([hosts, file("x.yaml", "a: s1\nb: s2\nc: s1\n")]))
+    assert found == {"host": hosts, "leaf": [switches[host] for host in hosts]}
+    both = read_topology([["a", "b", "c", "d"] * 2, "host=2,domain=4"])
+    assert both.level("domain").of_rank.tolist() == [0, 0, 1, 1] * 2
+
+
+# Sorting goes by the outermost unit, then the next, then the GPU and the rank.
+def test_sorted_ranks():
+    host, leaf = ["b", "a", "c", "b", "a", "c"], ["s", "t", "s", "s", "t", "s"]
+    levels = [Level.of("host", host), Level.of("leaf", leaf)]
+    assert Topology(levels).sort(range(6)).tolist() == [0, 3, 2, 5, 1, 4]
+    assert Topology(levels).sort([5, 1, 3, 2]).tolist() == [3, 2, 5, 1]
+    gpus = (1, 1, 1, 0, 0, 0)
+    assert Topology(levels, gpus=gpus).sort(range(6)).tolist() == [3, 0, 5, 2, 4, 1]
+    with pytest.raises(LayoutError, match="'gpus': 5"):
+        Topology(levels, gpus=gpus[:5])
+
+
 # {host: switch}, as YAML or a mapping.
 def test_switches_of_hosts(file):
     leaves = {"a": "s1", "b": "s2"}
@@ -202,6 +233,14 @@ def test_bad_files(file, name, text, where):
         ({"a": "s"}, None),
         ({}, 4),
         ("live", 4),
+        ([("a", 0), ("a", 0)], 2),
+        ([("a", 0), ("b",)], 2),
+        ([("a", 0), ("b", True)], 2),
+        ([("a", 0), ("b", None)], 2),
+        ([("a", 0), "b"], 2),
+        (["a"], 1),
+        (["a", "b"], 3),
+        ([["a", "b"], {"a": "s"}], 2),
     ],
 )
 def test_bad_arguments(on, world_size):

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 import numpy as np
+from numpy.typing import NDArray
 from rich.markup import escape
 from rich.table import Column
 
@@ -16,9 +17,13 @@ from hypercomm.cli.options import Key, read_keys, read_views
 from hypercomm.cli.printing import console, numbers, print_json, table
 from hypercomm.errors import LayoutError
 from hypercomm.launchers import find_number
-from hypercomm.layout import RankGroups, RankLayout
-from hypercomm.layout.parsing import OPEN, parse_sizes
-from hypercomm.layout.text import counted, format_coords
+from hypercomm.layout import RankLayout
+from hypercomm.layout.parsing import OPEN, close_sizes, parse_sizes
+from hypercomm.layout.text import counted, format_coords, format_range
+from hypercomm.tools.place.command import on_option
+from hypercomm.tools.place.live import machine
+from hypercomm.tools.place.placing import units_of_groups
+from hypercomm.tools.place.reading import read_topology
 
 _EXAMPLE = 16
 """Ranks of an example group that JSON shows, at most."""
@@ -36,13 +41,7 @@ _MOST_RANKS = 2**24
 )
 @click.option("--rank-offset", type=click.IntRange(min=0), default=0, help="The smallest rank.")
 @click.option("--rank", type=int, help="Show the coordinates of this rank, and its groups.")
-@click.option(
-    "--gpus-per-node",
-    type=click.IntRange(min=1),
-    default=8,
-    show_default=True,
-    help="Ranks on each host.",
-)
+@on_option("8")
 @options.groups
 @options.views
 @options.as_json
@@ -51,16 +50,23 @@ def plan(
     world_size: int | None,
     rank_offset: int,
     rank: int | None,
-    gpus_per_node: int,
+    on: Sequence[str],
     wanted: list[tuple[str, ...]] | None,
     views: Sequence[str],
     as_json: bool,
 ) -> None:
     """Show coordinates and groups of a layout such as tp=8,cp=2,dp=64,pp=8.
 
-    The first dim varies fastest. Nothing is started, and torch is not loaded.
+    The first dim varies fastest. No process is started, and torch is loaded for --on live only.
     """
     layout = _read_layout(sizes, world_size, rank_offset)
+    where = machine(on)
+    if where is None:
+        return  # --on live: the first rank of the job prints
+    topology = read_topology(where, layout.last_rank + 1)
+    if "host" not in topology.names:
+        raise LayoutError(f"--on gives {topology.names}, but no hosts; add --on 8, GPUs per host")
+    hosts = topology.level("host").of_rank
     others = read_views(layout, views)
     if rank is None:
         rank = layout.rank_offset
@@ -68,8 +74,7 @@ def plan(
         "layout": str(layout),
         "ranks": layout.size,
         "rank_offset": layout.rank_offset,
-        "hosts": hosts_touched(layout.groups(*layout.dim_names), gpus_per_node)[1],
-        "gpus_per_node": gpus_per_node,
+        **_hosts_of(layout, hosts),
         "rank": rank,
         "coords": layout.coords(rank),
         "views": {
@@ -81,7 +86,7 @@ def plan(
             for name, view in others.items()
         },
         "groups": [
-            _groups_over(others.layout_of(key.view), key, rank, gpus_per_node)
+            _groups_over(others.layout_of(key.view), key, rank, hosts)
             for key in read_keys(others, wanted)
         ],
     }
@@ -98,16 +103,38 @@ def _read_layout(text: str, world_size: int | None, rank_offset: int) -> RankLay
         job = find_number("WORLD_SIZE", os.environ)
         if job is not None:
             world_size, room = job[0], f"the job has {job[0]} ({job[1]})"
-    layout = options.read_layout(text, world_size, room, rank_offset)
+    sizes = close_sizes(parse_sizes(text), world_size, room)
+    layout = RankLayout(sizes, rank_offset=rank_offset)
     if layout.size > _MOST_RANKS:
         raise LayoutError(f"{layout} has {layout.size:,} ranks; plan shows up to {_MOST_RANKS:,}")
     return layout
 
 
-def _groups_over(layout: RankLayout, key: Key, rank: int, gpus_per_node: int) -> dict[str, Any]:
-    """Return the facts of the groups over some dims, with the rank's own as an example."""
+def _hosts_of(layout: RankLayout, hosts: NDArray[np.int64]) -> dict[str, Any]:
+    """Return the number of hosts, and the fewest and the most ranks of the layout on one.
+
+    >>> _hosts_of(RankLayout("tp=3", rank_offset=1), np.array([0, 0, 1, 1]))
+    {'hosts': 2, 'ranks_per_host': (1, 2)}
+    """
+    counts = np.bincount(hosts[np.asarray(layout.ranks)])
+    used = counts[counts > 0]
+    return {"hosts": used.size, "ranks_per_host": (int(used.min()), int(used.max()))}
+
+
+def _groups_over(
+    layout: RankLayout, key: Key, rank: int, hosts: NDArray[np.int64]
+) -> dict[str, Any]:
+    """Return the facts of the groups over some dims, with the rank's own as an example.
+
+    Args:
+        layout: The layout or view that has the dims.
+        key: The dims.
+        rank: The rank whose group is the example.
+        hosts: The number of the host of each rank of the world.
+    """
     groups = layout.groups(*key.dims)
     own = groups.of(rank)
+    counts = units_of_groups(hosts[groups.to_array()])
     return {
         "view": key.view,
         "dims": key.dims,
@@ -116,25 +143,12 @@ def _groups_over(layout: RankLayout, key: Key, rank: int, gpus_per_node: int) ->
         "strides": [layout.strides[layout.dim_names.index(dim)] for dim in key.dims],
         "example": own[:_EXAMPLE],
         "last": own[-1],
-        "hosts_per_group": hosts_touched(groups, gpus_per_node),
+        "hosts_per_group": (int(counts.min()), int(counts.max())),
     }
 
 
-def hosts_touched(groups: RankGroups, ranks_per_host: int) -> tuple[int, int]:
-    """Return the smallest and the largest number of hosts of a group.
-
-    Example:
-        >>> layout = RankLayout.parse("tp=4,dp=6")
-        >>> hosts_touched(layout.groups("tp"), 8), hosts_touched(layout.groups("dp"), 8)
-        ((1, 1), (3, 3))
-    """
-    hosts = np.sort(groups.to_array() // ranks_per_host, axis=1)
-    counts = 1 + np.count_nonzero(np.diff(hosts, axis=1), axis=1)
-    return int(counts.min()), int(counts.max())
-
-
 def _show(layout: RankLayout, found: dict[str, Any]) -> None:
-    hosts = f"{counted(found['hosts'], 'host')} of {found['gpus_per_node']}"
+    hosts = f"{counted(found['hosts'], 'host')} of {format_range(*found['ranks_per_host'])}"
     ranks = f"{found['ranks']:,} ranks {layout.rank_offset}..{layout.last_rank}"
     lines = [
         f"{layout}: {ranks}; the first dim varies fastest",
@@ -157,7 +171,7 @@ def _show(layout: RankLayout, found: dict[str, Any]) -> None:
             f"{groups['groups']:,}",
             f"{groups['size']:,}",
             " ".join(map(str, groups["strides"])),
-            "..".join(f"{count:,}" for count in dict.fromkeys(groups["hosts_per_group"])),
+            format_range(*groups["hosts_per_group"]),
             " ".join(map(str, example))
             if groups["size"] <= 4
             else f"{example[0]} {example[1]} .. {groups['last']}",

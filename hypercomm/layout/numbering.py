@@ -1,0 +1,285 @@
+"""Offsets and ranks: axes of strides, and the map from offsets to ranks.
+
+An offset is the sum of coordinate times stride. The rank of an offset is the first rank plus the
+offset (`Span`), or the rank at that position of a list (`Listing`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+_STRIDE = operator.itemgetter(1)
+
+
+# ---- axes ---------------------------------------------------------------------------------------
+
+
+class Axis(NamedTuple):
+    """`size` steps of `stride` ranks each."""
+
+    size: int
+    stride: int
+
+
+def lattice(axes: Sequence[Axis]) -> NDArray[np.int64]:
+    """Enumerate the offsets that axes span, the first axis varying fastest.
+
+    >>> lattice([Axis(2, 1), Axis(3, 4)]).tolist()
+    [0, 1, 4, 5, 8, 9]
+    """
+    offsets = np.zeros(1, dtype=np.int64)
+    for size, stride in axes:
+        steps = np.arange(size, dtype=np.int64) * stride
+        offsets = (steps[:, None] + offsets[None, :]).reshape(-1)
+    return offsets
+
+
+def coalesce(axes: Iterable[Axis]) -> tuple[Axis, ...]:
+    """Drop axes of size 1 and join neighbours that step as one.
+
+    >>> coalesce([Axis(2, 1), Axis(1, 2), Axis(3, 2), Axis(2, 12)])
+    (Axis(size=6, stride=1), Axis(size=2, stride=12))
+    """
+    joined: list[Axis] = []
+    for axis in axes:
+        size, stride = axis
+        if size == 1:
+            continue
+        if joined and joined[-1][0] * joined[-1][1] == stride:
+            joined[-1] = Axis(joined[-1][0] * size, joined[-1][1])
+        else:
+            joined.append(axis)
+    return tuple(joined)
+
+
+def cut_axes(axes: Sequence[Axis], count: int) -> tuple[list[Axis], list[Axis]] | None:
+    """Split axes after `count` elements, or return None if the cut is inside a step of an axis.
+
+    >>> cut_axes([Axis(2, 1), Axis(6, 4)], 4)
+    ([Axis(size=2, stride=1), Axis(size=2, stride=4)], [Axis(size=3, stride=8)])
+    >>> cut_axes([Axis(6, 1)], 4)
+    """
+    before: list[Axis] = []
+    after = list(axes)
+    while count > 1:
+        size, stride = after.pop(0)
+        part = math.gcd(size, count)
+        if part not in {size, count}:
+            return None
+        before.append(Axis(part, stride))
+        if part < size:
+            after.insert(0, Axis(size // part, stride * part))
+        count //= part
+    return before, after
+
+
+def are_nested(axes: Iterable[Axis]) -> bool:
+    """Return whether each stride exceeds the largest offset of all axes with smaller strides.
+
+    If so, division by the strides, the largest first, gives the coordinates of an offset.
+
+    >>> are_nested([Axis(4, 2), Axis(1, 9), Axis(2, 1)]), are_nested([Axis(2, 1), Axis(3, 1)])
+    (True, False)
+    """
+    largest = 0
+    for size, stride in sorted(axes, key=_STRIDE):
+        if size > 1:
+            if stride <= largest:
+                return False
+            largest += (size - 1) * stride
+    return True
+
+
+def find_equal(values: NDArray[np.int64]) -> tuple[int, int] | None:
+    """Return the positions of two equal values, or None if all differ.
+
+    >>> find_equal(np.array([4, 7, 5, 7])), find_equal(np.array([4, 7, 5]))
+    ((1, 3), None)
+    """
+    order = np.argsort(values, kind="stable")
+    (equal,) = np.nonzero(np.diff(values[order]) == 0)
+    return (int(order[equal[0]]), int(order[equal[0] + 1])) if equal.size else None
+
+
+# ---- strides ------------------------------------------------------------------------------------
+
+
+def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides without gaps, the first dim varying fastest.
+
+    >>> dense_strides([2, 3, 4])
+    (1, 2, 6)
+    """
+    return tuple(accumulate(shape[:-1], operator.mul, initial=1))
+
+
+def canonical_strides(shape: Sequence[int], given: Sequence[int]) -> tuple[int, ...]:
+    """Replace the stride of each dim of size 1, which has no effect, by the extent before it.
+
+    >>> canonical_strides([2, 1, 3], [1, 7, 4])
+    (1, 2, 4)
+    """
+    strides: list[int] = []
+    extent = 1
+    for size, stride in zip(shape, given, strict=True):
+        strides.append(stride if size > 1 else extent)
+        extent = size * strides[-1]
+    return tuple(strides)
+
+
+def strides_of(shape: Sequence[int], ranks: NDArray[np.int64]) -> tuple[int, ...] | None:
+    """Return the strides over a shape that give these distinct ranks, or None if no strides do.
+
+    >>> strides_of((2, 2), np.array([3, 4, 7, 8])), strides_of((4,), np.array([3, 4, 7, 8]))
+    ((1, 4), None)
+    >>> strides_of((2, 2), np.array([3, 7, 4, 8]))
+    (4, 1)
+    """
+    offsets = ranks - ranks[0]
+    axes = [
+        Axis(size, int(offsets[neighbour]) if size > 1 else 1)
+        for size, neighbour in zip(shape, dense_strides(shape), strict=True)
+    ]
+    fits = are_nested(axes) and np.array_equal(lattice(axes), offsets)
+    return tuple([stride for _, stride in axes]) if fits else None
+
+
+def renumbered(axes: Iterable[Axis], shape: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the strides of another shape over the same offsets in the same order.
+
+    Args:
+        axes: The axes now, the first varying fastest.
+        shape: The sizes wanted; they multiply to the same number of offsets.
+
+    Returns:
+        A stride for each size, or None if no strides give these offsets.
+
+    >>> renumbered([Axis(4, 2), Axis(2, 1)], [2, 2, 2]), renumbered([Axis(4, 2), Axis(2, 1)], [8])
+    ((2, 4, 1), None)
+    """
+    rest: Sequence[Axis] = coalesce(axes)
+    strides = []
+    for size in shape:
+        cut = cut_axes(rest, size)
+        if cut is None:
+            return None
+        own, rest = coalesce(cut[0]), cut[1]
+        if len(own) > 1:
+            return None
+        strides.append(own[0].stride if own else 1)
+    return tuple(strides)
+
+
+# ---- the map from offsets to ranks --------------------------------------------------------------
+
+
+@attrs.frozen
+class Span:
+    """The ranks from a first one on: the rank of an offset is their sum.
+
+    Example:
+        >>> span = Span(4)
+        >>> span.rank_at(3), span.offset_of(7), span.row(2)
+        (7, 3, range(4, 6))
+    """
+
+    first: int
+    """The smallest rank."""
+
+    def rank_at(self, offset: int) -> int:
+        """Return the rank of an offset."""
+        return self.first + offset
+
+    def ranks_at(self, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the ranks of several offsets."""
+        return self.first + offsets
+
+    def offset_of(self, rank: int) -> int:
+        """Return the offset of a rank, negative for a rank before the first one."""
+        return rank - self.first
+
+    def row(self, size: int) -> Sequence[int]:
+        """Return the ranks of the first `size` offsets."""
+        return range(self.first, self.first + size)
+
+    def last(self, offset: int) -> int:
+        """Return the largest rank, given the largest offset."""
+        return self.first + offset
+
+    def part(self, offset: int, axes: Sequence[Axis]) -> tuple[Span, tuple[int, ...]]:
+        """Return the map of the offsets from `offset` on along some axes, and their strides."""
+        return Span(self.first + offset), tuple([stride for _, stride in axes])
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `RankLayout` that give this map."""
+        return {"rank_offset": self.first}
+
+
+@attrs.frozen(slots=False, cache_hash=True)
+class Listing:
+    """Distinct ranks in a list. The offset of a rank is its position there.
+
+    It pickles as the list alone.
+
+    Example:
+        >>> listing = Listing((4, 2, 7))
+        >>> listing.rank_at(2), listing.offset_of(7), listing.offset_of(3), listing.first
+        (7, 2, -1, 2)
+    """
+
+    ranks: tuple[int, ...]
+
+    def __reduce__(self) -> tuple[type[Listing], tuple[tuple[int, ...]]]:
+        return Listing, (self.ranks,)
+
+    @functools.cached_property
+    def array(self) -> NDArray[np.int64]:
+        """The ranks, in the order of the positions; not to be written to."""
+        return np.array(self.ranks, dtype=np.int64)
+
+    @functools.cached_property
+    def _positions(self) -> dict[int, int]:
+        return {rank: position for position, rank in enumerate(self.ranks)}
+
+    @functools.cached_property
+    def first(self) -> int:
+        """The smallest rank."""
+        return min(self.ranks)
+
+    def rank_at(self, offset: int) -> int:
+        """Return the rank of an offset."""
+        return self.ranks[offset]
+
+    def ranks_at(self, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the ranks of several offsets."""
+        return self.array[offsets]
+
+    def offset_of(self, rank: int) -> int:
+        """Return the offset of a rank; -1 for a rank that is not listed."""
+        return self._positions.get(rank, -1)
+
+    def row(self, size: int) -> Sequence[int]:
+        """Return the ranks of the first `size` offsets."""
+        return self.ranks[:size]
+
+    def last(self, offset: int) -> int:
+        """Return the largest rank."""
+        del offset
+        return max(self.ranks)
+
+    def part(self, offset: int, axes: Sequence[Axis]) -> tuple[Listing, None]:
+        """Return the map of the offsets from `offset` on along some axes, without gaps."""
+        return Listing(tuple(self.array[offset + lattice(axes)].tolist())), None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `RankLayout` that give this map."""
+        return {"ranks": self.ranks}
