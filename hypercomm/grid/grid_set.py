@@ -20,7 +20,7 @@ from hypercomm.grid.arguments import (
     check_name,
 )
 from hypercomm.grid.grid import HyperCommGrid, position_in
-from hypercomm.layout import RankLayout, RankMapping, read_layout
+from hypercomm.layout import RankLayout, read_layout
 from hypercomm.layout.checks import as_rank, as_world_size
 from hypercomm.layout.parsing import Dims
 from hypercomm.layout.placement import (
@@ -36,6 +36,7 @@ from hypercomm.process_groups.agreement.calls import limit_of, refusing
 from hypercomm.process_groups.agreement.grid import GridAgreement
 from hypercomm.process_groups.owner import Batch, create_batches
 from hypercomm.process_groups.world import World, current, rank_in_world, size_of_world
+from hypercomm.transfers.mapping import RankMapping
 from hypercomm.transfers.transfer import transfer
 
 if TYPE_CHECKING:

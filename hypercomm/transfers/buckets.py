@@ -14,7 +14,7 @@ from itertools import chain, product, zip_longest
 import attrs
 import torch
 
-from hypercomm.layout.mapping import Message, RankMapping
+from hypercomm.transfers.mapping import Message, RankMapping
 
 ALIGNMENT = 16
 """Segments begin at multiples of this many bytes: the size of the largest element type.

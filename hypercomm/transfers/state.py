@@ -24,7 +24,6 @@ from hypercomm.errors import (
     OutcomeUnknownError,
     StateTransferError,
 )
-from hypercomm.layout import RankMapping
 from hypercomm.layout.checks import as_int
 from hypercomm.layout.text import did_you_mean, shown
 from hypercomm.process_groups.options import as_verified
@@ -36,6 +35,7 @@ from hypercomm.transfers.buckets import (
     Segment,
     plan_of,
 )
+from hypercomm.transfers.mapping import RankMapping
 from hypercomm.transfers.transfer import (
     as_tensor,
     check_buffer,

@@ -18,13 +18,12 @@ from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup, Work
 
 from hypercomm.errors import CreationError, LayoutError, OutcomeUnknownError
-from hypercomm.layout import RankMapping
 from hypercomm.layout.checks import world_too_small
-from hypercomm.layout.mapping import Message
 from hypercomm.layout.text import shown
 from hypercomm.process_groups.agreement.calls import Scope, agree, limit_of, refuse
 from hypercomm.process_groups.options import as_verified
 from hypercomm.process_groups.world import World, current
+from hypercomm.transfers.mapping import Message, RankMapping
 
 Shape = tuple[int, ...]
 
