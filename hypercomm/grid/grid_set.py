@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
@@ -275,6 +275,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
         groups: ProcessGroup | None = None,
         *,
         out: Tensor | None = None,
+        rows: Sequence[int] | None = None,
         verify: bool | None = None,
         **roles: Any,
     ) -> Tensor | None:
@@ -283,9 +284,10 @@ class GridSet(Mapping[str, HyperCommGrid]):
         Args:
             source: The grid that has the tensor.
             target: The grid that receives it.
-            tensor: As for `hypercomm.transfer`, as are the next three.
+            tensor: As for `hypercomm.transfer`, as are the next four.
             groups: See there.
             out: See there.
+            rows: See there.
             verify: See there.
             roles: Arguments of `RankMapping`: `along`, `batch_axis`, `shards`, ...
 
@@ -304,7 +306,9 @@ class GridSet(Mapping[str, HyperCommGrid]):
             [1]
         """
         mapping = self.mapping(source, target, **roles)
-        return transfer(mapping, tensor, groups, out=out, verify=verify, world=self._world)
+        return transfer(
+            mapping, tensor, groups, out=out, rows=rows, verify=verify, world=self._world
+        )
 
     # ---- process groups -------------------------------------------------------------------------
 
