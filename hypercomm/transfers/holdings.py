@@ -96,7 +96,7 @@ def describe_plain(
     places = sharding.place_of(rank) or ()
     axes = resolve_axes(mapping.cuts, len(shape))
     every = zip(axes, places, sharding.counts, strict=True)
-    cells = tuple(cell for cell in every if cell[2] > 1)
+    cells = tuple(sorted(cell for cell in every if cell[2] > 1))
     how = ", ".join(f"{count} shards of axis {axis}" for axis, _, count in cells) or "whole"
     return Held(name, dtype, shape, how, cells)
 
@@ -116,12 +116,12 @@ def describe_dtensor(name: str, tensor: Any, local: Tensor, ranks: Sequence[int]
             another shape than mesh and placements say.
     """
     mesh, placements = tensor.device_mesh, tensor.placements
-    members = mesh.mesh.flatten().tolist()
     coordinate = mesh.get_coordinate()
+    members = [] if coordinate is None else mesh.mesh.flatten().tolist()  # slices have no others
     if coordinate is None or (ranks and not {*members} <= {*ranks}):
         raise LayoutError(
-            f"is a DTensor on a mesh of ranks {some_of(members, 8)}, and the mapping has "
-            f"ranks {some_of(ranks, 8)} here"
+            f"is a DTensor on a mesh of {some_of(members, 8) or 'other ranks'}, and the mapping "
+            f"has ranks {some_of(ranks, 8)} here"
         )
     whole = tuple(tensor.shape)
     spans = spans_of(whole, tuple(mesh.shape), coordinate, placements)
