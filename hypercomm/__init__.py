@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from hypercomm.tools.place import place as place
     from hypercomm.tools.place import read_topology as read_topology
     from hypercomm.training import clip_grad_norm_ as clip_grad_norm_
+    from hypercomm.transfers.holdings import Fused as Fused
     from hypercomm.transfers.mapping import RankMapping as RankMapping
     from hypercomm.transfers.state import transfer_state as transfer_state
     from hypercomm.transfers.transfer import transfer as transfer
@@ -80,6 +81,7 @@ _HOMES = {
     "transfer_state": "hypercomm.transfers.state",
 }
 _RARE = {
+    "Fused": "hypercomm.transfers.holdings",
     "GroupKey": "hypercomm.process_groups.spec",
     "Joined": "hypercomm.launch",
     "JoinedWorld": "hypercomm.launch",

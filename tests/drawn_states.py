@@ -7,8 +7,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from hypercomm import RankLayout, RankMapping
-from hypercomm.transfers.holdings import Fused
+from hypercomm import Fused, RankLayout, RankMapping
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
 
@@ -161,14 +160,16 @@ class Case:
         return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+class Mesh:
+    """Stands in for a DeviceMesh."""
+
+
 def stand_in(part, whole, end, name, rank):
     """A DTensor of a rank without a process group."""
     coords = end.layout.coords(rank)
-    mesh = SimpleNamespace(
-        mesh=end.mesh(),
-        shape=tuple(end.sizes.values()),
-        get_coordinate=lambda: [coords[dim] for dim in end.sizes],
-    )
+    mesh = Mesh()
+    mesh.mesh, mesh.shape = end.mesh(), tuple(end.sizes.values())
+    mesh.get_coordinate = lambda: [coords[dim] for dim in end.sizes]
     return SimpleNamespace(
         device_mesh=mesh,
         placements=tuple(end.placements[name]),

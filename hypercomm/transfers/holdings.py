@@ -8,6 +8,7 @@ them the same boxes of whole tensors.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise, product
 from math import prod
 from typing import Any, NamedTuple
@@ -101,15 +102,18 @@ def describe_plain(
     return Held(name, dtype, shape, how, cells)
 
 
-def describe_dtensor(name: str, tensor: Any, local: Tensor, ranks: Sequence[int]) -> Held:
+def describe_dtensor(
+    name: str, tensor: Any, local: Tensor, ranks: Sequence[int], *, is_numbered: bool = True
+) -> Held:
     """Describe a DTensor.
 
     Args:
         name: Its name.
         tensor: The DTensor.
         local: Its local tensor.
-        ranks: The ranks of the end, to which those of its mesh belong; empty if they have other
-            numbers.
+        ranks: The ranks of the end, to which those of its mesh belong.
+        is_numbered: Whether the ranks of the mesh have the same numbers. In a joined world, those
+            of a mesh on torch's default process group have others.
 
     Raises:
         LayoutError: A placement cannot be cut, the mesh has other ranks, or the local tensor has
@@ -117,8 +121,9 @@ def describe_dtensor(name: str, tensor: Any, local: Tensor, ranks: Sequence[int]
     """
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
-    members = [] if coordinate is None else mesh.mesh.flatten().tolist()  # slices have no others
-    if coordinate is None or (ranks and not {*members} <= {*ranks}):
+    members = () if coordinate is None else _members(mesh)  # a slice has no others
+    fits = {*members} <= {*ranks} if is_numbered else len(members) <= len(ranks)
+    if coordinate is None or not fits:
         raise LayoutError(
             f"is a DTensor on a mesh of {some_of(members, 8) or 'other ranks'}, and the mapping "
             f"has ranks {some_of(ranks, 8)} here"
@@ -133,6 +138,12 @@ def describe_dtensor(name: str, tensor: Any, local: Tensor, ranks: Sequence[int]
         )
     how = f"{placements} on a mesh of shape {tuple(mesh.shape)}"
     return Held(name, name_of(tensor.dtype), due, how, whole=whole, spans=spans)
+
+
+@lru_cache(maxsize=16)
+def _members(mesh: Any) -> tuple[int, ...]:
+    """Return the ranks of a mesh."""
+    return tuple(mesh.mesh.flatten().tolist())
 
 
 def spans_of(
@@ -188,6 +199,7 @@ def _chunk(spans: Sequence[Span], count: int, at: int) -> list[Span]:
 
 
 def name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in torch."""
     return str(dtype).removeprefix("torch.")
 
 

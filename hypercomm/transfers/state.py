@@ -44,7 +44,7 @@ from hypercomm.transfers.holdings import (
     put_together,
     to_rows,
 )
-from hypercomm.transfers.mapping import RankMapping
+from hypercomm.transfers.mapping import RankMapping, as_shards
 from hypercomm.transfers.transfer import (
     as_tensor,
     check_buffer,
@@ -101,8 +101,8 @@ def transfer_state(
             Default: the shards of the mapping, for all parameters.
         fused: On a target rank the parameters that have several of the source as parts:
             {"*.gate_up.weight": ["*.gate.weight", "*.up.weight"]}. Each rank gets its shard of
-            each part, one after the other. Give the numbers of heads with a
-            `hypercomm.transfers.holdings.Fused`. One part renames a parameter.
+            each part, one after the other. A `hypercomm.Fused` also has
+            the numbers of heads. One part renames a parameter.
         dtype: The type to which the sender converts floating-point tensors; those of `into` have
             it. All ranks must pass the same. Default: dtypes are equal on both ends.
         bucket_bytes: The most bytes that a rank sends and receives in one bucket. Two buckets are
@@ -155,18 +155,20 @@ def transfer_state(
     try:
         start = as_int(start, "start", 0)
         how = _How(as_int(bucket_bytes, "bucket_bytes", LEAST_BUCKET), as_verified(verify), dtype)
-        own = _read(mapping, {True: state, False: into}, shards, fused or {}, world)
+        own = _read(mapping, {True: state, False: into}, world.rank)
+        key = (mapping, how, repr(shards), repr(fused), own.facts)
         plans = _plans.setdefault(world, {})
-        kept = plans.get(own.key(mapping, how))
+        kept = plans.get(key)
+        about = kept.about if kept else _describe(mapping, own, shards, fused or {}, world)
         ready = None if kept is None else _Mover(own, kept, world, how, start)
     except BaseException as error:  # including those of the caller's mappings, and of torch
         consent(world, mapping, "", error)
         raise
     interrupt = consent(world, mapping, "a state", entries=[f"{how}, from bucket {start}"])
-    mover = _planned(world, mapping, own, how, start, ready)
+    mover = _planned(world, mapping, own, about, how, start, ready)
     if mover is not ready:
         interrupt = consent(world, mapping, "a state", entries=[mover.kept.digest]) or interrupt
-        plans[own.key(mapping, how)] = mover.kept
+        plans[key] = mover.kept
         while len(plans) > _KEPT:
             plans.pop(next(iter(plans)))
     with torch.no_grad():
@@ -206,73 +208,61 @@ class _Own:
     """The tensors of this rank.
 
     Attributes:
+        given: What was passed for each end of which this rank is, the source by True.
         sent: The parts that it sends, by name; empty if it is not a source.
         received: The parts that it receives into; empty if it is not a target.
-        cuts: The mapping of each plain tensor.
-        text: Their descriptions, for all ranks.
+        facts: All that their descriptions depend on.
+        device: The device of all tensors.
     """
 
+    given: Mapping[bool, Mapping[str, Any]]
     sent: Tensors
     received: Tensors
-    cuts: Mapping[str, RankMapping]
+    facts: tuple[object, ...]
+    device: torch.device
+
+
+@attrs.frozen
+class _About:
+    """The descriptions of the tensors of this rank.
+
+    Attributes:
+        text: All of them, for the other ranks.
+        cuts: The mapping of each plain tensor.
+    """
+
     text: bytes
-
-    @property
-    def device(self) -> torch.device:
-        """The device of all tensors."""
-        return next(iter((*self.sent.values(), *self.received.values()))).device
-
-    def key(self, mapping: RankMapping, how: _How) -> bytes:
-        """Return what determines the plan, as far as this rank knows."""
-        return hashlib.sha256(f"{details(mapping)} {how} ".encode() + self.text).digest()
+    cuts: Mapping[str, RankMapping]
 
 
-def _read(
-    mapping: RankMapping,
-    given: Mapping[bool, object],
-    shards: Mapping[str, Mapping[str, int]] | None,
-    fused: Mapping[str, Sequence[str] | Fused],
-    world: World,
-) -> _Own:
-    """Check and describe the tensors of this rank; `given` has those of the source by True."""
-    patterns = {"*": mapping}
-    if shards is not None:
-        patterns = {
-            name: attrs.evolve(mapping, shards=cuts, sizes=()) for name, cuts in shards.items()
-        }
+def _read(mapping: RankMapping, given: Mapping[bool, object], rank: int) -> _Own:
+    """Check the tensors of this rank; `given` has those of the source by True."""
     ends = {True: mapping.source_ranks, False: mapping.target_ranks}
     values = {
-        end: _as_state(given[end], _WHAT[end], world.rank) if world.rank in ranks else {}
-        for end, ranks in ends.items()
+        end: _as_state(given[end], _WHAT[end], rank) for end, ranks in ends.items() if rank in ranks
     }
-    matches = _match(patterns, sorted({*values[True], *values[False]}), "shards")
-    cuts = {name: patterns[pattern] for name, pattern in matches.items()}
-    rules = _match(fused, sorted(values[False]), "fused") if values[False] else {}
     tensors: dict[bool, Tensors] = {True: {}, False: {}}
-    described: dict[bool, list[Held]] = {True: [], False: []}
+    facts: list[object] = []
     for end, value in values.items():
         for name in sorted(value):
             what, tensor = f"{_WHAT[end]}[{name!r}]", value[name]
-            local = as_tensor(_local(tensor), what).detach()
-            rule = None if end else rules.get(name)
-            try:
-                held = _describe(name, tensor, local, cuts.get(name), ends, end, world)
-            except LayoutError as error:
-                raise type(error)(f"{what}: {error}") from error
-            if rule is not None:
-                held = _with_parts(held, rule, fused[rule])
+            is_sharded = _is_dtensor(tensor)
+            with torch.no_grad():
+                local = as_tensor(tensor.to_local() if is_sharded else tensor, what).detach()
             if not end:
                 check_buffer(local, what)
             tensors[end][name] = local
-            described[end].append(held)
-    devices = {str(one.device) for some in tensors.values() for one in some.values()}
+            facts.append((end, name, local.shape, local.dtype))
+            if is_sharded:
+                facts.append((tensor.shape, tensor.placements, tensor.device_mesh))
+    devices = {one.device for some in tensors.values() for one in some.values()}
     if len(devices) > 1:
-        raise LayoutError(f"all tensors of a rank must be on one device, found {sorted(devices)}")
-    text = json.dumps([to_rows(described[True]), to_rows(described[False])]).encode()
-    return _Own(tensors[True], tensors[False], cuts, text)
+        names = sorted(map(str, devices))
+        raise LayoutError(f"all tensors of a rank must be on one device, found {names}")
+    return _Own(values, tensors[True], tensors[False], tuple(facts), devices.pop())
 
 
-def _as_state(value: object, what: str, rank: int) -> Mapping[str, object]:
+def _as_state(value: object, what: str, rank: int) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or not value:
         raise LayoutError(
             f"rank {rank} needs {what}, a dict of tensors by name that is not empty; got "
@@ -285,32 +275,60 @@ def _is_dtensor(tensor: object) -> bool:
     return hasattr(tensor, "to_local")
 
 
-def _local(tensor: Any) -> object:
-    """Return the local tensor of a DTensor, and any other tensor as it is."""
-    with torch.no_grad():
-        return tensor.to_local() if _is_dtensor(tensor) else tensor
-
-
 def _describe(
-    name: str,
-    tensor: object,
-    local: Tensor,
-    cuts: RankMapping | None,
-    ends: Mapping[bool, Sequence[int]],
-    is_source: bool,
+    mapping: RankMapping,
+    own: _Own,
+    shards: Mapping[str, Mapping[str, int]] | None,
+    fused: Mapping[str, Sequence[str] | Fused],
     world: World,
+) -> _About:
+    """Describe the tensors of this rank."""
+    patterns = {"*": mapping}
+    if shards is not None:
+        known = {
+            cuts: attrs.evolve(mapping, shards=cuts, sizes=())
+            for cuts in map(as_shards, shards.values())
+        }
+        patterns = {name: known[as_shards(cuts)] for name, cuts in shards.items()}
+    matches = _match(patterns, sorted({*own.sent, *own.received}), "shards")
+    cuts = {name: patterns[pattern] for name, pattern in matches.items()}
+    rules = _match(fused, sorted(own.received), "fused") if own.received else {}
+    rows = []
+    for end, tensors in ((True, own.sent), (False, own.received)):
+        described = []
+        for name, local in tensors.items():
+            try:
+                held = _held(name, own.given[end][name], local, mapping, cuts, world, is_source=end)
+            except LayoutError as error:
+                raise type(error)(f"{_WHAT[end]}[{name!r}]: {error}") from error
+            if not end and name in rules:
+                held = _with_parts(held, rules[name], fused[rules[name]])
+            described.append(held)
+        rows.append(to_rows(described))
+    return _About(json.dumps(rows).encode(), cuts)
+
+
+def _held(
+    name: str,
+    tensor: Any,
+    local: Tensor,
+    mapping: RankMapping,
+    cuts: Mapping[str, RankMapping],
+    world: World,
+    *,
+    is_source: bool,
 ) -> Held:
-    """Describe a tensor of an end; `cuts` is the mapping of a plain one."""
+    """Describe a tensor of an end; `cuts` has the mappings of plain ones."""
     if _is_dtensor(tensor):
-        # The ranks of a mesh are those of WORLD, which are others in a joined world.
-        return describe_dtensor(name, tensor, local, () if world.parts else ends[is_source])
-    if cuts is None:
+        ranks = mapping.source_ranks if is_source else mapping.target_ranks
+        return describe_dtensor(name, tensor, local, ranks, is_numbered=not world.parts)
+    if name not in cuts:
         raise LayoutError(
             "no pattern in shards matches it; add '*': {} as the last one for parameters that are "
             "not sharded"
         )
-    shape = tuple(local.shape)
-    return describe_plain(name, name_of(local.dtype), shape, cuts, world.rank, is_source=is_source)
+    facts = name_of(local.dtype), tuple(local.shape), cuts[name], world.rank
+    return describe_plain(name, *facts, is_source=is_source)
 
 
 _WHAT = {True: "state", False: "into"}
@@ -365,25 +383,34 @@ def _with_parts(held: Held, pattern: str, given: Sequence[str] | Fused) -> Held:
 
 @attrs.frozen
 class _Kept:
-    """A plan that is kept, and a digest of what it was made from."""
+    """A plan that is kept, the descriptions of this rank, and a digest of those of all ranks."""
 
     digest: str
     plan: Plan
+    about: _About
 
 
-_plans: WeakKeyDictionary[World, dict[bytes, _Kept]] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[World, dict[tuple[object, ...], _Kept]] = WeakKeyDictionary()
 """The plans of each world, by what this rank passed."""
 
 
 def _planned(
-    world: World, mapping: RankMapping, own: _Own, how: _How, start: int, ready: _Mover | None
+    world: World,
+    mapping: RankMapping,
+    own: _Own,
+    about: _About,
+    how: _How,
+    start: int,
+    ready: _Mover | None,
 ) -> _Mover:
     """Return what carries out the plan: `ready` if all ranks keep the same one, else a new one."""
     try:
-        texts = _exchange_texts(world, mapping, own, "" if ready is None else ready.kept.digest)
+        texts = _exchange_texts(
+            world, mapping, own, about, "" if ready is None else ready.kept.digest
+        )
         if texts is None and ready is not None:
             return ready
-        kept = _plan(world, mapping, own, texts or {world.rank: own.text}, how)
+        kept = _plan(world, mapping, about, texts or {world.rank: about.text}, how)
         return _Mover(own, kept, world, how, start)
     except PlanMismatchError:
         raise  # all ranks do, because they have the same descriptions
@@ -393,16 +420,16 @@ def _planned(
 
 
 def _exchange_texts(
-    world: World, mapping: RankMapping, own: _Own, digest: str
+    world: World, mapping: RankMapping, own: _Own, about: _About, digest: str
 ) -> dict[int, bytes] | None:
     """Return the descriptions of all ranks; None if all keep the plan of this digest."""
     if not world.has_store:
         return None
-    head = json.dumps([digest, len(own.text)]).encode()
+    head = json.dumps([digest, len(about.text)]).encode()
     heads = [_read_json(one) for one in _gather(world, mapping, head, _HEAD_BYTES, own).values()]
     if digest and all(other == digest for other, _ in heads):
         return None
-    return _gather(world, mapping, own.text, max(size for _, size in heads), own)
+    return _gather(world, mapping, about.text, max(size for _, size in heads), own)
 
 
 def _gather(
@@ -422,7 +449,7 @@ def _read_json(block: bytes) -> Any:
 
 
 def _plan(
-    world: World, mapping: RankMapping, own: _Own, texts: Mapping[int, bytes], how: _How
+    world: World, mapping: RankMapping, about: _About, texts: Mapping[int, bytes], how: _How
 ) -> _Kept:
     """Make the plan of this rank; all ranks raise the same error, or none does."""
     every = {rank: _read_json(texts[rank]) for rank in sorted(texts)}
@@ -430,19 +457,19 @@ def _plan(
         {rank: from_rows(pair[end]) for rank, pair in every.items() if pair[end]} for end in (0, 1)
     )
     if not world.has_store:
-        sent, received = _assumed(world.rank, own, sent, received)
+        sent, received = _assumed(world.rank, about, sent, received)
     sources, targets = put_together(sent, received, how.dtype)
     plan = plan_of(sources, targets, how.limit, world.rank)
     digest = hashlib.sha256(json.dumps([f"{details(mapping)} {how}", every]).encode())
-    return _Kept(digest.hexdigest()[:32], plan)
+    return _Kept(digest.hexdigest()[:32], plan, about)
 
 
 def _assumed(
-    rank: int, own: _Own, sent: Mapping[int, list[Held]], received: Mapping[int, list[Held]]
+    rank: int, about: _About, sent: Mapping[int, list[Held]], received: Mapping[int, list[Held]]
 ) -> tuple[dict[int, list[Held]], dict[int, list[Held]]]:
     """Return what all ranks of a fake world hold."""
     is_source = rank in sent
-    both = assume((sent if is_source else received)[rank], own.cuts)
+    both = assume((sent if is_source else received)[rank], about.cuts)
     return {**both[0], **sent}, {**both[1], **received}
 
 

@@ -42,9 +42,10 @@ def test_plans(count):
             if not {"state", "into"} & {*given}:
                 continue
             ends = {True: given.get("state"), False: given.get("into")}
+            own = module._read(case.mapping, ends, rank)
             more = given["shards"], given.get("fused", {}), world
-            own = module._read(case.mapping, ends, *more)
-            for end, rows in zip(described, module._read_json(own.text), strict=True):
+            about = module._describe(case.mapping, own, *more)
+            for end, rows in zip(described, module._read_json(about.text), strict=True):
                 if rows:
                     end[rank] = from_rows(rows)
         plan = put_together(*described, case.dtype)

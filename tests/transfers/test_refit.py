@@ -20,10 +20,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from hypercomm import RankLayout, RankMapping, transfer_state
+from hypercomm import Fused, RankLayout, RankMapping, transfer_state
 from hypercomm.errors import CreationError, LayoutError, PlanMismatchError
 from hypercomm.transfers import state as module
-from hypercomm.transfers.holdings import Fused
 
 
 class Model(nn.Module):
