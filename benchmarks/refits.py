@@ -1,4 +1,4 @@
-"""Refits: DTensors of 4 gloo processes to 2 others, beside gathering and broadcasting each one."""
+"""Refits: DTensors of 4 gloo processes to 2 others, and the usual gather and broadcast."""
 
 from __future__ import annotations
 

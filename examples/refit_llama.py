@@ -4,8 +4,8 @@
 
 starts a trainer of 4 ranks (fsdp=2, tp=2) by torchrun, and an engine of 2 ranks (tp=2) as a job of
 plain processes. After each of three optimizer steps, all weights go from the trainer's DTensors to
-the engine's tensors, in which q, k, v and gate, up are fused. Its logits are compared with those of
-the same model, trained without any sharding.
+the engine's tensors, in which q, k, v and gate, up are fused. Its logits are compared with the
+logits of the same model, trained without any sharding.
 """
 
 import socket

@@ -112,7 +112,7 @@ class Case:
         self.wanted["x.qkv"] = None
 
     def due(self, name, rank):
-        """What a target rank must receive."""
+        """The tensor that a target rank must receive."""
         if self.wanted[name] is not None:
             return self.convert(self.target.part(name, self.wanted[name], rank))
         count, at = self.target.sizes["c"], self.target.layout.coords(rank)["c"]

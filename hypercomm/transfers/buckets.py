@@ -35,7 +35,7 @@ class Segment:
 
     Attributes:
         name: The name of the parameter at the target.
-        source_name: Its name at the source, or that of one of its parts.
+        source_name: The name of the source's parameter, which may be one of several parts.
         dtype: The type of its elements on the way.
         source: The rank that sends.
         target: The rank that receives. If it is the source, the segment is copied.
@@ -100,7 +100,7 @@ class Plan:
 def plan_of(
     sources: Mapping[str, Source], targets: Iterable[Target], bucket_bytes: int, rank: int
 ) -> Plan:
-    """Return the plan of a rank; the arguments are those of `segments`."""
+    """Return the plan of a rank. `segments` explains the other arguments."""
     copies: list[Segment] = []
     sends: list[list[Segment]] = []
     receives: list[list[Segment]] = []
@@ -215,7 +215,7 @@ class _Overlaps:
 
 
 def _common(one: Box, other: Box) -> Box | None:
-    """Return the common part of two boxes; None if it is empty."""
+    """Return the common part of two boxes, or None if it is empty."""
     spans = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return spans if all(start < stop for start, stop in spans) else None
 

@@ -1,4 +1,4 @@
-"""What each rank holds of each parameter: described by the rank, and put together on all of them.
+"""The part of each parameter on each rank: described by the rank, and put together on all ranks.
 
 A rank describes its tensors. A plain tensor is one shard along each axis that is cut; a DTensor
 has its indices from mesh and placements. All ranks exchange their descriptions, and compute from
@@ -59,7 +59,7 @@ class Held:
         cells: For each axis that is cut: the axis, the shard of this rank, and their number.
         whole: The shape of the whole tensor; None of a plain tensor, which does not have it.
         spans: The spans of a DTensor along each axis of the whole tensor.
-        fused: The parts, their heads and the axis, as of `Fused`; None if it is not fused.
+        fused: The parts, their heads and the axis of a fused parameter, else None.
     """
 
     name: str
@@ -111,9 +111,9 @@ def describe_dtensor(
         name: Its name.
         tensor: The DTensor.
         local: Its local tensor.
-        ranks: The ranks of the end, to which those of its mesh belong.
-        is_numbered: Whether the ranks of the mesh have the same numbers. In a joined world, those
-            of a mesh on torch's default process group have others.
+        ranks: The ranks of the end. The mesh is on some or all of them.
+        is_numbered: Whether the mesh has the same rank numbers. In a joined world, a mesh on
+            torch's default process group has other numbers.
 
     Raises:
         LayoutError: A placement cannot be cut, the mesh has other ranks, or the local tensor has
@@ -209,7 +209,7 @@ def assume(
     """Return what all ranks of both ends hold if parameters are even shards, as in a fake world.
 
     Args:
-        held: What one rank holds.
+        held: The parts on one rank.
         cuts: The mapping of each parameter.
 
     Raises:
@@ -353,7 +353,7 @@ def _check_dtype(name: str, target: str, part: str, source: str, dtype: torch.dt
 
 
 def _by_name(described: Mapping[int, Sequence[Held]], what: str) -> dict[str, dict[int, Held]]:
-    """Return the part on each rank by name; all ranks must have the same names, cut alike."""
+    """Return the part on each rank by name; all ranks must have equal names and cuts."""
     found: dict[str, dict[int, Held]] = {}
     for rank, some in described.items():
         for held in some:

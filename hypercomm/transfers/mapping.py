@@ -75,7 +75,7 @@ class Cut:
         axis: The tensor axis; -1 is the last.
         source: The number of shards on the source.
         target: The number of shards on the target.
-        sizes: The lengths of the shards on the source and on the target; None if they are even.
+        sizes: The lengths of the shards on the source and on the target, or None if they are even.
 
     Example:
         >>> cut = Cut(axis=0, source=2, target=3)
@@ -753,7 +753,7 @@ class RankMapping:
             ((6, 5), (3, 5))
         """
         if self.sizes:
-            raise LayoutError("the shards have sizes of their own: ask shape_at of each rank")
+            raise LayoutError("the shards have different sizes: call shape_at for each rank")
         lengths = [as_int(length, "every length in shape", 0) for length in shape]
         for cut, axis in zip(self.cuts, resolve_axes(self.cuts, len(lengths)), strict=True):
             length_of_unit(cut.axis, lengths[axis], cut.units // cut.source)
@@ -831,7 +831,7 @@ class RankMapping:
 
 
 def _cell_of(sharding: Sharding, rank: int) -> Cell | None:
-    """Return the cell of any rank; None if the layout does not hold it."""
+    """Return the cell of any rank, or None if the layout does not hold it."""
     return sharding.cell_of(rank) if rank in sharding.layout else None
 
 

@@ -83,7 +83,7 @@ def transfer_state(
     The ranks exchange descriptions of their tensors. If names, shapes or dtypes of both ends do not
     fit, every rank raises and nothing is sent. Then the parameters are sent in the order of their
     names, in buckets. A rank that has a part already copies it. Otherwise the part comes from the
-    rank that has sent the fewest bytes so far among those that have it. A second call with the same
+    holder that has sent the fewest bytes so far. A second call with the same
     names, shapes and mapping uses the plan of the first one.
 
     Args:
@@ -103,8 +103,8 @@ def transfer_state(
             {"*.gate_up.weight": ["*.gate.weight", "*.up.weight"]}. Each rank gets its shard of
             each part, one after the other. A `hypercomm.Fused` also has
             the numbers of heads. One part renames a parameter.
-        dtype: The type to which the sender converts floating-point tensors; those of `into` have
-            it. All ranks must pass the same. Default: dtypes are equal on both ends.
+        dtype: The type to which the sender converts floating-point tensors, and which they have in
+            `into`. All ranks must pass the same. Default: dtypes are equal on both ends.
         bucket_bytes: The most bytes that a rank sends and receives in one bucket. Two buckets are
             the only memory that is needed in addition to the tensors.
         start: The first bucket to move. After a failed bucket, all ranks continue from it, in a job
@@ -112,10 +112,10 @@ def transfer_state(
         verify: Whether each segment is sent with a checksum, which the receiver compares. If one
             differs, every rank raises at the end. All ranks must pass the same value. Default: the
             environment variable HYPERCOMM_VERIFY, "0" or "1".
-        world: The world whose ranks the mapping has. Default: that of WORLD.
+        world: The world whose ranks the mapping has. Default: the world of WORLD.
 
     Returns:
-        The number of buckets; None on a rank of neither layout.
+        The number of buckets, or None on a rank of neither layout.
 
     Raises:
         NotInitializedError: torch.distributed is not initialised.
@@ -129,7 +129,7 @@ def transfer_state(
         GroupOptionsError: `verify` is not True, False or None.
 
     Every rank computes the whole plan, once for the same parameters. This takes time proportional
-    to the number of parameters and target ranks. Devices and backends are those of `transfer`. In a
+    to the number of parameters and target ranks. `transfer` explains devices and backends. In a
     fake or simulated world, all ranks are taken to hold even shards of plain tensors.
 
     Example:
@@ -161,7 +161,7 @@ def transfer_state(
         kept = plans.get(key)
         about = kept.about if kept else _describe(mapping, own, shards, fused or {}, world)
         ready = None if kept is None else _Mover(own, kept, world, how, start)
-    except BaseException as error:  # including those of the caller's mappings, and of torch
+    except BaseException as error:  # also from the caller's mappings, and from torch
         consent(world, mapping, "", error)
         raise
     interrupt = consent(world, mapping, "a state", entries=[f"{how}, from bucket {start}"])
@@ -187,7 +187,7 @@ def transfer_state(
 
 @attrs.frozen(str=False)
 class _How:
-    """The arguments that must be equal on all ranks, beside the mapping."""
+    """The arguments that must be equal on all ranks, in addition to the mapping."""
 
     limit: int
     is_verified: bool
@@ -208,7 +208,7 @@ class _Own:
     """The tensors of this rank.
 
     Attributes:
-        given: What was passed for each end of which this rank is, the source by True.
+        given: The arguments for each end that has this rank, the source by True.
         sent: The parts that it sends, by name; empty if it is not a source.
         received: The parts that it receives into; empty if it is not a target.
         facts: All that their descriptions depend on.
@@ -236,7 +236,7 @@ class _About:
 
 
 def _read(mapping: RankMapping, given: Mapping[bool, object], rank: int) -> _Own:
-    """Check the tensors of this rank; `given` has those of the source by True."""
+    """Check the tensors of this rank; `given` has the arguments of each end, the source by True."""
     ends = {True: mapping.source_ranks, False: mapping.target_ranks}
     values = {
         end: _as_state(given[end], _WHAT[end], rank) for end, ranks in ends.items() if rank in ranks
@@ -335,7 +335,7 @@ _WHAT = {True: "state", False: "into"}
 
 
 def _match(patterns: Mapping[str, object], names: Sequence[str], what: str) -> dict[str, str]:
-    """Return the first pattern that matches each name, of those that one matches."""
+    """Return the first pattern that matches each name; names that none matches are left out."""
     unused = {pattern for pattern in patterns if pattern != "*"}
     found: dict[str, str] = {}
     for name in names:
@@ -383,7 +383,7 @@ def _with_parts(held: Held, pattern: str, given: Sequence[str] | Fused) -> Held:
 
 @attrs.frozen
 class _Kept:
-    """A plan that is kept, the descriptions of this rank, and a digest of those of all ranks."""
+    """A plan that is kept, the descriptions of this rank, and a digest of all descriptions."""
 
     digest: str
     plan: Plan
@@ -422,7 +422,7 @@ def _planned(
 def _exchange_texts(
     world: World, mapping: RankMapping, own: _Own, about: _About, digest: str
 ) -> dict[int, bytes] | None:
-    """Return the descriptions of all ranks; None if all keep the plan of this digest."""
+    """Return the descriptions of all ranks, or None if all keep the plan of this digest."""
     if not world.has_store:
         return None
     head = json.dumps([digest, len(about.text)]).encode()
@@ -483,8 +483,8 @@ class _Piece:
     Attributes:
         segment: The segment.
         tensor: Its elements.
-        buffer: The bytes that are sent or received: those of the tensor, or bytes of a pool.
-        packed: The elements in the pool; None if the bytes are those of the tensor.
+        buffer: The bytes that are sent or received: the tensor's memory, or a part of a pool.
+        packed: The elements in the pool, or None without a pool.
     """
 
     segment: Segment

@@ -46,8 +46,8 @@ class _Offer:
 
     Attributes:
         dtype: The type of the elements of its tensors.
-        sent: The shape of the part that it sends; None if it is not a source.
-        buffer: The shape of its buffer; None if it has none.
+        sent: The shape of the part that it sends, or None if it is not a source.
+        buffer: The shape of its buffer, or None without one.
         refusal: The error that keeps it from taking part; "" without one.
     """
 
@@ -113,7 +113,7 @@ def transfer(
         out: On a rank of both stages, the buffer to receive into. It must not overlap `tensor` in
             memory. Default: a new tensor. Its length along an axis that is cut is the sum of the
             lengths of the source's shards if the source has a multiple of the target's number of
-            shards, else that of torch.chunk.
+            shards, else as torch.chunk cuts.
         rows: The lengths of the shards of the batch, in the order of `along`, at the end that has
             more shards; at the other end they are sums. All ranks must pass the same. No shapes
             are exchanged then, and other axes are cut evenly. Default: the lengths of the tensors.
@@ -121,7 +121,7 @@ def transfer(
             Every rank raises if two differ, if one rejects its arguments or leaves, or if one has
             not joined by the timeout of WORLD. All ranks must pass the same value. Default: the
             environment variable HYPERCOMM_VERIFY, "0" or "1".
-        world: The world whose ranks the mapping has. Default: that of WORLD.
+        world: The world whose ranks the mapping has. Default: the world of WORLD.
 
     Returns:
         The received tensor on a target rank, None on other ranks.

@@ -20,7 +20,7 @@ some = settings(max_examples=examples(200), deadline=None)
 
 
 def parts_of(mapping, shape, *, is_source):
-    """What each rank of an end has of a whole tensor that counts its elements, by numpy."""
+    """The part on each rank of an end of a tensor that counts its elements, by numpy."""
     whole = np.arange(math.prod(shape)).reshape(shape)
     owned = held(mapping, shape, is_source=is_source)
     return {rank: whole[np.ix_(*axes)] for rank, axes in owned.items()}

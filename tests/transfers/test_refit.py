@@ -1,4 +1,4 @@
-"""What trainers and engines hold: DTensors, fused names, dtypes, kept plans, lost ranks."""
+"""Refits of trainers and engines: DTensors, fused names, dtypes, kept plans, lost ranks."""
 
 import math
 import signal

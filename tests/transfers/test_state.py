@@ -326,7 +326,7 @@ def test_one_element(verify):
         assert [into["one"].item(), into["column"].item()] == [7.0, [1.0, 4.0][rank - 1]]
 
 
-# Ctrl-C before a rank has proposed anything fails the call on the others at once.
+# Ctrl-C before a rank has proposed anything fails the call on the others within seconds.
 @pytest.mark.ranks(3, timeout=60)
 def test_an_early_interrupt():
     rank, begin = dist.get_rank(), time.monotonic()
@@ -347,8 +347,8 @@ def test_an_early_interrupt():
     assert rank == 0 or into["w"].tolist() == [1, 1]
 
 
-# The advice after lost communication is that of the world: in a joined one rejoin(), which also
-# names the parameters that are partly written, the message, and its size.
+# After lost communication, the error advises rejoin() in a joined world. It names the message, its
+# size, and the parameters that are partly written.
 def test_advice():
     parts = {"trainer": 1, "engine": 1}
     for world, words in (
