@@ -64,7 +64,7 @@ class _Offer:
 
 @lru_cache(maxsize=1024)
 def _read(block: bytes) -> _Offer:
-    dtype, *shapes, refusal = json.loads(block.rstrip(b"\0"))
+    dtype, *shapes, refusal = json.loads(block)
     sent, buffer = (None if shape is None else tuple(shape) for shape in shapes)
     return _Offer(dtype, sent, buffer, refusal)
 
@@ -274,6 +274,8 @@ def as_tensor(value: object, what: str) -> Tensor:
         raise LayoutError(
             f"{what} must be a dense tensor with data, got {value.layout} on {value.device}"
         )
+    if hasattr(value, "to_local"):
+        raise LayoutError(f"{what} must be a plain tensor, got a DTensor; pass its to_local()")
     if value.is_conj() or value.is_neg():
         raise LayoutError(f"{what} must be resolved: pass {what}.resolve_conj().resolve_neg()")
     return value
@@ -341,7 +343,7 @@ def _exchange_shapes(
     """Return the descriptions of all ranks of a transfer, by rank."""
     device = device or torch.device(c10d.device_type(world.pg or c10d.world_group()))
     blocks = gather(world, mapping, offer.block(), _OFFER_BYTES, device)
-    return tuple(sorted(blocks.items()))
+    return tuple((rank, blocks[rank].rstrip(b"\0")) for rank in sorted(blocks))
 
 
 @lru_cache(maxsize=128)

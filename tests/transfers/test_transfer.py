@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from by_numpy import held, whole_of
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from hypercomm import GridSet, RankLayout, RankMapping, transfer
 from hypercomm.errors import (
@@ -141,6 +143,8 @@ def test_wrong_arguments():
         rejected("torch.sparse_coo", at, apart, torch.zeros(2, 2).to_sparse())
         conjugated = torch.zeros(2, 2, dtype=torch.complex64).conj()
         rejected("tensor.resolve_conj()", at, apart, conjugated)
+        sharded = DTensor.from_local(right, DeviceMesh("cpu", [0, 1, 2, 3], _init_backend=False))
+        rejected("pass its to_local()", at, apart, sharded)
         rejected("out is for ranks of both stages", at, apart, right, out=torch.zeros(2, 2))
     rejected("strides (0,)", 2, apart, torch.zeros(1).expand(2))
     rejected("strides (1, 1)", 2, apart, torch.zeros(5).as_strided((4, 2), (1, 1)))
