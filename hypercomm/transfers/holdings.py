@@ -40,6 +40,10 @@ class Fused(NamedTuple):
             fewer heads than there are shards, neighbouring ranks have the same head. None: each
             part is cut as torch.chunk cuts.
         axis: The axis along which the parts are put together.
+
+    Example:
+        >>> rule = Fused(["*.q_proj.weight", "*.k_proj.weight", "*.v_proj.weight"], (32, 8, 8))
+        >>> fused = {"*.qkv_proj.weight": rule}
     """
 
     parts: Sequence[str]
@@ -294,7 +298,7 @@ def put_together(
     """
     sources = {}
     for name, held in _by_name(sent, "state").items():
-        whole = _whole(name, held, "state")
+        whole = _whole(f"state[{name!r}]", held)
         boxes: dict[Box, dict[int, Shape]] = {}
         for rank, regions in _regions(held, whole).items():
             for box, start in regions:
@@ -307,7 +311,7 @@ def put_together(
         for part in parts:
             if part not in sources:
                 near = some_of([repr(known) for known in sorted(sources)], 4)
-                raise _misfit(f"rank {rank} has {name!r} in into, for {part!r}; state has {near}")
+                raise misfit(f"rank {rank} has {name!r} in into, for {part!r}; state has {near}")
             _check_dtype(name, one.dtype, part, sources[part].dtype, dtype)
         used |= {*parts}
         wanted = (
@@ -318,7 +322,7 @@ def put_together(
         targets.append(Target(name, one.dtype, wanted))
     unused = [repr(name) for name in sorted(sources.keys() - used)]
     if unused:
-        raise _misfit(f"rank {min(sent)} has {some_of(unused, 4)} in state, no rank has it in into")
+        raise misfit(f"rank {min(sent)} has {some_of(unused, 4)} in state, no rank has it in into")
     return sources, targets
 
 
@@ -326,13 +330,13 @@ def _unfused(
     name: str, held: Mapping[int, Held], sent: Mapping[int, Sequence[Held]], source: Source
 ) -> list[list[Wanted]]:
     """Return what each rank wants of a parameter that both ends have."""
-    lengths = _whole(name, held, "into")
+    lengths = _whole(f"into[{name!r}]", held)
     whole = tuple(map(sum, lengths))
     if whole != source.whole:
         rank, one = next(iter(held.items()))
         sender, some = next(iter(sent.items()))
         its = next(other for other in some if other.name == name)
-        raise _misfit(
+        raise misfit(
             f"{name!r} has shape {source.whole} in state, of which rank {sender} has {its.shape} "
             f"({its.how}), and {whole} in into, of which rank {rank} has {one.shape} ({one.how})"
         )
@@ -340,7 +344,8 @@ def _unfused(
     return [[Wanted(rank, name, *one) for one in some] for rank, some in regions.items()]
 
 
-def _misfit(text: str) -> PlanMismatchError:
+def misfit(text: str) -> PlanMismatchError:
+    """Return the error of ranks whose tensors do not fit."""
     return PlanMismatchError(f"nothing was sent: ranks differ: {text}")
 
 
@@ -349,7 +354,7 @@ def _check_dtype(name: str, target: str, part: str, source: str, dtype: torch.dt
     due = name_of(dtype) if dtype is not None and is_converted else source
     if target != due:
         hint = "" if is_converted else "; pass dtype= to convert on the way"
-        raise _misfit(f"state[{part!r}] arrives as {due}, and into[{name!r}] has {target}{hint}")
+        raise misfit(f"state[{part!r}] arrives as {due}, and into[{name!r}] has {target}{hint}")
 
 
 def _by_name(described: Mapping[int, Sequence[Held]], what: str) -> dict[str, dict[int, Held]]:
@@ -363,10 +368,10 @@ def _by_name(described: Mapping[int, Sequence[Held]], what: str) -> dict[str, di
         for rank in described:
             other = parts.get(rank)
             if other is None:
-                raise _misfit(f"rank {first} has {name!r} in {what}, and rank {rank} does not")
+                raise misfit(f"rank {first} has {name!r} in {what}, and rank {rank} does not")
             facts = [(h.how, h.dtype, len(h.shape), h.whole, h.fused) for h in (one, other)]
             if facts[0] != facts[1]:
-                raise _misfit(
+                raise misfit(
                     f"{what}[{name!r}] is {one.dtype} of shape {one.whole or one.shape} with "
                     f"{one.how} on rank {first}, and {other.dtype} of shape "
                     f"{other.whole or other.shape} with {other.how} on rank {rank}"
@@ -374,23 +379,36 @@ def _by_name(described: Mapping[int, Sequence[Held]], what: str) -> dict[str, di
     return found
 
 
-def _whole(name: str, held: Mapping[int, Held], what: str) -> list[list[int]]:
+def _whole(title: str, held: Mapping[int, Held]) -> list[list[int]]:
     """Return the lengths of the shards along each axis of a parameter."""
     first = next(iter(held.values()))
     if first.whole is not None:
         return [[length] for length in first.whole]
-    lengths: list[list[int]] = []
-    for axis in range(len(first.shape)):
+    return [[some[shard] for shard in sorted(some)] for some in lengths_of(title, held)]
+
+
+def lengths_of(title: str, held: Mapping[int, Held]) -> list[dict[int, int]]:
+    """Return the length of each shard along each axis of a plain tensor.
+
+    Args:
+        title: The tensor, as errors name it.
+        held: The part of each rank.
+
+    Raises:
+        PlanMismatchError: Ranks that hold the same shard have different lengths.
+    """
+    lengths: list[dict[int, int]] = []
+    for axis in range(len(next(iter(held.values())).shape)):
         seen: dict[int, int] = {}
         for rank, one in held.items():
             shard = next((index for at, index, _ in one.cells if at == axis), 0)
             other = seen.setdefault(shard, rank)
             if held[other].shape[axis] != one.shape[axis]:
-                raise _misfit(
-                    f"{what}[{name!r}] has shape {held[other].shape} on rank {other} and "
-                    f"{one.shape} on rank {rank}, with {one.how}"
+                raise misfit(
+                    f"{title} has shape {held[other].shape} on rank {other} and {one.shape} on "
+                    f"rank {rank}, with {one.how}"
                 )
-        lengths.append([held[seen[shard]].shape[axis] for shard in sorted(seen)])
+        lengths.append({shard: held[rank].shape[axis] for shard, rank in seen.items()})
     return lengths
 
 
@@ -434,7 +452,7 @@ def _fused(rank: int, held: Held, sources: Mapping[str, Source]) -> list[Wanted]
     for part, number in zip(parts, heads or [0] * len(parts), strict=True):
         whole = sources[part].whole
         if len(whole) != len(held.shape):
-            raise _misfit(f"into[{held.name!r}] has shape {held.shape}, its part {part!r} {whole}")
+            raise misfit(f"into[{held.name!r}] has shape {held.shape}, its part {part!r} {whole}")
         box = [_cut_evenly(length, held.cells, at) for at, length in enumerate(whole)]
         box[axis] = _heads_of(part, whole[axis], number, shard, count)
         start = [0] * len(whole)
@@ -448,7 +466,7 @@ def _fused(rank: int, held: Held, sources: Mapping[str, Source]) -> list[Wanted]
         (*one[:axis], *one[axis + 1 :]) == (*due[:axis], *due[axis + 1 :]) for one in each
     )
     if tuple(due) != held.shape or not is_even:
-        raise _misfit(
+        raise misfit(
             f"into[{held.name!r}] has shape {held.shape} on rank {rank}, and its parts "
             f"{list(parts)} have {each} there, of {[sources[part].whole for part in parts]}, along "
             f"axis {axis}"
@@ -473,7 +491,7 @@ def _heads_of(part: str, length: int, heads: int, shard: int, count: int) -> Spa
     if not heads:
         return _cut_evenly(length, [(0, shard, count)], 0)
     if length % heads or (heads % count and count % heads):
-        raise _misfit(
+        raise misfit(
             f"{part!r} has {length} rows in {heads} heads, which {count} shards cannot share: one "
             f"number must be a multiple of the other"
         )

@@ -8,7 +8,7 @@ order of the ranks can deadlock.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
 
@@ -21,15 +21,15 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import CreationError, LayoutError, PlanMismatchError
+from hypercomm.errors import CreationError, LayoutError
 from hypercomm.layout.checks import as_int, as_ordered, world_too_small
 from hypercomm.layout.text import shown, some_of
 from hypercomm.process_groups import torch_internals as c10d
 from hypercomm.process_groups.options import as_verified
 from hypercomm.process_groups.world import World, current
 from hypercomm.transfers.exchange import consent, details, gather, post, tag_of
-from hypercomm.transfers.holdings import name_of
-from hypercomm.transfers.mapping import Message, RankMapping, Sharding, chunk_sizes, resolve_axes
+from hypercomm.transfers.holdings import describe_plain, lengths_of, misfit, name_of
+from hypercomm.transfers.mapping import Message, RankMapping, chunk_sizes, resolve_axes
 
 Shape = tuple[int, ...]
 
@@ -358,66 +358,41 @@ def _fit(mapping: RankMapping, blocks: tuple[tuple[int, bytes], ...]) -> tuple[R
     for rank, offer in offers.items():
         if offer.refusal:
             raise CreationError(f"nothing was sent: rank {rank} failed: {offer.refusal}")
-    ends = mapping.before, mapping.after
-    sent = {rank: offers[rank].sent for rank in mapping.source_ranks}
-    into = {rank: offers[rank].buffer for rank in mapping.target_ranks}
-    shapes = [{rank: one for rank, one in end.items() if one is not None} for end in (sent, into)]
-    first, shape = next(iter(shapes[0].items()))
-    for rank, other in chain(*(end.items() for end in shapes)):
-        if (len(other), offers[rank].dtype) != (len(shape), offers[first].dtype):
-            raise _misfit(
-                f"rank {first} has {shape} of torch.{offers[first].dtype}",
-                f"rank {rank} has {other} of torch.{offers[rank].dtype}",
+    sent, into = (
+        {
+            rank: describe_plain("tensor", offers[rank].dtype, shape, mapping, rank, is_source=end)
+            for rank in ranks
+            if (shape := offers[rank].sent if end else offers[rank].buffer) is not None
+        }
+        for end, ranks in ((True, mapping.source_ranks), (False, mapping.target_ranks))
+    )
+    first, one = next(iter(sent.items()))
+    for rank, other in chain(sent.items(), into.items()):
+        if (len(other.shape), other.dtype) != (len(one.shape), one.dtype):
+            raise misfit(
+                f"rank {first} has {one.shape} of torch.{one.dtype}, and rank {rank} has "
+                f"{other.shape} of torch.{other.dtype}"
             )
-    axes = resolve_axes(mapping.cuts, len(shape))
-    whole, sizes = list(shape), {}
-    for axis in range(len(shape)):
-        number = axes.index(axis) if axis in axes else None
-        here, there = (
-            _lengths(axis, some, None if number is None else _shards_of(end, number))
-            for some, end in zip(shapes, ends, strict=True)
-        )
-        source = tuple(here[shard] for shard in range(len(here)))
-        rule = _by_rule(source, 1 if number is None else mapping.cuts[number].target)
-        target = tuple(there.get(shard, length) for shard, length in enumerate(rule))
-        whole[axis], sizes[axis] = sum(source), (source, target)
-        if sum(target) != whole[axis]:
-            receiver, buffer = next(iter(shapes[1].items()))
-            raise _misfit(
-                f"tensor axis {axis} has length {whole[axis]} at the source, in shards of "
-                f"{some_of(source, 8)}, where rank {first} has {shape}",
-                f"length {sum(target)} at the target, in shards of {some_of(target, 8)}, where "
-                f"rank {receiver} has {buffer}",
+    here, there = lengths_of("tensor", sent), lengths_of("tensor", into) if into else None
+    axes = resolve_axes(mapping.cuts, len(one.shape))
+    counts = {axis: cut.target for axis, cut in zip(axes, mapping.cuts, strict=True)}
+    whole, sizes = [], []
+    for axis, lengths in enumerate(here):
+        source = tuple(lengths[shard] for shard in sorted(lengths))
+        rule = _by_rule(source, counts.get(axis, 1))
+        known = {} if there is None else there[axis]
+        target = tuple(known.get(shard, length) for shard, length in enumerate(rule))
+        whole.append(sum(source))
+        sizes.append((source, target))
+        if sum(source) != sum(target):
+            receiver, buffer = next(iter(into.items()))
+            raise misfit(
+                f"tensor axis {axis} has length {sum(source)} at the source, in shards of "
+                f"{some_of(source, 8)}, where rank {first} has {one.shape}, and length "
+                f"{sum(target)} at the target, in shards of {some_of(target, 8)}, where rank "
+                f"{receiver} has {buffer.shape}"
             )
     return attrs.evolve(mapping, sizes=[sizes[axis] for axis in axes]), tuple(whole)
-
-
-def _misfit(here: str, there: str) -> PlanMismatchError:
-    return PlanMismatchError(f"nothing was sent: ranks differ: {here}, but {there}")
-
-
-def _shards_of(sharding: Sharding, number: int) -> dict[int, int]:
-    """Return the shard that each rank holds of an axis that is cut."""
-    cells = {rank: sharding.place_of(rank) for rank in sharding.ranks}
-    return {rank: cell[number] for rank, cell in cells.items() if cell is not None}
-
-
-def _lengths(
-    axis: int, shapes: Mapping[int, Shape], shards: Mapping[int, int] | None
-) -> dict[int, int]:
-    """Return the length of each shard of an axis, on which the ranks that hold it must agree.
-
-    Without `shards`, all ranks hold the whole axis.
-    """
-    seen: dict[int, int] = {}
-    for rank, shape in shapes.items():
-        other = seen.setdefault(0 if shards is None else shards[rank], rank)
-        if shapes[other][axis] != shape[axis]:
-            raise _misfit(
-                f"rank {other} has {shapes[other]}",
-                f"rank {rank} has {shape}; axis {axis} must have the same length on both",
-            )
-    return {shard: shapes[rank][axis] for shard, rank in seen.items()}
 
 
 def _by_rule(sizes: Sequence[int], count: int) -> tuple[int, ...]:

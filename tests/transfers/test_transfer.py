@@ -277,11 +277,11 @@ def test_mismatches():
     odd = torch.zeros(1, 2, dtype=torch.int32) if rank == 1 else given
     differs(mapping, odd, "(2, 2) of torch.float32", "(1, 2) of torch.int32")
     odd = torch.zeros(1, 3) if rank == 1 else given
-    differs(mapping, odd, "rank 1 has (1, 3)", "rank 2 has (1, 2)")
+    differs(mapping, odd, "(1, 3) on rank 1", "(1, 2) on rank 2")
     square = whole if rank == 0 else torch.zeros(1 + (rank == 2), 2 - (rank == 2))
     differs(other if rank == 2 else mapping, square, "ranks differ")
     led_given = whole if rank == 0 else torch.zeros(2, 2 + (rank == 2))
-    differs(led, led_given, "rank 1 has (2, 2)", "rank 2 has (2, 3)", groups=pair)
+    differs(led, led_given, "(2, 2) on rank 1", "(2, 3) on rank 2", groups=pair)
     if rank == 2:
         with pytest.raises(LayoutError, match=r"tensor must be a torch\.Tensor, got None"):
             transfer(mapping, None, verify=True)
