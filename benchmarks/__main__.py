@@ -31,6 +31,7 @@ import mappings
 import megatron_state
 import page
 import real_ranks
+import refits
 import staleness
 import states
 from chart import draw
@@ -71,6 +72,7 @@ def every(runs: int, nprocs: list[int]) -> Tables:
         "calls": calls.creation,
         "mapping": lambda: mappings.mapping(runs, 16_384),
         "states": lambda: states.states(runs, 1000),
+        "refits": lambda: refits.refits(runs, 1000),
     }
 
 
@@ -95,6 +97,7 @@ def quick() -> Tables:
         "calls": calls.creation,
         "mapping": lambda: mappings.mapping(1, 1024),
         "states": lambda: states.states(1, 64),
+        "refits": lambda: refits.refits(1, 64),
     }
 
 

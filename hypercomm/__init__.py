@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from hypercomm.launch import run_ranks as run_ranks
     from hypercomm.layout import RankGroups as RankGroups
     from hypercomm.layout import RankLayout as RankLayout
-    from hypercomm.layout import RankMapping as RankMapping
     from hypercomm.process_groups.spec import GroupKey as GroupKey
     from hypercomm.process_groups.world import World as World
     from hypercomm.testing.worlds import fake_world as fake_world
@@ -50,6 +49,8 @@ if TYPE_CHECKING:
     from hypercomm.tools.place import place as place
     from hypercomm.tools.place import read_topology as read_topology
     from hypercomm.training import clip_grad_norm_ as clip_grad_norm_
+    from hypercomm.transfers.holdings import Fused as Fused
+    from hypercomm.transfers.mapping import RankMapping as RankMapping
     from hypercomm.transfers.state import transfer_state as transfer_state
     from hypercomm.transfers.transfer import transfer as transfer
 
@@ -62,7 +63,7 @@ _HOMES = {
     "HyperCommGrid": "hypercomm.grid",
     "RankGroups": "hypercomm.layout",
     "RankLayout": "hypercomm.layout",
-    "RankMapping": "hypercomm.layout",
+    "RankMapping": "hypercomm.transfers.mapping",
     "World": "hypercomm.process_groups.world",
     "clip_grad_norm_": "hypercomm.training",
     "create_megatron_pgs": "hypercomm.compat.megatron.presets",
@@ -80,6 +81,7 @@ _HOMES = {
     "transfer_state": "hypercomm.transfers.state",
 }
 _RARE = {
+    "Fused": "hypercomm.transfers.holdings",
     "GroupKey": "hypercomm.process_groups.spec",
     "Joined": "hypercomm.launch",
     "JoinedWorld": "hypercomm.launch",

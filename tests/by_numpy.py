@@ -57,7 +57,10 @@ def whole_of(mapping, times=1):
 
 
 def held(mapping, shape, *, is_source):
-    """For each rank of an end's stage, in order, the indices that it has of each of three axes."""
+    """For each rank of an end's stage, in order, the indices that it has of each of three axes.
+
+    As torch.chunk cuts: the last shards may be shorter, or empty.
+    """
     layout = mapping.source if is_source else mapping.target
     stage, found = -1 if is_source != mapping.backward else 0, {}
     for at, rank in enumerate(layout.ranks):
@@ -69,7 +72,7 @@ def held(mapping, shape, *, is_source):
         axes = [np.arange(length) for length in shape]
         for axis, dims in cuts_of(mapping).items():
             for dim in dims:
-                parts = np.split(axes[axis], layout.size_of(dim, default=1))
-                axes[axis] = parts[coords.get(dim, 0)]
+                size = -(-len(axes[axis]) // layout.size_of(dim, default=1))
+                axes[axis] = axes[axis][size * coords.get(dim, 0) :][:size]
         found[rank] = axes
     return found

@@ -24,6 +24,7 @@ TOLERANCES = {
     "megatron_gpt": 0,
     "mixture_of_experts": 1e-5,
     "ported_megatron": 1e-5,
+    "refit_llama": 1e-6,
     "reinforcement_actors": 0,
     "reinforcement_weights": 0,
     "renew_world": 1e-12,

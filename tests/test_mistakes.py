@@ -240,6 +240,10 @@ MAPPINGS = [
     (lambda: HALVES.sends(0)[0].source_slices([4, 4]), LayoutError, "axis 1 ", "4", "3 and 6"),
     (lambda: HALVES.sends(0)[0].global_slices([4]), LayoutError, "axis 1, ", "1 axes"),
     (lambda: HALVES.received_shape([-1, 3]), LayoutError, "shape", "-1"),
+    (lambda: HALVES.of_shape([4]), LayoutError, "axis 1, ", "1 axes"),
+    (lambda: HALVES.of_shape([4, -1]), LayoutError, "shape", "-1"),
+    (lambda: HALVES.of_shape([4, 6]).received_shape([2, 6]), LayoutError, "shape_at"),
+    (lambda: RankMapping(FOUR, FOUR, sizes=[((4,), (4,))]), LayoutError, "sizes", "(2, 2)"),
     (
         lambda: RankMapping(FOUR, FOUR, shards={"tp": -2}).received_shape([4, 4]),
         LayoutError,

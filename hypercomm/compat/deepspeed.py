@@ -19,9 +19,9 @@ from hypercomm.errors import LayoutError, RankOutsideError
 from hypercomm.grid.arguments import GroupArguments
 from hypercomm.grid.grid import GridView
 from hypercomm.layout import RankGroups, RankLayout
-from hypercomm.layout.mapping import roles_of
 from hypercomm.layout.parsing import as_dims
 from hypercomm.layout.text import shown
+from hypercomm.transfers.mapping import roles_of
 
 __all__ = ["Mpu", "process_topology", "topology_axes"]
 

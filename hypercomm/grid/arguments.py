@@ -15,7 +15,6 @@ import attrs
 from hypercomm.errors import GroupOptionsError, WorldSizeError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import check_choice, is_utf8
-from hypercomm.layout.mapping import HasLayout
 from hypercomm.layout.parsing import Dims, check_spelling, close_sizes, read_sizes
 from hypercomm.layout.text import did_you_mean, format_ranks, shown
 from hypercomm.process_groups.options import (
@@ -26,6 +25,7 @@ from hypercomm.process_groups.options import (
 )
 from hypercomm.process_groups.spec import Derive
 from hypercomm.process_groups.strategies import STRATEGIES
+from hypercomm.transfers.mapping import HasLayout
 
 GivenSizes = str | Mapping[str, int] | Iterable[int]
 """Sizes of dims: "tp=2,dp=-1", by name, or as ints."""

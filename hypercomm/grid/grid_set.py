@@ -21,7 +21,7 @@ from hypercomm.grid.arguments import (
     check_name,
 )
 from hypercomm.grid.grid import HyperCommGrid, position_in
-from hypercomm.layout import RankLayout, RankMapping, read_layout
+from hypercomm.layout import RankLayout, read_layout
 from hypercomm.layout.checks import as_rank, as_world_size
 from hypercomm.layout.parsing import Dims
 from hypercomm.layout.placement import (
@@ -38,6 +38,7 @@ from hypercomm.process_groups.creation import create_all
 from hypercomm.process_groups.spec import GroupRequest
 from hypercomm.process_groups.table import GroupTable
 from hypercomm.process_groups.world import World, current, rank_in_world, size_of_world
+from hypercomm.transfers.mapping import RankMapping
 from hypercomm.transfers.transfer import transfer
 
 if TYPE_CHECKING:
@@ -297,6 +298,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
         groups: ProcessGroup | None = None,
         *,
         out: Tensor | None = None,
+        rows: Sequence[int] | None = None,
         verify: bool | None = None,
         **roles: Any,
     ) -> Tensor | None:
@@ -305,9 +307,10 @@ class GridSet(Mapping[str, HyperCommGrid]):
         Args:
             source: The grid that has the tensor.
             target: The grid that receives it.
-            tensor: As for `hypercomm.transfer`, as are the next three.
+            tensor: As for `hypercomm.transfer`, as are the next four.
             groups: See there.
             out: See there.
+            rows: See there.
             verify: See there.
             roles: Arguments of `RankMapping`: `along`, `batch_axis`, `shards`, ...
 
@@ -326,7 +329,9 @@ class GridSet(Mapping[str, HyperCommGrid]):
             [1]
         """
         mapping = self.mapping(source, target, **roles)
-        return transfer(mapping, tensor, groups, out=out, verify=verify, world=self._world)
+        return transfer(
+            mapping, tensor, groups, out=out, rows=rows, verify=verify, world=self._world
+        )
 
     # ---- process groups -------------------------------------------------------------------------
 

@@ -26,9 +26,10 @@ from hypothesis.strategies import SearchStrategy
 from hypercomm.errors import LaunchError, RankFailedError
 from hypercomm.launch import run_ranks
 from hypercomm.launch.run import dumps, most_ranks, preloads
-from hypercomm.layout import RankLayout, RankMapping
+from hypercomm.layout import RankLayout
 from hypercomm.layout.text import shown
 from hypercomm.testing import _bound
+from hypercomm.transfers.mapping import RankMapping
 
 preloads += ["hypothesis.strategies", __name__, "torch.distributed.tensor"]  # for assert_close
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 
-from hypercomm.layout import RankLayout, RankMapping
+from hypercomm.layout import RankLayout
 from hypercomm.layout.parsing import divisors
+from hypercomm.transfers.mapping import RankMapping
 
 if TYPE_CHECKING:
     from hypercomm.grid import HyperCommGrid

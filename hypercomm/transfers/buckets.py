@@ -1,20 +1,19 @@
 """The plan of a state transfer: segments of parameters in buckets of bounded size.
 
-Every rank computes the plan from the parameters alone, so all ranks have the same plan.
+Every rank computes the plan from the descriptions of all ranks, so all ranks have the same plan.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, product, zip_longest
 
 import attrs
 import torch
 
-from hypercomm.layout.mapping import Message, RankMapping
+from hypercomm.errors import PlanMismatchError
+from hypercomm.transfers.holdings import Box, Shape, Source, Target, Wanted, size_of
 
 ALIGNMENT = 16
 """Segments begin at multiples of this many bytes: the size of the largest element type.
@@ -26,33 +25,8 @@ LEAST_BUCKET = 1024
 
 Slices = tuple[slice, ...]
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
+Extent = tuple[tuple[int, ...], tuple[int, ...]]
 """The first index and the length along each axis."""
-
-
-@attrs.frozen
-class Parameter:
-    """A parameter of a model.
-
-    Attributes:
-        name: Its name.
-        source_shape: The shape of the part on each source rank.
-        target_shape: The shape of the part on each target rank.
-        dtype: The type of its elements.
-        mapping: The mapping of its parts.
-    """
-
-    name: str
-    source_shape: tuple[int, ...]
-    target_shape: tuple[int, ...]
-    dtype: torch.dtype
-    mapping: RankMapping
-
-    def __str__(self) -> str:
-        return (
-            f"{self.name!r}: parts {self.source_shape} to parts {self.target_shape} of "
-            f"{self.dtype}, cut by {dict(self.mapping.shards)}"
-        )
 
 
 @attrs.frozen
@@ -60,7 +34,9 @@ class Segment:
     """A part of a parameter that one rank sends to another in one bucket.
 
     Attributes:
-        parameter: The position of the parameter.
+        name: The name of the parameter at the target.
+        source_name: The name of the source's parameter, which may be one of several parts.
+        dtype: The type of its elements on the way.
         source: The rank that sends.
         target: The rank that receives. If it is the source, the segment is copied.
         source_slices: The slices of the source's part.
@@ -69,7 +45,9 @@ class Segment:
         bucket: The number of its bucket; -1 for a copy.
     """
 
-    parameter: int
+    name: str
+    source_name: str
+    dtype: torch.dtype
     source: int
     target: int
     source_slices: Slices
@@ -82,7 +60,7 @@ class Segment:
         """The bytes that it takes in a buffer, padded and with room for a checksum.
 
         Example:
-            >>> Segment(0, 0, 1, (), (), nbytes=20, bucket=0).room
+            >>> Segment("w", "w", torch.int32, 0, 1, (), (), nbytes=20, bucket=0).room
             48
         """
         return room_for(self.nbytes)
@@ -119,13 +97,14 @@ class Plan:
         return max((sum(one.room for one in chain(*bucket)) for bucket in buckets), default=0)
 
 
-@lru_cache(maxsize=4)
-def plan_of(parameters: tuple[Parameter, ...], bucket_bytes: int, rank: int) -> Plan:
-    """Return the plan of a rank; the arguments are those of `segments`."""
+def plan_of(
+    sources: Mapping[str, Source], targets: Iterable[Target], bucket_bytes: int, rank: int
+) -> Plan:
+    """Return the plan of a rank. `segments` explains the other arguments."""
     copies: list[Segment] = []
     sends: list[list[Segment]] = []
     receives: list[list[Segment]] = []
-    for segment in segments(parameters, bucket_bytes):
+    for segment in segments(sources, targets, bucket_bytes):
         while len(sends) <= segment.bucket:
             sends.append([])
             receives.append([])
@@ -138,22 +117,29 @@ def plan_of(parameters: tuple[Parameter, ...], bucket_bytes: int, rank: int) -> 
     return Plan(copies, sends, receives)
 
 
-def segments(parameters: Sequence[Parameter], bucket_bytes: int) -> Iterator[Segment]:
+def segments(
+    sources: Mapping[str, Source], targets: Iterable[Target], bucket_bytes: int
+) -> Iterator[Segment]:
     """Cut parameters into segments, and assign each to a source, a target and a bucket.
 
     Each segment comes from the replica that has sent the fewest bytes so far. The segments that one
     rank sends and receives in one bucket take at most `bucket_bytes` of room.
 
     Args:
-        parameters: The parameters, in the order in which they are sent.
+        sources: The parameters of the source, by name.
+        targets: The parameters of the target, in the order in which they are sent.
         bucket_bytes: At least `LEAST_BUCKET`.
+
+    Raises:
+        PlanMismatchError: The source ranks do not hold each element that is wanted once.
 
     Example:
         Two source ranks have the same row of 2048 numbers, and each sends one half of it.
 
-        >>> from hypercomm import RankLayout
-        >>> row = RankMapping("dp=2", RankLayout([1], ["tp"], 2), along=None)
-        >>> found = segments([Parameter("row", (2048,), (2048,), torch.float32, row)], 1 << 16)
+        >>> row = ((0, 2048),)
+        >>> sources = {"row": Source("float32", (2048,), {row: {0: (0,), 1: (0,)}})}
+        >>> targets = [Target("row", "float32", [[Wanted(2, "row", row, (0,))]])]
+        >>> found = segments(sources, targets, 1 << 16)
         >>> [(one.source, one.target_slices[0], one.bucket) for one in found]
         [(0, slice(0, 1024, None), 0), (1, slice(1024, 2048, None), 0)]
     """
@@ -161,65 +147,95 @@ def segments(parameters: Sequence[Parameter], bucket_bytes: int) -> Iterator[Seg
     grain = min(max(bucket_bytes // 16, 4096), bucket_bytes // 4)
     sent: Counter[int] = Counter()
     last: dict[int, tuple[int, int]] = {}  # for each rank, its last bucket and the bytes used in it
-    all_routes: dict[RankMapping, list[Route]] = {}
-    for position, parameter in enumerate(parameters):
-        if 0 in parameter.source_shape:
-            continue
-        mapping = parameter.mapping
-        if mapping not in all_routes:
-            all_routes[mapping] = _routes(mapping)
-        lanes = [_pieces(route, parameter, grain) for route in all_routes[mapping]]
-        # One piece for each target in turn, so that all of them receive at the same time.
-        for holders, target, here, there in filter(None, chain(*zip_longest(*lanes))):
-            nbytes = math.prod(one.stop - one.start for one in here) * parameter.dtype.itemsize
-            source = min(holders, key=sent.__getitem__)
+    overlaps = _Overlaps(sources)
+    for target in targets:
+        dtype: torch.dtype = getattr(torch, target.dtype)
+        lanes = [_pieces(overlaps, wanted, dtype.itemsize, grain) for wanted in target.wanted]
+        # One piece for each rank in turn, so that all of them receive at the same time.
+        for piece in filter(None, chain(*zip_longest(*lanes))):
+            wanted, holders, held, box = piece
+            nbytes = size_of(box) * dtype.itemsize
+            source = wanted.rank
+            if source not in holders:
+                source = min(holders, key=sent.__getitem__)
             bucket = -1
-            if source != target:
+            if source != wanted.rank:
                 sent[source] += nbytes
-                bucket = _reserve(last, (source, target), room_for(nbytes), bucket_bytes)
-            yield Segment(position, source, target, here, there, nbytes, bucket)
+                bucket = _reserve(last, (source, wanted.rank), room_for(nbytes), bucket_bytes)
+            here = _slices(box, held, holders[source])
+            there = _slices(box, wanted.box, wanted.start)
+            yield Segment(
+                target.name,
+                wanted.source,
+                dtype,
+                source,
+                wanted.rank,
+                here,
+                there,
+                nbytes,
+                bucket,
+            )
 
 
-Route = list[tuple[Message, tuple[int, ...]]]
-"""The messages to a target rank, each with the ranks that have its data."""
+def _slices(box: Box, whole: Box, start: Shape) -> Slices:
+    """Return the slices of a box within a tensor that holds a larger one from an index on."""
+    firsts = [at - span[0] for at, span in zip(start, whole, strict=True)]
+    return tuple(
+        slice(first + begin, first + end) for first, (begin, end) in zip(firsts, box, strict=True)
+    )
 
 
-def _routes(mapping: RankMapping) -> list[Route]:
-    """Return the route to each target rank. A rank that has its part already copies it."""
-    back = mapping.inverse()
-    return [
-        [
-            (one, (target,) if one.source == target else back.broadcast_siblings(one.source))
-            for one in mapping.receives(target)
-        ]
-        for target in mapping.target_ranks
-    ]
+Holders = dict[int, Shape]
+"""Ranks that hold a box, each with the first index of the box in its tensor."""
+
+
+class _Overlaps:
+    """Finds the boxes of the source that overlap a box; equal parameters have equal ones."""
+
+    def __init__(self, sources: Mapping[str, Source]) -> None:
+        self._boxes = {name: tuple(source.boxes) for name, source in sources.items()}
+        self._holders = {name: source.boxes for name, source in sources.items()}
+        self._found: dict[tuple[tuple[Box, ...], Box], list[tuple[Box, Box]]] = {}
+
+    def of(self, wanted: Wanted) -> Iterator[tuple[Holders, Box, Box]]:
+        """Yield holders, the box that they hold, and what it has in common with a wanted one."""
+        key = self._boxes[wanted.source], wanted.box
+        if key not in self._found:
+            self._found[key] = [
+                (one, common) for one in key[0] if (common := _common(one, key[1])) is not None
+            ]
+        found = self._found[key]
+        if sum(size_of(common) for _, common in found) != size_of(wanted.box):
+            raise PlanMismatchError(
+                f"nothing was sent: the source ranks do not hold {list(wanted.box)} of "
+                f"{wanted.source!r} once, which rank {wanted.rank} wants"
+            )
+        for held, common in found:
+            yield self._holders[wanted.source][held], held, common
+
+
+def _common(one: Box, other: Box) -> Box | None:
+    """Return the common part of two boxes, or None if it is empty."""
+    spans = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return spans if all(start < stop for start, stop in spans) else None
 
 
 def _pieces(
-    route: Route, parameter: Parameter, grain: int
-) -> Iterator[tuple[tuple[int, ...], int, Slices, Slices]]:
-    """Yield pieces of at most `grain` bytes: holders, target, and the slices on both."""
-    most = max(1, grain // parameter.dtype.itemsize)
-    for message, holders in route:
-        here = _bounds(message.source_slices(parameter.source_shape), parameter.source_shape)
-        there = _bounds(message.target_slices(parameter.target_shape), parameter.target_shape)
-        lengths = tuple(stop - start for start, stop in here)
-        is_copy = message.source == message.target
-        for box in split(lengths, math.prod(lengths) if is_copy else most):
-            yield holders, message.target, _slices_of(box, here), _slices_of(box, there)
+    overlaps: _Overlaps, wanted: Iterable[Wanted], itemsize: int, grain: int
+) -> Iterator[tuple[Wanted, Holders, Box, Box]]:
+    """Yield pieces of at most `grain` bytes: what is wanted, its holders, their box, the piece."""
+    most = max(1, grain // itemsize)
+    for one in wanted:
+        for holders, held, common in overlaps.of(one):
+            is_copy = one.rank in holders
+            lengths = tuple(stop - start for start, stop in common)
+            for starts, extents in split(lengths, size_of(common) if is_copy else most):
+                firsts = [begin + at for (begin, _), at in zip(common, starts, strict=True)]
+                piece = tuple((at, at + n) for at, n in zip(firsts, extents, strict=True))
+                yield one, holders, held, piece
 
 
-def _bounds(slices: Slices, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    return [one.indices(n)[:2] for one, n in zip(slices, shape, strict=True)]
-
-
-def _slices_of(box: Box, bounds: list[tuple[int, int]]) -> Slices:
-    starts = [start + offset for (start, _), offset in zip(bounds, box[0], strict=True)]
-    return tuple(slice(at, at + n) for at, n in zip(starts, box[1], strict=True))
-
-
-def split(lengths: tuple[int, ...], most: int) -> Iterator[Box]:
+def split(lengths: tuple[int, ...], most: int) -> Iterator[Extent]:
     """Cut a box into boxes of at most `most` elements of similar size, in memory order.
 
     Example:

@@ -6,14 +6,16 @@ message: the contiguous bytes of a tensor, or a packed copy with room for a chec
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from itertools import zip_longest
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import attrs
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import Work
@@ -22,34 +24,43 @@ from hypercomm.errors import (
     CreationError,
     LayoutError,
     OutcomeUnknownError,
+    PlanMismatchError,
     StateTransferError,
 )
-from hypercomm.layout import RankMapping
-from hypercomm.layout.checks import as_int
-from hypercomm.layout.text import did_you_mean, shown
+from hypercomm.layout.checks import as_int, as_ordered
+from hypercomm.layout.text import did_you_mean, shown, some_of
 from hypercomm.process_groups.options import as_verified
 from hypercomm.process_groups.world import World, current
-from hypercomm.transfers.buckets import (
-    LEAST_BUCKET,
-    Parameter,
-    Plan,
-    Segment,
-    plan_of,
+from hypercomm.transfers.buckets import LEAST_BUCKET, Plan, Segment, plan_of
+from hypercomm.transfers.exchange import consent, details, gather, post, ranks_of
+from hypercomm.transfers.holdings import (
+    Fused,
+    Held,
+    assume,
+    describe_dtensor,
+    describe_plain,
+    from_rows,
+    name_of,
+    put_together,
+    to_rows,
 )
+from hypercomm.transfers.mapping import RankMapping, as_shards
 from hypercomm.transfers.transfer import (
     as_tensor,
     check_buffer,
     check_mapping,
-    consent,
     mark_written,
     memory_span,
-    post,
-    shapes_of,
+    share_memory,
 )
 
 BUCKET_BYTES = 64 << 20
 
-_CONTINUE = "continue on all ranks with the smallest start that one of them reports (start={})"
+_KEPT = 8
+"""How many plans a rank keeps for each world."""
+
+_HEAD_BYTES = 64
+_DAMAGE_BYTES = 1024
 
 Tensors = dict[str, Tensor]
 
@@ -60,6 +71,8 @@ def transfer_state(
     *,
     into: Mapping[str, Tensor] | None = None,
     shards: Mapping[str, Mapping[str, int]] | None = None,
+    fused: Mapping[str, Sequence[str] | Fused] | None = None,
+    dtype: torch.dtype | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     start: int = 0,
     verify: bool | None = None,
@@ -67,22 +80,31 @@ def transfer_state(
 ) -> int | None:
     """Move all parameters of a model between ranks of the job; all ranks of both layouts call it.
 
-    First the ranks check that they propose the same parameters, shapes and dtypes. On a difference,
-    every rank raises and nothing is sent. Then the parameters are sent in the order of their names,
-    in buckets. A rank that has a part already copies it. Otherwise the part comes from the rank
-    that has sent the fewest bytes so far among those that have it.
+    The ranks exchange descriptions of their tensors. If names, shapes or dtypes of both ends do not
+    fit, every rank raises and nothing is sent. Then the parameters are sent in the order of their
+    names, in buckets. A rank that has a part already copies it. Otherwise the part comes from the
+    holder that has sent the fewest bytes so far. A second call with the same
+    names, shapes and mapping uses the plan of the first one.
 
     Args:
         mapping: The mapping between the layouts, with `along=None`, because weights have no batch,
             and without leaders, as `RankMapping.weights` makes it. With a pipeline, make one call
             for each stage, with a mapping of the ranks of that stage (`at={"pp": 0}`).
-        state: On a source rank its parts of the parameters, by name. The dtype is not converted:
-            if `into` has another one, pass `{name: tensor.bfloat16(), ...}`.
-        into: On a target rank the tensors to receive into, by name. On a rank of both layouts, none
-            may overlap a tensor of `state` in memory, unless the rank keeps exactly what it has.
-        shards: The dims that cut each parameter, with the axis: {"*.qkv.weight": {"tp": 0},
-            "*": {}}. The first pattern that matches a name applies, as in `fnmatch`. A dim without
-            an axis replicates. Default: the shards of the mapping, for all parameters.
+        state: On a source rank its parts of the parameters, by name: DTensors, whose mesh is on
+            ranks of the source, or plain tensors, which `shards` cuts.
+        into: On a target rank the tensors to receive into, by name, DTensors or plain. None may
+            overlap another one, or a tensor of `state` on the same rank, unless the rank keeps
+            exactly what it has.
+        shards: The dims that cut the plain tensors of this rank, with the axis:
+            {"*.qkv.weight": {"tp": 0}, "*": {}}. The first pattern that matches a name applies, as
+            in `fnmatch`. A dim without an axis replicates. Shards are in order, of any lengths.
+            Default: the shards of the mapping, for all parameters.
+        fused: On a target rank the parameters that have several of the source as parts:
+            {"*.gate_up.weight": ["*.gate.weight", "*.up.weight"]}. Each rank gets its shard of
+            each part, one after the other. A `hypercomm.Fused` also has
+            the numbers of heads. One part renames a parameter.
+        dtype: The type to which the sender converts floating-point tensors, and which they have in
+            `into`. All ranks must pass the same. Default: dtypes are equal on both ends.
         bucket_bytes: The most bytes that a rank sends and receives in one bucket. Two buckets are
             the only memory that is needed in addition to the tensors.
         start: The first bucket to move. After a failed bucket, all ranks continue from it, in a job
@@ -90,24 +112,25 @@ def transfer_state(
         verify: Whether each segment is sent with a checksum, which the receiver compares. If one
             differs, every rank raises at the end. All ranks must pass the same value. Default: the
             environment variable HYPERCOMM_VERIFY, "0" or "1".
-        world: The world whose ranks the mapping has. Default: that of WORLD.
+        world: The world whose ranks the mapping has. Default: the world of WORLD.
 
     Returns:
-        The number of buckets; None on a rank of neither layout.
+        The number of buckets, or None on a rank of neither layout.
 
     Raises:
         NotInitializedError: torch.distributed is not initialised.
         WorldSizeError: The job has too few ranks.
         LayoutError: An argument does not fit.
-        PlanMismatchError: Ranks differ; nothing was sent.
+        PlanMismatchError: Ranks, or state and into, differ; nothing was sent.
         GroupCreationTimeout, CreationError: Ranks are missing, or one failed; nothing was sent.
-        StateTransferError: Communication failed, or data was damaged. All ranks continue from the
-            smallest `bucket` of their errors.
+        StateTransferError: Communication failed, or data was damaged. It names the parameters that
+            may be partly written. All ranks continue from the smallest `bucket` of their errors.
         OutcomeUnknownError: The job's store is gone; restart the job.
         GroupOptionsError: `verify` is not True, False or None.
 
     Every rank computes the whole plan, once for the same parameters. This takes time proportional
-    to the number of parameters and target ranks. Devices and backends are those of `transfer`.
+    to the number of parameters and target ranks. `transfer` explains devices and backends. In a
+    fake or simulated world, all ranks are taken to hold even shards of plain tensors.
 
     Example:
         >>> from hypercomm import RankLayout
@@ -127,159 +150,327 @@ def transfer_state(
             f"mapping must have along=None and no leaders, because a state has no batch and all "
             f"its replicas take part; got {mapping}"
         )
-    is_source, is_target = world.rank in mapping.source_ranks, world.rank in mapping.target_ranks
-    if not is_source and not is_target:
+    if world.rank not in ranks_of(mapping):
         return None
     try:
-        is_verified = as_verified(verify)
-        limit = as_int(bucket_bytes, "bucket_bytes", LEAST_BUCKET)
-        patterns = {"*": mapping}
-        if shards is not None:
-            patterns = {name: attrs.evolve(mapping, shards=cuts) for name, cuts in shards.items()}
-        model = _read(
-            patterns,
-            _read_tensors(state, "state", world.rank) if is_source else {},
-            _read_tensors(into, "into", world.rank) if is_target else {},
-            world.rank,
-        )
-        plan = plan_of(model.parameters, limit, world.rank)
-        start = as_int(start, "start", 0, plan.buckets)
-        mover = _Mover(model, plan, world, is_verified=is_verified)
-    except Exception as error:  # including those of the caller's mappings, and of torch
+        start = as_int(start, "start", 0)
+        how = _How(as_int(bucket_bytes, "bucket_bytes", LEAST_BUCKET), as_verified(verify), dtype)
+        own = _read(mapping, {True: state, False: into}, world.rank)
+        key = (mapping, how, repr(shards), repr(fused), own.facts)
+        plans = _plans.setdefault(world, {})
+        kept = plans.get(key)
+        about = kept.about if kept else _describe(mapping, own, shards, fused or {}, world)
+        ready = None if kept is None else _Mover(own, kept, world, how, start)
+    except BaseException as error:  # also from the caller's mappings, and from torch
         consent(world, mapping, "", error)
         raise
-    how = f"buckets of {limit} bytes from number {start}, verify={is_verified}"
-    interrupt = consent(world, mapping, "a state", entries=[*model.entries(), how])
+    interrupt = consent(world, mapping, "a state", entries=[f"{how}, from bucket {start}"])
+    mover = _planned(world, mapping, own, about, how, start, ready)
+    if mover is not ready:
+        interrupt = consent(world, mapping, "a state", entries=[mover.kept.digest]) or interrupt
+        plans[key] = mover.kept
+        while len(plans) > _KEPT:
+            plans.pop(next(iter(plans)))
     with torch.no_grad():
         mover.move(start)
-    for tensor in model.received.values():
+    for tensor in own.received.values():
         mark_written(tensor)
-    if is_verified:
-        _share_damage(world, mapping, mover.damage)
+    if how.is_verified:
+        _share_damage(world, mapping, own, mover)
     if interrupt is not None:
         raise interrupt  # only now, because the other ranks had this rank's consent
-    return plan.buckets
+    return mover.plan.buckets
 
 
 # ---- arguments ----------------------------------------------------------------------------------
 
 
+@attrs.frozen(str=False)
+class _How:
+    """The arguments that must be equal on all ranks, in addition to the mapping."""
+
+    limit: int
+    is_verified: bool
+    dtype: torch.dtype | None = attrs.field()
+
+    @dtype.validator
+    def _check_dtype(self, _: object, dtype: object) -> None:
+        if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            return
+        raise LayoutError(f"dtype must be a floating-point dtype of torch, got {shown(dtype)}")
+
+    def __str__(self) -> str:
+        return f"buckets of {self.limit} bytes, verify={self.is_verified}, dtype={self.dtype}"
+
+
 @attrs.frozen
-class _Model:
-    """The parameters of a model, and the tensors of this rank by name.
+class _Own:
+    """The tensors of this rank.
 
     Attributes:
-        parameters: The parameters, in the order of their names.
-        sent: The parts that this rank sends; empty if it is not a source.
+        given: The arguments for each end that has this rank, the source by True.
+        sent: The parts that it sends, by name; empty if it is not a source.
         received: The parts that it receives into; empty if it is not a target.
+        facts: All that their descriptions depend on.
+        device: The device of all tensors.
     """
 
-    parameters: tuple[Parameter, ...]
+    given: Mapping[bool, Mapping[str, Any]]
     sent: Tensors
     received: Tensors
-
-    def entries(self) -> list[str]:
-        """Describe the parameters; the lines must be equal on all ranks."""
-        lines = [f"parameter {number} as {each}" for number, each in enumerate(self.parameters, 1)]
-        return [*lines, f"no parameter {len(lines) + 1}"]
+    facts: tuple[object, ...]
+    device: torch.device
 
 
-def _read(
-    patterns: Mapping[str, RankMapping], sent: Tensors, received: Tensors, rank: int
-) -> _Model:
-    """Check the tensors of a rank against each other and against the patterns."""
-    devices = {str(tensor.device) for tensor in (*sent.values(), *received.values())}
+@attrs.frozen
+class _About:
+    """The descriptions of the tensors of this rank.
+
+    Attributes:
+        text: All of them, for the other ranks.
+        cuts: The mapping of each plain tensor.
+    """
+
+    text: bytes
+    cuts: Mapping[str, RankMapping]
+
+
+def _read(mapping: RankMapping, given: Mapping[bool, object], rank: int) -> _Own:
+    """Check the tensors of this rank; `given` has the arguments of each end, the source by True."""
+    ends = {True: mapping.source_ranks, False: mapping.target_ranks}
+    values = {
+        end: _as_state(given[end], _WHAT[end], rank) for end, ranks in ends.items() if rank in ranks
+    }
+    tensors: dict[bool, Tensors] = {True: {}, False: {}}
+    facts: list[object] = []
+    for end, value in values.items():
+        for name in sorted(value):
+            what, tensor = f"{_WHAT[end]}[{name!r}]", value[name]
+            is_sharded = _is_dtensor(tensor)
+            with torch.no_grad():
+                local = as_tensor(tensor.to_local() if is_sharded else tensor, what).detach()
+            if not end:
+                check_buffer(local, what)
+            tensors[end][name] = local
+            facts.append((end, name, local.shape, local.dtype))
+            if is_sharded:
+                facts.append((tensor.shape, tensor.placements, tensor.device_mesh))
+    devices = {one.device for some in tensors.values() for one in some.values()}
     if len(devices) > 1:
-        raise LayoutError(f"all tensors of a rank must be on one device, found {sorted(devices)}")
-    for name, buffer in received.items():
-        check_buffer(buffer, f"into[{name!r}]")
-    mappings = _match(patterns, sorted({*sent, *received}))
-    here = _parameters(mappings, sent, is_source=True)
-    there = _parameters(mappings, received, is_source=False)
-    for one, other in zip_longest(here or there, there or here):
-        if one != other:
-            raise LayoutError(
-                f"state and into differ on rank {rank}, which sends and receives: state has {one}, "
-                f"into has {other}"
-            )
-    _check_overlaps(sent, received, mappings, rank)
-    return _Model(here or there, sent, received)
+        names = sorted(map(str, devices))
+        raise LayoutError(f"all tensors of a rank must be on one device, found {names}")
+    return _Own(values, tensors[True], tensors[False], tuple(facts), devices.pop())
 
 
-def _match(patterns: Mapping[str, RankMapping], names: Sequence[str]) -> dict[str, RankMapping]:
-    """Return the mapping of each name: that of the first pattern that matches it."""
-    unused = {pattern for pattern in patterns if pattern != "*"}
-    found: dict[str, RankMapping] = {}
-    for name in names:
-        pattern = next((one for one in patterns if fnmatchcase(name, one)), None)
-        if pattern is None:
-            raise LayoutError(
-                f"no pattern in shards matches parameter {name!r}, got {shown([*patterns])}; add "
-                f"'*': {{}} as the last one for parameters that are not sharded"
-            )
-        found[name] = patterns[pattern]
-        unused.discard(pattern)
-    if unused:
-        raise LayoutError(
-            f"the pattern {min(unused)!r} of shards matches no parameter that an earlier pattern "
-            f"leaves; there are {len(names)}, such as {names[0]!r}"
-            f"{did_you_mean(min(unused), names)}"
-        )
-    return found
-
-
-def _read_tensors(value: object, what: str, rank: int) -> Tensors:
-    """Return a state dict with checked tensors."""
+def _as_state(value: object, what: str, rank: int) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or not value:
         raise LayoutError(
             f"rank {rank} needs {what}, a dict of tensors by name that is not empty; got "
             f"{shown(value)}"
         )
-    tensors: Tensors = {}
-    for name, given in value.items():
-        if hasattr(given, "to_local"):
-            raise LayoutError(
-                f"{what}[{name!r}] is a DTensor; pass its to_local(), and list in shards the dims "
-                f"that cut it"
-            )
-        tensors[name] = as_tensor(given, f"{what}[{name!r}]").detach()
-    return tensors
+    return value
 
 
-def _parameters(
-    mappings: Mapping[str, RankMapping], tensors: Tensors, *, is_source: bool
-) -> tuple[Parameter, ...]:
-    """Return the parameters of which a rank has parts, in the order of their names."""
-    parameters = []
-    for name in sorted(tensors):
-        tensor, mapping = tensors[name], mappings[name]
-        try:
-            shapes = shapes_of(mapping, tuple(tensor.shape), is_source=is_source)
-        except LayoutError as error:
-            raise type(error)(f"{'state' if is_source else 'into'}[{name!r}]: {error}") from error
-        parameters.append(Parameter(name, *shapes, tensor.dtype, mapping))
-    return tuple(parameters)
+def _is_dtensor(tensor: object) -> bool:
+    return hasattr(tensor, "to_local")
 
 
-def _check_overlaps(
-    sent: Tensors, received: Tensors, mappings: Mapping[str, RankMapping], rank: int
-) -> None:
-    """Raise if a buffer overlaps a tensor that is being sent, unless the rank keeps it in place."""
-    names = list(sent)
-    spans = np.array([memory_span(tensor) for tensor in sent.values()]).reshape(-1, 2)
-    for name, buffer in received.items():
-        begin, end = memory_span(buffer)
-        for at in np.flatnonzero((spans[:, 0] < end) & (begin < spans[:, 1])):
-            other = names[at]
-            places = {
-                (each.data_ptr(), each.shape, each.stride()) for each in (sent[other], buffer)
-            }
-            is_same = len(places) == 1 and mappings[other] == mappings[name]
-            if not is_same or mappings[name].sources_of(rank) != (rank,):
-                raise LayoutError(
-                    f"into[{name!r}] overlaps state[{other!r}] in memory, which is being sent; "
-                    f"pass another buffer"
-                )
+def _describe(
+    mapping: RankMapping,
+    own: _Own,
+    shards: Mapping[str, Mapping[str, int]] | None,
+    fused: Mapping[str, Sequence[str] | Fused],
+    world: World,
+) -> _About:
+    """Describe the tensors of this rank."""
+    patterns = {"*": mapping}
+    if shards is not None:
+        known = {
+            cuts: attrs.evolve(mapping, shards=cuts, sizes=())
+            for cuts in map(as_shards, shards.values())
+        }
+        patterns = {name: known[as_shards(cuts)] for name, cuts in shards.items()}
+    matches = _match(patterns, sorted({*own.sent, *own.received}), "shards")
+    cuts = {name: patterns[pattern] for name, pattern in matches.items()}
+    rules = _match(fused, sorted(own.received), "fused") if own.received else {}
+    rows = []
+    for end, tensors in ((True, own.sent), (False, own.received)):
+        described = []
+        for name, local in tensors.items():
+            try:
+                held = _held(name, own.given[end][name], local, mapping, cuts, world, is_source=end)
+            except LayoutError as error:
+                raise type(error)(f"{_WHAT[end]}[{name!r}]: {error}") from error
+            if not end and name in rules:
+                held = _with_parts(held, rules[name], fused[rules[name]])
+            described.append(held)
+        rows.append(to_rows(described))
+    return _About(json.dumps(rows).encode(), cuts)
+
+
+def _held(
+    name: str,
+    tensor: Any,
+    local: Tensor,
+    mapping: RankMapping,
+    cuts: Mapping[str, RankMapping],
+    world: World,
+    *,
+    is_source: bool,
+) -> Held:
+    """Describe a tensor of an end; `cuts` has the mappings of plain ones."""
+    if _is_dtensor(tensor):
+        ranks = mapping.source_ranks if is_source else mapping.target_ranks
+        return describe_dtensor(name, tensor, local, ranks, is_numbered=not world.parts)
+    if name not in cuts:
+        raise LayoutError(
+            "no pattern in shards matches it; add '*': {} as the last one for parameters that are "
+            "not sharded"
+        )
+    facts = name_of(local.dtype), tuple(local.shape), cuts[name], world.rank
+    return describe_plain(name, *facts, is_source=is_source)
+
+
+_WHAT = {True: "state", False: "into"}
+
+
+def _match(patterns: Mapping[str, object], names: Sequence[str], what: str) -> dict[str, str]:
+    """Return the first pattern that matches each name; names that none matches are left out."""
+    unused = {pattern for pattern in patterns if pattern != "*"}
+    found: dict[str, str] = {}
+    for name in names:
+        pattern = next((one for one in patterns if fnmatchcase(name, one)), None)
+        if pattern is not None:
+            found[name] = pattern
+            unused.discard(pattern)
+    if unused:
+        near = f", such as {names[0]!r}" if names else ""
+        raise LayoutError(
+            f"the pattern {min(unused)!r} of {what} matches no parameter that an earlier pattern "
+            f"leaves; there are {len(names)}{near}{did_you_mean(min(unused), names)}"
+        )
+    return found
+
+
+def _with_parts(held: Held, pattern: str, given: Sequence[str] | Fused) -> Held:
+    """Return the description of a fused parameter, with the names of its parts."""
+    what = f"fused[{pattern!r}]"
+    if held.whole is not None:
+        raise LayoutError(
+            f"into[{held.name!r}] is a DTensor and matches {what}; pass its to_local(), with shards"
+        )
+    rule = given if isinstance(given, Fused) else Fused(as_ordered(given, what))
+    texts = re.fullmatch("(.*)".join(map(re.escape, pattern.split("*"))), held.name)
+    parts = []
+    for part in rule.parts:
+        first, *more = part.split("*")
+        if texts is None or len(more) > len(texts.groups()):
+            raise LayoutError(f"{what} has a part {part!r} with more '*' than the pattern")
+        filled = zip(texts.groups(), more, strict=False)
+        parts.append(first + "".join(text + piece for text, piece in filled))
+    heads = None
+    if rule.heads is not None:
+        heads = tuple(as_int(one, f"each of the heads of {what}", 1) for one in rule.heads)
+    if not parts or (heads is not None and len(heads) != len(parts)):
+        raise LayoutError(f"{what} has {len(parts)} parts, and heads={heads}")
+    axes = len(held.shape)
+    axis = as_int(rule.axis, f"the axis of {what}", -axes, axes - 1)
+    return attrs.evolve(held, fused=(tuple(parts), heads, axis % axes))
+
+
+# ---- the plan -----------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class _Kept:
+    """A plan that is kept, the descriptions of this rank, and a digest of all descriptions."""
+
+    digest: str
+    plan: Plan
+    about: _About
+
+
+_plans: WeakKeyDictionary[World, dict[tuple[object, ...], _Kept]] = WeakKeyDictionary()
+"""The plans of each world, by what this rank passed."""
+
+
+def _planned(
+    world: World,
+    mapping: RankMapping,
+    own: _Own,
+    about: _About,
+    how: _How,
+    start: int,
+    ready: _Mover | None,
+) -> _Mover:
+    """Return what carries out the plan: `ready` if all ranks keep the same one, else a new one."""
+    try:
+        texts = _exchange_texts(
+            world, mapping, own, about, "" if ready is None else ready.kept.digest
+        )
+        if texts is None and ready is not None:
+            return ready
+        kept = _plan(world, mapping, about, texts or {world.rank: about.text}, how)
+        return _Mover(own, kept, world, how, start)
+    except PlanMismatchError:
+        raise  # all ranks do, because they have the same descriptions
+    except BaseException as error:
+        consent(world, mapping, "", error)
+        raise
+
+
+def _exchange_texts(
+    world: World, mapping: RankMapping, own: _Own, about: _About, digest: str
+) -> dict[int, bytes] | None:
+    """Return the descriptions of all ranks, or None if all keep the plan of this digest."""
+    if not world.has_store:
+        return None
+    head = json.dumps([digest, len(about.text)]).encode()
+    heads = [_read_json(one) for one in _gather(world, mapping, head, _HEAD_BYTES, own).values()]
+    if digest and all(other == digest for other, _ in heads):
+        return None
+    return _gather(world, mapping, about.text, max(size for _, size in heads), own)
+
+
+def _gather(
+    world: World, mapping: RankMapping, block: bytes, size: int, own: _Own
+) -> dict[int, bytes]:
+    try:
+        return gather(world, mapping, block, size, own.device)
+    except RuntimeError as error:
+        raise StateTransferError(
+            f"{world.title(world.rank)} lost the exchange of descriptions with the other ranks: "
+            f"{_reason(error)}; nothing was sent in it: {_advice(world)}"
+        ) from error
+
+
+def _read_json(block: bytes) -> Any:
+    return json.loads(block.rstrip(b"\0"))
+
+
+def _plan(
+    world: World, mapping: RankMapping, about: _About, texts: Mapping[int, bytes], how: _How
+) -> _Kept:
+    """Make the plan of this rank; all ranks raise the same error, or none does."""
+    every = {rank: _read_json(texts[rank]) for rank in sorted(texts)}
+    sent, received = (
+        {rank: from_rows(pair[end]) for rank, pair in every.items() if pair[end]} for end in (0, 1)
+    )
+    if not world.has_store:
+        sent, received = _assumed(world.rank, about, sent, received)
+    sources, targets = put_together(sent, received, how.dtype)
+    plan = plan_of(sources, targets, how.limit, world.rank)
+    digest = hashlib.sha256(json.dumps([f"{details(mapping)} {how}", every]).encode())
+    return _Kept(digest.hexdigest()[:32], plan, about)
+
+
+def _assumed(
+    rank: int, about: _About, sent: Mapping[int, list[Held]], received: Mapping[int, list[Held]]
+) -> tuple[dict[int, list[Held]], dict[int, list[Held]]]:
+    """Return what all ranks of a fake world hold."""
+    is_source = rank in sent
+    both = assume((sent if is_source else received)[rank], about.cuts)
+    return {**both[0], **sent}, {**both[1], **received}
 
 
 # ---- communication ------------------------------------------------------------------------------
@@ -292,8 +483,8 @@ class _Piece:
     Attributes:
         segment: The segment.
         tensor: Its elements.
-        buffer: The bytes that are sent or received: those of the tensor, or bytes of a pool.
-        packed: The elements in the pool; None if the bytes are those of the tensor.
+        buffer: The bytes that are sent or received: the tensor's memory, or a part of a pool.
+        packed: The elements in the pool, or None without a pool.
     """
 
     segment: Segment
@@ -303,61 +494,108 @@ class _Piece:
 
 
 class _Mover:
-    """Carries out the plan of a rank.
+    """Carries out the plan of a rank, for which it has everything from the beginning.
 
     Attributes:
         damage: The error for the first segment with a wrong checksum.
     """
 
-    def __init__(self, model: _Model, plan: Plan, world: World, *, is_verified: bool) -> None:
-        self.model, self.plan, self.is_verified = model, plan, is_verified
-        self.rank, self.pg = world.rank, world.pg
+    def __init__(self, own: _Own, kept: _Kept, world: World, how: _How, start: int) -> None:
+        self.own, self.world, self.is_verified = own, world, how.is_verified
+        self.kept, self.plan = kept, kept.plan
+        plan = kept.plan
         self.damage: StateTransferError | None = None
-        device = next(iter({**model.sent, **model.received}.values())).device
+        as_int(start, "start", 0, plan.buckets)
+        self._check_overlaps()
         room = plan.room
-        self.pools = [torch.empty(room, dtype=torch.uint8, device=device) for _ in range(2)]
+        self.pools = [torch.empty(room, dtype=torch.uint8, device=own.device) for _ in range(2)]
+        self.copies = [
+            (
+                own.received[one.name][one.target_slices],
+                own.sent[one.source_name][one.source_slices],
+            )
+            for one in plan.copies
+        ]
+        self.buckets = [self._pieces(number) for number in range(plan.buckets)]
+
+    def _check_overlaps(self) -> None:
+        """Raise if a buffer overlaps another tensor, unless the rank keeps what it has in place."""
+        moved = {one.name for bucket in self.plan.receives for one in bucket}
+        for one in self.plan.copies:
+            if one.source_name != one.name or one.source_slices != one.target_slices:
+                moved.add(one.name)
+        ends = ((self.own.sent, True), (self.own.received, False))
+        tensors = [
+            (*memory_span(one), end, name, one) for some, end in ends for name, one in some.items()
+        ]
+        active: list[tuple[int, int, bool, str, Tensor]] = []
+        for item in sorted(tensors, key=lambda item: item[:2]):
+            active = [other for other in active if other[1] > item[0]]
+            for other in active:
+                pair = sorted((item, other), key=lambda each: each[2:4])
+                (_, _, is_sent, name, buffer), (_, _, is_other_sent, other_name, tensor) = pair
+                is_kept = is_other_sent and name == other_name and name not in moved
+                if (
+                    is_sent
+                    or not share_memory(buffer, tensor)
+                    or (is_kept and _place_of(buffer) == _place_of(tensor))
+                ):
+                    continue
+                raise LayoutError(
+                    f"into[{name!r}] overlaps {_WHAT[is_other_sent]}[{other_name!r}] in memory, "
+                    f"which is {'being sent' if is_other_sent else 'received, too'}; pass another "
+                    f"buffer"
+                )
+            active.append(item)
+
+    def _pieces(self, number: int) -> tuple[list[_Piece], list[_Piece]]:
+        """Return what a bucket receives and sends."""
+        received, sent = self.plan.receives[number], self.plan.sends[number]
+        pieces = []
+        at = 0
+        for is_sent, segment in (
+            *((False, one) for one in received),
+            *((True, one) for one in sent),
+        ):
+            if is_sent:
+                tensor = self.own.sent[segment.source_name][segment.source_slices]
+            else:
+                tensor = self.own.received[segment.name][segment.target_slices]
+            is_as_it_is = tensor.is_contiguous() and tensor.dtype == segment.dtype
+            if is_as_it_is and not self.is_verified:
+                # A tensor of one element may have any strides, and then no view as bytes.
+                flat = tensor.as_strided((tensor.numel(),), (1,))
+                pieces.append(_Piece(segment, tensor, flat.view(torch.uint8)))
+                continue
+            room = segment.room if self.is_verified else segment.nbytes
+            buffer = self.pools[number % 2][at : at + room]
+            packed = buffer[: segment.nbytes].view(segment.dtype).view(tensor.shape)
+            pieces.append(_Piece(segment, tensor, buffer, packed))
+            at += segment.room
+        return pieces[: len(received)], pieces[len(received) :]
 
     def move(self, start: int) -> None:
         """Copy the parts that stay, and move all buckets from one on."""
-        for segment in self.plan.copies:
-            here = self._part(segment, is_sent=True)
-            there = self._part(segment, is_sent=False)
+        for there, here in self.copies:
             if there.data_ptr() != here.data_ptr():
                 there.copy_(here)
         done = start
-        in_progress: deque[tuple[list[_Piece], list[Work]]] = deque()
+        in_progress: deque[list[Work]] = deque()
         try:
             for number in range(start, self.plan.buckets):
                 in_progress.append(self._begin(number))
                 if len(in_progress) == 2:
-                    self._finish(*in_progress.popleft())
+                    self._finish(done, in_progress.popleft())
                     done += 1
-            for received, works in in_progress:
-                self._finish(received, works)
+            for works in in_progress:
+                self._finish(done, works)
+                done += 1
         except RuntimeError as error:
-            raise StateTransferError(
-                f"rank {self.rank} lost bucket {done} of {self.plan.buckets}: "
-                f"{str(error).splitlines()[0]}; all earlier ones have arrived on this rank: "
-                f"initialise torch.distributed again, and {_CONTINUE.format(done)}",
-                bucket=done,
-            ) from error
+            raise self._lost(done, error) from error
 
-    def _begin(self, number: int) -> tuple[list[_Piece], list[Work]]:
-        """Start all messages of a bucket; return the pieces to receive, and the operations."""
-        received, sent = self.plan.receives[number], self.plan.sends[number]
-        pieces = []
-        at = 0
-        for segment in (*received, *sent):
-            tensor = self._part(segment, is_sent=segment.source == self.rank)
-            if tensor.is_contiguous() and not self.is_verified:
-                pieces.append(_Piece(segment, tensor, tensor.view(-1).view(torch.uint8)))
-                continue
-            room = segment.room if self.is_verified else segment.nbytes
-            buffer = self.pools[number % 2][at : at + room]
-            packed = buffer[: segment.nbytes].view(tensor.dtype).view(tensor.shape)
-            pieces.append(_Piece(segment, tensor, buffer, packed))
-            at += segment.room
-        incoming, outgoing = pieces[: len(received)], pieces[len(received) :]
+    def _begin(self, number: int) -> list[Work]:
+        """Start all messages of a bucket."""
+        incoming, outgoing = self.buckets[number]
         for piece in outgoing:
             if piece.packed is not None:
                 piece.packed.copy_(piece.tensor)
@@ -365,51 +603,96 @@ class _Mover:
                 piece.buffer[piece.segment.nbytes :].zero_()
                 words = piece.buffer.view(torch.int64)
                 words[-2] = words[:-2].sum()  # the checksum: one wrong byte changes it
-        works = post(
+        return post(
             [(piece.segment.source, piece.buffer) for piece in incoming],
             [(piece.segment.target, piece.buffer) for piece in outgoing],
-            self.pg,
+            self.world.pg,
         )
-        return incoming, works
 
-    def _finish(self, received: Sequence[_Piece], works: Sequence[Work]) -> None:
+    def _finish(self, number: int, works: Sequence[Work]) -> None:
         """Wait for the messages of a bucket, and unpack the received ones."""
         for work in works:
             work.wait()
-        for piece in received:
+        for piece in self.buckets[number][0]:
             if self.is_verified:
                 self._compare(piece.segment, piece.buffer)
             if piece.packed is not None:
                 piece.tensor.copy_(piece.packed)
+
+    def _lost(self, number: int, error: RuntimeError) -> StateTransferError:
+        """Return the error of a bucket whose communication failed."""
+        incoming, outgoing = self.buckets[number]
+        ends = [
+            (one.segment.nbytes, one.segment.name, "from", one.segment.source) for one in incoming
+        ]
+        ends += [
+            (one.segment.nbytes, one.segment.name, "to", one.segment.target) for one in outgoing
+        ]
+        messages = [
+            f"{nbytes} bytes of {name!r} {way} {self.world.title(rank)}"
+            for nbytes, name, way, rank in ends
+        ]
+        left = self.plan.receives[number:]
+        names = sorted({repr(segment.name) for bucket in left for segment in bucket})
+        partly = f"; perhaps partly written: {some_of(names, 8)}" if names else ""
+        return StateTransferError(
+            f"{self.world.title(self.world.rank)} lost bucket {number} of {self.plan.buckets}, "
+            f"with {some_of(messages, 4)}: {_reason(error)}; all earlier ones have arrived on this "
+            f"rank{partly}: {_advice(self.world)}, and {_CONTINUE.format(number)}",
+            bucket=number,
+        )
 
     def _compare(self, segment: Segment, buffer: Tensor) -> None:
         words = buffer.view(torch.int64)
         found, expected = words[:-2].sum().item(), words[-2].item()
         if found != expected and self.damage is None:
             self.damage = StateTransferError(
-                f"parameter {self.model.parameters[segment.parameter].name!r} was damaged between "
-                f"rank {segment.source} and rank {segment.target} in bucket {segment.bucket} of "
-                f"{self.plan.buckets}: the checksum of {segment.nbytes} bytes is {found:#x}, "
-                f"expected {expected:#x}; {_CONTINUE.format(segment.bucket)}",
+                f"parameter {segment.name!r} was damaged between "
+                f"{self.world.title(segment.source)} and {self.world.title(segment.target)} in "
+                f"bucket {segment.bucket} of {self.plan.buckets}: the checksum of "
+                f"{segment.nbytes} bytes is {found:#x}, expected {expected:#x}; "
+                f"{_CONTINUE.format(segment.bucket)}",
                 bucket=segment.bucket,
             )
 
-    def _part(self, segment: Segment, *, is_sent: bool) -> Tensor:
-        name = self.model.parameters[segment.parameter].name
-        if is_sent:
-            return self.model.sent[name][segment.source_slices]
-        return self.model.received[name][segment.target_slices]
+
+_CONTINUE = "continue on all ranks with the smallest start that one of them reports (start={})"
 
 
-def _share_damage(world: World, mapping: RankMapping, damage: StateTransferError | None) -> None:
-    """Raise on all ranks if one of them received damaged data."""
+def _place_of(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+def _advice(world: World) -> str:
+    """Return how to continue after lost communication."""
+    if world.parts:
+        return f"call rejoin() of world {world.name!r} on all ranks"
+    return "initialise torch.distributed again"
+
+
+def _share_damage(world: World, mapping: RankMapping, own: _Own, mover: _Mover) -> None:
+    """Raise on all ranks if one of them received damaged data, with the first bucket of all."""
+    damage = mover.damage
+    found = None if damage is None else [damage.bucket, str(damage)[:800]]
+    blocks = {world.rank: json.dumps(found).encode()}
     title, effect = "the end of a state", "the received data may be incomplete"
     try:
-        consent(world, mapping, title, damage, effect=effect)
+        if world.has_store:
+            blocks = _gather(world, mapping, blocks[world.rank], _DAMAGE_BYTES, own)
+    except BaseException as error:
+        consent(world, mapping, title, error)
+        raise
+    try:
+        consent(world, mapping, title, effect=effect)
     except OutcomeUnknownError:
         raise
     except CreationError as error:
-        found = re.search(r"\(start=(\d+)\)", str(error))
-        raise StateTransferError(str(error), bucket=int(found[1]) if found else 0) from error
-    if damage is not None:
-        raise damage
+        raise StateTransferError(str(error), bucket=mover.plan.buckets) from error
+    damages = [one for one in map(_read_json, blocks.values()) if one is not None]
+    if damages:
+        bucket, text = min(damages)
+        raise StateTransferError(text, bucket=bucket)

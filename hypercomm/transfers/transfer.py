@@ -1,36 +1,72 @@
 """Move a tensor between the ranks of the running job, following a RankMapping.
 
-Everything is checked before anything is sent. Then each rank posts all its receives and sends
-together, so no order of the ranks can deadlock.
+The ranks exchange the shapes of their tensors, so each knows the size of every message. Everything
+is checked before anything is sent. Then each rank posts all its receives and sends together, so no
+order of the ranks can deadlock.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 
 import attrs
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 
-from hypercomm.errors import CreationError, LayoutError, OutcomeUnknownError
-from hypercomm.layout import RankMapping
-from hypercomm.layout.checks import world_too_small
-from hypercomm.layout.mapping import Message
-from hypercomm.layout.text import shown
-from hypercomm.process_groups.agreement.driver import agree, limit_of, refuse
-from hypercomm.process_groups.agreement.scope import Scope
+from hypercomm.errors import CreationError, LayoutError
+from hypercomm.layout.checks import as_int, as_ordered, world_too_small
+from hypercomm.layout.text import shown, some_of
+from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.options import as_verified
 from hypercomm.process_groups.world import World, current
+from hypercomm.transfers.exchange import consent, details, gather, post, tag_of
+from hypercomm.transfers.holdings import describe_plain, lengths_of, misfit, name_of
+from hypercomm.transfers.mapping import Message, RankMapping, chunk_sizes, resolve_axes
 
 Shape = tuple[int, ...]
 
 Pieces = list[tuple[int, Tensor]]
 """Views of parts of a tensor, each with the rank at the other end, in the same order on both."""
+
+_OFFER_BYTES = 512
+"""The size of the description that each rank sends to all others."""
+
+
+@attrs.frozen
+class _Offer:
+    """The description that a rank sends to all others before a transfer.
+
+    Attributes:
+        dtype: The type of the elements of its tensors.
+        sent: The shape of the part that it sends, or None if it is not a source.
+        buffer: The shape of its buffer, or None without one.
+        refusal: The error that keeps it from taking part; "" without one.
+    """
+
+    dtype: str = ""
+    sent: Shape | None = None
+    buffer: Shape | None = None
+    refusal: str = ""
+
+    def block(self) -> bytes:
+        """Return it as JSON of at most `_OFFER_BYTES` bytes."""
+        refusal = self.refusal.encode("ascii", "replace").decode()
+        return json.dumps([self.dtype, self.sent, self.buffer, refusal[:200]]).encode()
+
+
+@lru_cache(maxsize=1024)
+def _read(block: bytes) -> _Offer:
+    dtype, *shapes, refusal = json.loads(block)
+    sent, buffer = (None if shape is None else tuple(shape) for shape in shapes)
+    return _Offer(dtype, sent, buffer, refusal)
 
 
 @attrs.frozen
@@ -57,12 +93,15 @@ def transfer(
     groups: ProcessGroup | None = None,
     *,
     out: Tensor | None = None,
+    rows: Sequence[int] | None = None,
     verify: bool | None = None,
     world: World | None = None,
 ) -> Tensor | None:
     """Move a tensor between the ranks of the running job; every rank of both stages calls it.
 
-    Gradients do not flow through it. Move them back with `transfer(mapping.inverse(), gradient)`.
+    Shards may have different lengths: the ranks first exchange the shapes of their tensors, and
+    all of them raise if these do not fit. Gradients do not flow through it. Move them back with
+    `transfer(mapping.inverse(), gradient)`.
 
     Args:
         mapping: The mapping from the source layout to the target layout.
@@ -72,12 +111,17 @@ def transfer(
             target: the process group of its `broadcast_siblings`, whose first rank broadcasts.
             Otherwise None or torch's `GroupMember.NON_GROUP_MEMBER`.
         out: On a rank of both stages, the buffer to receive into. It must not overlap `tensor` in
-            memory. Default: a new tensor.
-        verify: Whether all ranks of both stages first check that they propose the same mapping,
-            dtype and shapes. Every rank raises if two differ, if one rejects its arguments or
-            leaves, or if one has not joined by the timeout of WORLD. All ranks must pass the same
-            value. Default: the environment variable HYPERCOMM_VERIFY, "0" or "1".
-        world: The world whose ranks the mapping has. Default: that of WORLD.
+            memory. Default: a new tensor. Its length along an axis that is cut is the sum of the
+            lengths of the source's shards if the source has a multiple of the target's number of
+            shards, else as torch.chunk cuts.
+        rows: The lengths of the shards of the batch, in the order of `along`, at the end that has
+            more shards; at the other end they are sums. All ranks must pass the same. No shapes
+            are exchanged then, and other axes are cut evenly. Default: the lengths of the tensors.
+        verify: Whether all ranks of both stages first check that they propose the same mapping.
+            Every rank raises if two differ, if one rejects its arguments or leaves, or if one has
+            not joined by the timeout of WORLD. All ranks must pass the same value. Default: the
+            environment variable HYPERCOMM_VERIFY, "0" or "1".
+        world: The world whose ranks the mapping has. Default: the world of WORLD.
 
     Returns:
         The received tensor on a target rank, None on other ranks.
@@ -86,9 +130,10 @@ def transfer(
         NotInitializedError: torch.distributed is not initialised.
         WorldSizeError: The job has too few ranks.
         LayoutError: `mapping` is not a RankMapping, or a tensor or a group does not fit.
-        PlanMismatchError: With `verify`: ranks differ; nothing was sent.
-        GroupCreationTimeout, CreationError: With `verify`: ranks are missing, or one failed;
-            nothing was sent.
+        PlanMismatchError: Shapes or dtypes of two ranks do not fit, or, with `verify`, their
+            mappings differ; nothing was sent.
+        CreationError: Another rank rejected its arguments; nothing was sent.
+        GroupCreationTimeout: With `verify`: ranks are missing; nothing was sent.
         OutcomeUnknownError: With `verify`: the job's store is gone; restart the job.
         GroupOptionsError: `verify` is not True, False or None.
 
@@ -96,12 +141,14 @@ def transfer(
     their waits form a cycle. A rank that waits for a rank outside such a cycle raises at the
     timeout. The error names the missing ranks and their last transfer.
 
-    Without `verify`, each rank checks only its own arguments. If one raises, the others wait for it
-    until the timeout. If mapping, shape or dtype differ between two ranks, the bytes arrive as
-    they are: gloo aborts a process whose buffer is too short and partly fills one that is too long,
-    and NCCL waits. A message that only one rank expects stays queued for the next transfer.
+    Without `verify`, a rank that waits for a missing rank raises torch's error at the timeout. With
+    `rows`, a rank that rejects its arguments raises alone, and the others wait until the timeout.
+    Ranks whose mappings or `rows` differ wait, too; with NCCL, which ignores tags, their messages
+    may match.
 
-    With NCCL, as for torch's `batch_isend_irecv`, all ranks of the job must have communicated
+    The exchange takes as many small messages as the number of ranks has binary digits. With NCCL,
+    the host waits for it, so pass `rows` where the sizes are known. As for torch's
+    `batch_isend_irecv`, all ranks of the job must have communicated
     before, or the default process group must be bound to a device.
 
     Example:
@@ -118,16 +165,24 @@ def transfer(
     role = _role(mapping, world.rank)
     if not role.is_source and not role.siblings:
         return None
+    is_exchanged = world.has_store and rows is None and not mapping.sizes
     try:
-        description, received, receives, sends = _check(mapping, role, tensor, out)
+        offer, given, buffer = _check(mapping, role, tensor, out)
         group = _check_group(groups, role, leaders=mapping.leaders)
-    except LayoutError as error:
+        known = None if is_exchanged else _alone(mapping, world.rank, offer, rows)
+    except BaseException as error:
         if is_verified:
             consent(world, mapping, "", error)
+        elif is_exchanged and isinstance(error, LayoutError):
+            _exchange_shapes(world, mapping, _Offer(refusal=f"{type(error).__name__}: {error}"))
         raise
-    interrupt = consent(world, mapping, description) if is_verified else None
+    entries = [f"{known[1]} of {offer.dtype}, {known[0].sizes}" if known else "any shape"]
+    interrupt = consent(world, mapping, "a tensor", entries=entries) if is_verified else None
+    if known is None:
+        known = _fit(mapping, _exchange_shapes(world, mapping, offer, given.device))
+    exact, whole = known
     with torch.no_grad():
-        _exchange(receives, sends, world)
+        received = _move(world, exact, whole, given.detach(), buffer)
         if group is not None and received is not None:
             _broadcast(received.detach(), role.siblings[0], group)
     if received is not None:
@@ -145,18 +200,6 @@ def _role(mapping: RankMapping, rank: int) -> _Role:
     return _Role(is_source, siblings, sends, mapping.receives(rank) if is_target else ())
 
 
-@lru_cache(maxsize=256)
-def shapes_of(mapping: RankMapping, shape: Shape, *, is_source: bool) -> tuple[Shape, Shape]:
-    """Return the shapes of the parts at the source and at the target, given one of the two.
-
-    Raises:
-        LayoutError: A length cannot be cut evenly, or an axis that is cut does not exist.
-    """
-    if is_source:
-        return shape, mapping.received_shape(shape)
-    return mapping.inverse().received_shape(shape), shape
-
-
 # ---- checks before anything is sent -------------------------------------------------------------
 
 
@@ -171,45 +214,36 @@ def check_mapping(mapping: object, size: int) -> None:
 
 def _check(
     mapping: RankMapping, role: _Role, tensor: object, out: object
-) -> tuple[str, Tensor | None, Pieces, Pieces]:
-    """Check the tensors of this rank, and return its operations.
+) -> tuple[_Offer, Tensor, Tensor | None]:
+    """Check the tensors of this rank.
 
     Returns:
-        A description of the transfer that is identical on all ranks, the tensor that is received,
-        and the messages to receive and to send.
+        Their description, the tensor that was given, and the buffer to receive into, if any.
     """
     given = as_tensor(tensor, "tensor")
-    shapes = shapes_of(mapping, tuple(given.shape), is_source=role.is_source)
-    received = None
+    resolve_axes(mapping.cuts, given.ndim)
+    buffer = None
     if role.is_source and role.siblings:
-        received = given.new_empty(shapes[1]) if out is None else _check_out(out, given, shapes[1])
+        buffer = None if out is None else _check_out(out, given)
     elif out is not None:
         raise LayoutError(
             "out is for ranks of both stages; a rank of one of them passes its tensor as tensor"
         )
     elif role.siblings:
-        received = given
-        check_buffer(received, "tensor")
-    receives: Pieces = []
-    sends: Pieces = []
-    if received is not None:
-        buffer = received.detach()
-        receives = [(m.source, buffer[m.target_slices(shapes[1])]) for m in role.receives]
-    if role.is_source:
-        whole = given.detach()
-        sends = [(m.target, whole[m.source_slices(shapes[0])]) for m in role.sends]
-    description = f"parts {shapes[0]} to parts {shapes[1]} of {given.dtype}"
-    return description, received, receives, sends
+        buffer = given
+        check_buffer(given, "tensor")
+    sent = tuple(given.shape) if role.is_source else None
+    into = None if buffer is None else tuple(buffer.shape)
+    return _Offer(name_of(given.dtype), sent, into), given, buffer
 
 
-def _check_out(out: object, tensor: Tensor, shape: Shape) -> Tensor:
+def _check_out(out: object, tensor: Tensor) -> Tensor:
     """Check the buffer of a rank that sends and receives."""
     buffer = as_tensor(out, "out")
-    found = (tuple(buffer.shape), buffer.dtype, buffer.device)
-    if found != (shape, tensor.dtype, tensor.device):
+    if (buffer.ndim, buffer.dtype, buffer.device) != (tensor.ndim, tensor.dtype, tensor.device):
         raise LayoutError(
-            f"out must have shape {shape}, {tensor.dtype} and device {tensor.device} to match "
-            f"tensor; it has {found[0]}, {found[1]} and {found[2]}"
+            f"out must have {tensor.ndim} axes, {tensor.dtype} and device {tensor.device} to match "
+            f"tensor; it has {buffer.ndim}, {buffer.dtype} and {buffer.device}"
         )
     check_buffer(buffer, "out")
     begin, end = memory_span(tensor)
@@ -240,6 +274,8 @@ def as_tensor(value: object, what: str) -> Tensor:
         raise LayoutError(
             f"{what} must be a dense tensor with data, got {value.layout} on {value.device}"
         )
+    if hasattr(value, "to_local"):
+        raise LayoutError(f"{what} must be a plain tensor, got a DTensor; pass its to_local()")
     if value.is_conj() or value.is_neg():
         raise LayoutError(f"{what} must be resolved: pass {what}.resolve_conj().resolve_neg()")
     return value
@@ -247,7 +283,7 @@ def as_tensor(value: object, what: str) -> Tensor:
 
 def check_buffer(buffer: Tensor, what: str) -> None:
     """Raise unless a tensor can be received into."""
-    if any(not step and n > 1 for n, step in zip(buffer.shape, buffer.stride(), strict=True)):
+    if share_memory(buffer):
         raise LayoutError(
             f"{what} is expanded: its shape {tuple(buffer.shape)} has strides {buffer.stride()}, "
             f"so elements share memory; pass a contiguous tensor"
@@ -263,21 +299,170 @@ def memory_span(tensor: Tensor) -> tuple[int, int]:
     return begin, begin + (last + 1) * tensor.element_size()
 
 
-# ---- communication ------------------------------------------------------------------------------
+def share_memory(tensor: Tensor, other: Tensor | None = None) -> bool:
+    """Return whether elements of two tensors, or two elements of one, share memory."""
+    if not tensor.numel():
+        return False
+    begin, end = memory_span(tensor)
+    if other is None:
+        reach = 0
+        for step, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+            if n > 1 and step <= reach:
+                break  # so perhaps they do
+            reach += (n - 1) * step
+        else:
+            return False
+        marks = np.zeros(end - begin, dtype=bool)
+        _bytes_of(tensor, marks, begin)[...] = True
+        return int(marks.sum()) < tensor.numel() * tensor.element_size()
+    other_begin, other_end = memory_span(other)
+    if begin >= other_end or other_begin >= end:
+        return False
+    if tensor.is_contiguous() and other.is_contiguous():
+        return True
+    first = min(begin, other_begin)
+    marks = np.zeros(max(end, other_end) - first, dtype=bool)
+    _bytes_of(tensor, marks, first)[...] = True
+    return bool(_bytes_of(other, marks, first).any())
 
 
-def post(
-    receives: Iterable[tuple[int, Tensor]],
-    sends: Iterable[tuple[int, Tensor]],
-    pg: ProcessGroup | None,
-) -> list[Work]:
-    """Start all receives and sends together. Two ranks match their messages in order.
+def _bytes_of(tensor: Tensor, marks: NDArray[np.bool_], first: int) -> NDArray[np.bool_]:
+    """Return the marks of the bytes of a tensor, in an array for the memory from an address on."""
+    size = tensor.element_size()
+    steps = [step * size for step in tensor.stride()]
+    start = marks[tensor.data_ptr() - first :]
+    return np.lib.stride_tricks.as_strided(start, (*tensor.shape, size), (*steps, 1))
 
-    Empty tensors are skipped.
+
+# ---- the length of every shard -------------------------------------------------------------------
+
+
+def _exchange_shapes(
+    world: World, mapping: RankMapping, offer: _Offer, device: torch.device | None = None
+) -> tuple[tuple[int, bytes], ...]:
+    """Return the descriptions of all ranks of a transfer, by rank."""
+    device = device or torch.device(torchdist.device_type(world.pg or torchdist.world_group()))
+    blocks = gather(world, mapping, offer.block(), _OFFER_BYTES, device)
+    return tuple((rank, blocks[rank].rstrip(b"\0")) for rank in sorted(blocks))
+
+
+@lru_cache(maxsize=128)
+def _fit(mapping: RankMapping, blocks: tuple[tuple[int, bytes], ...]) -> tuple[RankMapping, Shape]:
+    """Return the mapping with the lengths of all shards, and the shape of the whole tensor.
+
+    Raises:
+        PlanMismatchError: The tensors of two ranks do not fit.
+        CreationError: A rank rejected its arguments.
     """
-    ops = [dist.P2POp(dist.irecv, tensor, rank, pg) for rank, tensor in receives if tensor.numel()]
-    ops += [dist.P2POp(dist.isend, tensor, rank, pg) for rank, tensor in sends if tensor.numel()]
-    return dist.batch_isend_irecv(ops) if ops else []
+    offers = {rank: _read(block) for rank, block in blocks}
+    for rank, offer in offers.items():
+        if offer.refusal:
+            raise CreationError(f"nothing was sent: rank {rank} failed: {offer.refusal}")
+    sent, into = (
+        {
+            rank: describe_plain("tensor", offers[rank].dtype, shape, mapping, rank, is_source=end)
+            for rank in ranks
+            if (shape := offers[rank].sent if end else offers[rank].buffer) is not None
+        }
+        for end, ranks in ((True, mapping.source_ranks), (False, mapping.target_ranks))
+    )
+    first, one = next(iter(sent.items()))
+    for rank, other in chain(sent.items(), into.items()):
+        if (len(other.shape), other.dtype) != (len(one.shape), one.dtype):
+            raise misfit(
+                f"rank {first} has {one.shape} of torch.{one.dtype}, and rank {rank} has "
+                f"{other.shape} of torch.{other.dtype}"
+            )
+    here, there = lengths_of("tensor", sent), lengths_of("tensor", into) if into else None
+    axes = resolve_axes(mapping.cuts, len(one.shape))
+    counts = {axis: cut.target for axis, cut in zip(axes, mapping.cuts, strict=True)}
+    whole, sizes = [], []
+    for axis, lengths in enumerate(here):
+        source = tuple(lengths[shard] for shard in sorted(lengths))
+        rule = _by_rule(source, counts.get(axis, 1))
+        known = {} if there is None else there[axis]
+        target = tuple(known.get(shard, length) for shard, length in enumerate(rule))
+        whole.append(sum(source))
+        sizes.append((source, target))
+        if sum(source) != sum(target):
+            receiver, buffer = next(iter(into.items()))
+            raise misfit(
+                f"tensor axis {axis} has length {sum(source)} at the source, in shards of "
+                f"{some_of(source, 8)}, where rank {first} has {one.shape}, and length "
+                f"{sum(target)} at the target, in shards of {some_of(target, 8)}, where rank "
+                f"{receiver} has {buffer.shape}"
+            )
+    return attrs.evolve(mapping, sizes=[sizes[axis] for axis in axes]), tuple(whole)
+
+
+def _by_rule(sizes: Sequence[int], count: int) -> tuple[int, ...]:
+    """Return the lengths of the target's shards where no buffer says them.
+
+    >>> _by_rule((3, 2), 1), _by_rule((5, 3), 4), _by_rule((3, 2), 3)
+    ((5,), (3, 2, 2, 1), (2, 2, 1))
+    """
+    if not len(sizes) % count:
+        each = len(sizes) // count
+        return tuple(sum(sizes[at : at + each]) for at in range(0, len(sizes), each))
+    if not count % len(sizes):
+        return tuple(one for size in sizes for one in chunk_sizes(size, [count // len(sizes)]))
+    return chunk_sizes(sum(sizes), [count])
+
+
+def _alone(
+    mapping: RankMapping, rank: int, offer: _Offer, rows: Sequence[int] | None
+) -> tuple[RankMapping, Shape]:
+    """Return the same as `_fit`, by what this rank alone knows.
+
+    Raises:
+        LayoutError: The tensors of this rank have other shapes.
+    """
+    is_source = offer.sent is not None
+    shape = offer.sent if offer.sent is not None else offer.buffer
+    if shape is None:
+        raise LayoutError("a rank of neither stage has no shapes")
+    exact, whole = mapping, list(shape)
+    axes = resolve_axes(mapping.cuts, len(shape))
+    for number, (axis, cut) in enumerate(zip(axes, mapping.cuts, strict=True)):
+        if mapping.sizes:
+            whole[axis] = sum(mapping.sizes[number][0])
+        else:
+            whole[axis] *= cut.source if is_source else cut.target
+    if rows is not None:
+        exact = _with_rows(mapping, rows, whole)
+    elif not mapping.sizes:
+        mapping.received_shape(shape) if is_source else mapping.inverse().received_shape(shape)
+        exact = mapping.of_shape(whole)
+    for found, end in ((offer.sent, True), (offer.buffer, False)):
+        due = exact.shape_at(rank, whole, is_source=end) if found is not None else None
+        if found != due:
+            raise LayoutError(
+                f"rank {rank} must {'send' if end else 'receive into'} a tensor of shape {due}, "
+                f"got {found}"
+            )
+    return exact, tuple(whole)
+
+
+def _with_rows(mapping: RankMapping, rows: Sequence[int], whole: list[int]) -> RankMapping:
+    """Return a mapping whose batch is cut into these rows; sets the length of the whole batch."""
+    given = tuple(as_int(one, "each of rows", 0) for one in as_ordered(rows, "rows"))
+    axes = [cut.axis for cut in mapping.cuts]
+    if mapping.along is None or mapping.batch_axis not in axes:
+        raise LayoutError(f"rows needs a batch that is cut, got rows={given} for {mapping}")
+    number = axes.index(mapping.batch_axis)
+    counts = mapping.cuts[number].source, mapping.cuts[number].target
+    if len(given) != max(counts) or max(counts) % min(counts):
+        raise LayoutError(
+            f"rows must have the length of each of {max(counts)} shards of the batch, got {given}"
+        )
+    whole[mapping.batch_axis] = sum(given)
+    sizes = list(mapping.of_shape(whole).sizes)
+    source, target = (_by_rule(given, count) for count in counts)
+    sizes[number] = source, target
+    return attrs.evolve(mapping, sizes=sizes)
+
+
+# ---- communication ------------------------------------------------------------------------------
 
 
 def mark_written(tensor: Tensor) -> None:
@@ -286,7 +471,27 @@ def mark_written(tensor: Tensor) -> None:
         increment_version(tensor)
 
 
-def _exchange(receiving: Pieces, sending: Pieces, world: World) -> None:
+def _move(
+    world: World, exact: RankMapping, whole: Shape, given: Tensor, buffer: Tensor | None
+) -> Tensor | None:
+    """Send the parts of a tensor, and return the received one."""
+    role = _role(exact, world.rank)
+    received = buffer
+    receiving: Pieces = []
+    sending: Pieces = []
+    if role.siblings:
+        shape = exact.shape_at(world.rank, whole, is_source=False)
+        received = given.new_empty(shape) if buffer is None else buffer
+        into = received.detach()
+        receiving = [(one.source, into[one.target_slices(shape)]) for one in role.receives]
+    if role.is_source:
+        sending = [(one.target, given[one.source_slices(given.shape)]) for one in role.sends]
+    tag = tag_of(f"{details(exact)} {whole} {given.dtype}") if world.has_store else 0
+    _exchange(receiving, sending, world, tag)
+    return received
+
+
+def _exchange(receiving: Pieces, sending: Pieces, world: World, tag: int) -> None:
     """Receive and send everything, and copy the pieces that stay on this rank."""
     kept = (piece for target, piece in sending if target == world.rank)
     receives: Pieces = []
@@ -301,7 +506,7 @@ def _exchange(receiving: Pieces, sending: Pieces, world: World) -> None:
             copies.append((piece, packed))
         receives.append((source, packed))
     sends = [(target, piece.contiguous()) for target, piece in sending if target != world.rank]
-    for work in post(receives, sends, world.pg):
+    for work in post(receives, sends, world.pg, tag):
         work.wait()
     for piece, packed in copies:
         piece.copy_(packed)
@@ -314,68 +519,3 @@ def _broadcast(received: Tensor, leader: int, group: ProcessGroup) -> None:
         dist.broadcast(packed, leader, group)
     if packed is not received:
         received.copy_(packed)
-
-
-# ---- the agreement before a transfer ------------------------------------------------------------
-
-
-def consent(
-    world: World,
-    mapping: RankMapping,
-    tensor: str,
-    refusal: BaseException | None = None,
-    *,
-    entries: Sequence[str] = (),
-    effect: str = "nothing was sent",
-) -> BaseException | None:
-    """Wait until all ranks of a transfer have joined and propose the same one.
-
-    Args:
-        world: The world whose ranks the mapping has.
-        mapping: The mapping of the transfer.
-        tensor: A description of the data that is identical on all ranks.
-        refusal: The error that keeps this rank from taking part. The other ranks raise it, and
-            this rank does not wait.
-        entries: Further descriptions that must be equal on all ranks.
-        effect: The consequence of a failure for the data, as the error states it.
-
-    Returns:
-        An interrupt that reached this rank although all ranks continue. The caller raises it after
-        the transfer.
-
-    Raises:
-        PlanMismatchError: Ranks propose different transfers.
-        GroupCreationTimeout: Some are missing.
-        CreationError: One has failed.
-        OutcomeUnknownError: The store is gone, and the other ranks may have continued.
-    """
-    ranks = _ranks(mapping)
-    digest = hashlib.sha256(str(ranks).encode()).hexdigest()[:12]
-    scope = Scope(world, f"transfers/{digest}", ranks)
-    title = f"transfer of {tensor} by {mapping}" if tensor else f"transfer by {mapping}"
-    if refusal is not None:
-        refuse(scope, refusal)
-        return None
-    every = [f"{tensor} by {mapping}", _details(mapping), *entries]
-    try:
-        return agree(scope, title, lambda: every, limit_of(None, world)).pending
-    except CreationError as error:
-        if not isinstance(error, OutcomeUnknownError):
-            error.args = (f"{effect}: {error}",)
-        raise
-
-
-@lru_cache(maxsize=128)
-def _ranks(mapping: RankMapping) -> tuple[int, ...]:
-    """Return the ranks of both stages."""
-    return tuple(sorted({*mapping.source_ranks, *mapping.target_ranks}))
-
-
-@lru_cache(maxsize=128)
-def _details(mapping: RankMapping) -> str:
-    """Return the properties of a mapping that its text leaves out."""
-    layouts = hashlib.sha256(f"{mapping.source.to_json()} {mapping.target.to_json()}".encode())
-    return (
-        f"along={mapping.along!r}, batch_axis={mapping.batch_axis}, shards={mapping.shards}, "
-        f"pipeline={mapping.pipeline!r}, layouts {layouts.hexdigest()[:12]}"
-    )

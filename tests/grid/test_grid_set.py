@@ -23,9 +23,9 @@ from hypercomm.errors import (
     UnknownDimError,
     WorldSizeError,
 )
-from hypercomm.layout import RankMapping
 from hypercomm.layout.placement import Placement, colocate, tile
 from hypercomm.testing import fake_world, layouts
+from hypercomm.transfers.mapping import RankMapping
 
 NAMES = ("a", "b", "c", "d")
 DIMS = ("tp", "cp", "dp", "pp")

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping
 from hypercomm.launch.worlds import JoinedWorld, join_world
 from hypercomm.process_groups.world import World, current
+from hypercomm.transfers.exchange import consent
 from hypercomm.transfers.state import transfer_state
-from hypercomm.transfers.transfer import consent, transfer
+from hypercomm.transfers.transfer import transfer
 from simulated_job.job import Job, Made, attempt, gate, mark, simulate_job, sleep, this_rank
 
 T = 10.0

@@ -13,57 +13,48 @@ from hypothesis import strategies as st
 
 from hypercomm import RankLayout, RankMapping
 from hypercomm.testing import layouts
-from hypercomm.transfers.buckets import Parameter, segments
+from hypercomm.transfers.buckets import segments
+from hypercomm.transfers.holdings import describe_plain, name_of, put_together
 
 some = settings(max_examples=examples(200), deadline=None)
 
 
-def parameter_of(name, shape, dtype, mapping):
-    """A parameter of this shape as a whole."""
-    shapes = []
-    for layout in (mapping.source, mapping.target):
-        lengths = list(shape)
-        for dim, axis in mapping.shards:
-            lengths[axis] //= layout.size_of(dim, default=1)
-        shapes.append(tuple(lengths))
-    return Parameter(name, *shapes, dtype, mapping)
+def parts_of(mapping, shape, *, is_source):
+    """The part on each rank of an end of a tensor that counts its elements, by numpy."""
+    whole = np.arange(math.prod(shape)).reshape(shape)
+    owned = held(mapping, shape, is_source=is_source)
+    return {rank: whole[np.ix_(*axes)] for rank, axes in owned.items()}
 
 
-def whole_shape(parameter):
-    lengths = list(parameter.source_shape)
-    for dim, axis in parameter.mapping.shards:
-        lengths[axis] *= parameter.mapping.source.size_of(dim, default=1)
-    return lengths
+def planned(parameters, limit):
+    """The segments of parameters: for each its shape, its dtype and its mapping."""
+    ends = []
+    for is_source in (True, False):
+        described = {}
+        for number, (shape, dtype, mapping) in enumerate(parameters):
+            for rank, part in parts_of(mapping, shape, is_source=is_source).items():
+                facts = str(number), name_of(dtype), part.shape, mapping, rank
+                held = describe_plain(*facts, is_source=is_source)
+                described.setdefault(rank, []).append(held)
+        ends.append(described)
+    return list(segments(*put_together(*ends), limit))
 
 
 @st.composite
 def plans(draw):
-    """Draw two layouts anywhere, and parameters that some of their dims cut."""
+    """Draw two layouts anywhere, and parameters that some of their dims cut, unevenly too."""
     source, target = (
         draw(layouts(max_ranks=12, max_offset=8, dim_names=("tp", "cp", "dp"))) for _ in range(2)
     )
     dims = sorted({*source.dim_names, *target.dim_names})
     parameters = []
-    for number in range(draw(st.integers(1, 3))):
+    for _ in range(draw(st.integers(1, 3))):
         cuts = draw(st.dictionaries(st.sampled_from(dims), st.sampled_from([0, 1, -1])))
         mapping = RankMapping(source, target, along=None, shards=cuts)
-        shape = [draw(st.integers(0, 4)), draw(st.integers(1, 40)), draw(st.integers(1, 3))]
-        for axis in range(3):
-            for side in (source, target):
-                for dim, at in cuts.items():
-                    if at % 3 == axis:
-                        shape[axis] *= side.size_of(dim, default=1)
+        shape = [draw(st.integers(0, 9)), draw(st.integers(1, 40)), draw(st.integers(1, 7))]
         dtype = draw(st.sampled_from([torch.int8, torch.bfloat16, torch.float64]))
-        parameters.append(parameter_of(str(number), shape, dtype, mapping))
+        parameters.append((shape, dtype, mapping))
     return parameters, draw(st.sampled_from([1024, 5000, 1 << 20]))
-
-
-def parts_of(parameter, *, is_source):
-    """What each rank of an end has of a whole parameter, by numpy's splits."""
-    shape = whole_shape(parameter)
-    whole = np.arange(math.prod(shape)).reshape(shape)
-    owned = held(parameter.mapping, shape, is_source=is_source)
-    return {rank: whole[np.ix_(*axes)] for rank, axes in owned.items()}
 
 
 # Every element that a target rank wants arrives there once, from a rank that has it; what a rank
@@ -72,29 +63,28 @@ def parts_of(parameter, *, is_source):
 @given(plans())
 def test_every_element_arrives_once(plan):
     parameters, limit = plan
-    sent = [parts_of(parameter, is_source=True) for parameter in parameters]
-    wanted = {
-        (number, rank): part
-        for number, parameter in enumerate(parameters)
-        for rank, part in parts_of(parameter, is_source=False).items()
-    }
-    arrived = {key: np.full(data.shape, -1) for key, data in wanted.items()}
+    sent, wanted = (
+        [parts_of(mapping, shape, is_source=end) for shape, _, mapping in parameters]
+        for end in (True, False)
+    )
+    arrived = [{rank: np.full(data.shape, -1) for rank, data in every.items()} for every in wanted]
     room = Counter()
-    for one in segments(parameters, limit):
-        parameter = parameters[one.parameter]
-        piece = sent[one.parameter][one.source][one.source_slices]
-        there = arrived[one.parameter, one.target][one.target_slices]
+    for one in planned(parameters, limit):
+        number = int(one.name)
+        piece = sent[number][one.source][one.source_slices]
+        there = arrived[number][one.target][one.target_slices]
         assert (there == -1).all()
         there[...] = piece
-        assert one.nbytes == piece.size * parameter.dtype.itemsize
+        assert one.nbytes == piece.size * parameters[number][1].itemsize
         assert (one.bucket == -1) == (one.source == one.target)
         if one.bucket >= 0:
             assert one.room >= one.nbytes + 8
             for rank in (one.source, one.target):
                 room[rank, one.bucket] += one.room
     assert max(room.values(), default=0) <= limit
-    for key, data in wanted.items():
-        np.testing.assert_array_equal(arrived[key], data)
+    for number, every in enumerate(wanted):
+        for rank, data in every.items():
+            np.testing.assert_array_equal(arrived[number][rank], data)
 
 
 MODEL = {"embedding": (4096, 64), "qkv": (192, 64), "proj": (64, 64), "norm": (64,)}
@@ -114,18 +104,13 @@ def test_balance(source, target):
     here = RankLayout.parse(source)
     there = RankLayout.parse(target, rank_offset=here.size)
     parameters = [
-        parameter_of(
-            f"{layer} {name}",
-            shape,
-            torch.bfloat16,
-            RankMapping(here, there, None, shards=CUTS[name]),
-        )
+        (shape, torch.bfloat16, RankMapping(here, there, None, shards=CUTS[name]))
         for layer in range(12)
         for name, shape in MODEL.items()
         if layer == 0 or name != "embedding"
     ]
     sent, rooms = Counter(), Counter()
-    for one in segments(parameters, 1 << 16):
+    for one in planned(parameters, 1 << 16):
         sent[one.source] += one.nbytes
         rooms[one.bucket, one.source] += one.room
         rooms[one.bucket, one.target] += one.room

@@ -1,11 +1,13 @@
 """Whole states on real gloo processes: every part arrives, and every rank learns of a failure."""
 
 import contextlib
+import time
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from busy import late_s
 from group_facts import world_anew
 
 from hypercomm import RankLayout, RankMapping, transfer_state
@@ -192,8 +194,13 @@ def test_wrong_arguments():
             ("'b.weight'", "'c.weight'"),
             {"into": {"b.bias": GOOD["b.bias"], "c.weight": torch.ones(1)}},
         ),
-        (("(2, 2) of", "(2, 4) of"), {"into": {**CUT, "b.weight": torch.ones(2, 4)}}),
+        (
+            ("(4, 2) in state", "(4, 4) in into", "rank 0", "rank 1"),
+            {"into": {**CUT, "b.weight": torch.ones(2, 4)}},
+        ),
         (("float32", "float16"), {"into": {**CUT, "b.weight": torch.ones(2, 2).half()}}),
+        (("(3, 2) in state", "(4, 2) in into"), {"state": {**GOOD, "b.weight": torch.ones(3, 2)}}),
+        (("bucket 9", "bucket 0"), {"start": (9, 0)}),
         (("2097152", "1048576"), {"bucket_bytes": (1 << 21, 1 << 20)}),
     ):
         with pytest.raises(PlanMismatchError) as caught:
@@ -202,13 +209,17 @@ def test_wrong_arguments():
     for words, at_fault, more in (
         ("rank 0 needs state", 0, {"state": {}}),
         ("'lm_head' of shards", 0, {"shards": ({"*": {}, "lm_head": {}}, {"*": {}})}),
-        ("state['b.weight']: ", 0, {"state": {**GOOD, "b.weight": torch.ones(3, 2)}}),
+        ("state['b.weight']: the mapping cuts", 0, {"state": {**GOOD, "b.weight": torch.ones(())}}),
         ("bucket_bytes must be at least 1024, got 0", 0, {"bucket_bytes": (0, 1 << 20)}),
-        ("start must be at most 1, got 9", 0, {"start": (9, 0)}),
+        ("start must be at least 0, got -1", 0, {"start": (-1, 0)}),
+        ("dtype must be a floating-point dtype", 0, {"dtype": (torch.int8, None)}),
+        ("matches no parameter", 1, {"fused": (None, {"*.qkv": ["*.q", "*.k"]})}),
     ):
         with pytest.raises(LayoutError if min(rank, 1) == at_fault else CreationError) as caught:
             move(**more)
         assert words in str(caught.value)
+    with pytest.raises(LayoutError, match="start must be at most 1, got 9"):
+        move(start=9)
     assert move() == 1
 
 
@@ -222,21 +233,18 @@ def test_a_rank_in_both():
     room[:2] = mine["a"]
     mapping = RankMapping("tp=2", "tp=1,dp=2", along=None)
     shards = {"a": {"tp": 0}, "b": {}}
+    near = {"a": room[1:5], "b": torch.zeros(3)}
     for words, state, into in (
+        ("into['a'] overlaps state['a'] in memory, which is being", {**mine, "a": room[:2]}, near),
+        ("into['a'] overlaps state['a'] in memory, which is being", {**mine, "a": room[3:5]}, near),
+        ("rank 0 has 'b' in state, no rank has it in into", mine, {"a": torch.zeros(4)}),
         (
-            "into['a'] overlaps state['a']",
-            {**mine, "a": room[:2]},
-            {"a": room[1:5], "b": torch.zeros(3)},
+            "'b' has shape (3,) in state, of which rank 0 has (3,) (whole), and (4,) in into",
+            mine,
+            {"a": torch.zeros(4), "b": torch.zeros(4)},
         ),
-        (
-            "into['a'] overlaps state['a']",
-            {**mine, "a": room[3:5]},
-            {"a": room[1:5], "b": torch.zeros(3)},
-        ),
-        ("state has 'b'", mine, {"a": torch.zeros(4)}),
-        ("into has 'b': parts (4,)", mine, {"a": torch.zeros(4), "b": torch.zeros(4)}),
     ):
-        with pytest.raises(LayoutError) as caught:
+        with pytest.raises(LayoutError if into is near else PlanMismatchError) as caught:
             transfer_state(mapping, state, into=into, shards=shards)
         assert words in str(caught.value)
     into = {"a": torch.zeros(4), "b": mine["b"]}
@@ -274,12 +282,94 @@ def test_bad_calls(words, mapping, state, more):
     assert into["a"].tolist() == [0, 0]
 
 
-# A DTensor is rejected with a hint; a rank of neither layout does nothing.
-def test_dtensor_and_outsiders():
-    tensor = ONE.clone()
-    tensor.to_local = lambda: tensor
-    with fake_world(1), pytest.raises(LayoutError, match=r"state\['a'\] is a DTensor; pass its"):
-        transfer_state(ALONE, {"a": tensor}, into={"a": torch.zeros(2)})
+# Buffers that overlap each other or themselves are rejected: the bytes would depend on the order.
+# Views that only lie between each other's elements, and parts of one tensor, are not.
+@pytest.mark.parametrize(
+    ("words", "make"),
+    [
+        ("into['a'] overlaps into['b']", lambda one: {"a": one[:3], "b": one[2:5]}),
+        ("into['a'] overlaps into['b']", lambda one: {"a": one[:6:2], "b": one[4:7]}),
+        ("into['a'] is expanded", lambda one: {"a": one.as_strided((2, 2), (1, 1)), "b": one[6:]}),
+        ("", lambda one: {"a": one[:6:2], "b": one[1:6:2]}),
+        ("", lambda one: {"a": one[:3], "b": one[3:6]}),
+        ("", lambda one: {"a": one.as_strided((2, 2), (3, 2)), "b": one[1:2]}),
+    ],
+)
+def test_buffers_that_overlap(words, make):
+    into = make(torch.zeros(9))
+    state = {name: torch.rand_like(one) for name, one in into.items()}
+    with fake_world(1):
+        if words:
+            with pytest.raises(LayoutError) as caught:
+                transfer_state(ALONE, state, into=into)
+            assert words in str(caught.value)
+        else:
+            transfer_state(ALONE, state, into=into)
+            assert all(torch.equal(into[name], state[name]) for name in state)
+
+
+# A tensor of one element may have any stride, also as a part of a column.
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.ranks(3)
+def test_one_element(verify):
+    rank = dist.get_rank()
+    mapping = RankMapping("tp=1", RankLayout([2], ["tp"], 1), along=None)
+    shards = {"column": {"tp": 0}, "*": {}}
+    whole = {
+        "one": torch.tensor([7.0, 8.0])[::2],
+        "column": torch.arange(6.0).reshape(2, 3)[:, 1:2],
+    }
+    into = {"one": torch.zeros(2)[::2], "column": torch.zeros(1, 3)[:, 1:2]}
+    state = whole if rank == 0 else None
+    transfer_state(mapping, state, into=into, shards=shards, verify=verify)
+    if rank:
+        assert [into["one"].item(), into["column"].item()] == [7.0, [1.0, 4.0][rank - 1]]
+
+
+# Ctrl-C before a rank has proposed anything fails the call on the others within seconds.
+@pytest.mark.ranks(3, timeout=60)
+def test_an_early_interrupt():
+    rank, begin = dist.get_rank(), time.monotonic()
+    mapping = RankMapping("tp=1", RankLayout([2], ["tp"], 1), along=None)
+
+    class Interrupting(dict):
+        def __getitem__(self, name):
+            raise KeyboardInterrupt
+
+    into = Interrupting(w=torch.zeros(2)) if rank == 2 else {"w": torch.zeros(2)}
+    state = {"w": torch.ones(2)} if rank == 0 else None
+    with pytest.raises(KeyboardInterrupt if rank == 2 else CreationError) as caught:
+        transfer_state(mapping, state, into=into)
+    assert rank == 2 or "rank 2" in str(caught.value)
+    assert time.monotonic() - begin < late_s(5)
+    into = {"w": torch.zeros(2)}
+    transfer_state(mapping, state, into=into)
+    assert rank == 0 or into["w"].tolist() == [1, 1]
+
+
+# After lost communication, the error advises rejoin() in a joined world. It names the message, its
+# size, and the parameters that are partly written.
+def test_advice():
+    parts = {"trainer": 1, "engine": 1}
+    for world, words in (
+        ({}, "initialise torch.distributed again"),
+        ({"parts": parts}, "rejoin()"),
+    ):
+        with fake_world(2, rank=1, **world) as joined:
+            mapping = RankMapping("tp=1", RankLayout([1], ["tp"], 1), along=None)
+            with (
+                mock.patch.object(module, "post", side_effect=RuntimeError("no link")),
+                pytest.raises(StateTransferError) as caught,
+            ):
+                transfer_state(mapping, into={"w": torch.zeros(3)}, world=joined)
+        sender = "trainer rank 0 of 1" if world else "rank 0"
+        partly = "perhaps partly written: 'w'"
+        for text in (words, f"12 bytes of 'w' from {sender}", partly, "no link"):
+            assert text in str(caught.value)
+
+
+# A rank of neither layout does nothing.
+def test_outsiders():
     away = RankMapping(RankLayout([1], ["tp"], 1), RankLayout([1], ["tp"], 2), along=None)
     with fake_world(3):
         assert transfer_state(away) is None

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import math
 import time
+from unittest import mock
 
 import attrs
 import numpy as np
@@ -11,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from by_numpy import held, whole_of
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from hypercomm import RankLayout, RankMapping, transfer
+from hypercomm import GridSet, RankLayout, RankMapping, transfer
 from hypercomm.errors import (
     CreationError,
     GroupOptionsError,
@@ -113,7 +116,7 @@ def test_odd_tensors():
         assert transfer(mapping, 3, "x", out=[]) is None
 
 
-# Wrong arguments are rejected on each rank before anything is sent: the next transfer works.
+# If one rank rejects its arguments, all ranks raise and nothing is sent: the next transfer works.
 @pytest.mark.ranks(4)
 def test_wrong_arguments():
     rank = dist.get_rank()
@@ -123,36 +126,127 @@ def test_wrong_arguments():
     right = torch.arange(4.0).reshape(2, 2) if rank < 2 else torch.zeros(4, 2)
     mine, shared = torch.full((2, 2), float(rank)), torch.zeros(6, 2)
 
-    def rejected(words, *arguments, error=LayoutError, **more):
-        with pytest.raises(error) as caught:
-            transfer(*arguments, **more)
+    def rejected(words, at, mapping, tensor, *more, error=LayoutError, good=right, **options):
+        """Ranks from `at` on pass the wrong arguments, the others `good`."""
+        given = (tensor, *more) if rank >= at else (good,)
+        with pytest.raises(error if rank >= at else CreationError) as caught:
+            transfer(mapping, *given, **(options if rank >= at else {}))
         assert words in str(caught.value)
+        if rank < at:
+            assert f"nothing was sent: rank {at} failed: LayoutError" in str(caught.value)
 
-    rejected("tensor must be a torch.Tensor, got [1.0]", apart, [1.0])
-    rejected("tensor must be a torch.Tensor, got None", apart, None)
-    rejected("tensor axis 0", apart, torch.tensor(1.0))
-    rejected("on meta", apart, torch.zeros(2, 2, device="meta"))
-    rejected("torch.sparse_coo", apart, torch.zeros(2, 2).to_sparse())
-    rejected("tensor.resolve_conj()", apart, torch.zeros(2, 2, dtype=torch.complex64).conj())
-    if rank > 1:  # mistakes of receivers
-        rejected("tensor axis 0 has length 3", apart, torch.zeros(3, 2))
-        rejected("strides (0,)", apart, torch.zeros(1).expand(2))
-        rejected("(2, 3), got None", led, right)
-        rejected("(2, 3), got -100", led, right, dist.GroupMember.NON_GROUP_MEMBER)
-        rejected("(2, 3), got (0, 1, 2, 3)", led, right, dist.group.WORLD)
-    rejected("out is for ranks of both stages", apart, right, out=torch.zeros(2, 2))
-    rejected("got 3", apart, right, verify=3, error=GroupOptionsError)
-    rejected("out must have shape (4, 2)", both, mine, out=torch.zeros(2, 2))
-    rejected("torch.float32", both, mine, out=torch.zeros(4, 2, dtype=torch.int64))
-    rejected("out must not overlap tensor", both, shared[:2], out=shared[1:5])
+    for at in (0, 2):
+        rejected("tensor must be a torch.Tensor, got [1.0]", at, apart, [1.0])
+        rejected("tensor must be a torch.Tensor, got None", at, apart, None)
+        rejected("tensor axis 0", at, apart, torch.tensor(1.0))
+        rejected("on meta", at, apart, torch.zeros(2, 2, device="meta"))
+        rejected("torch.sparse_coo", at, apart, torch.zeros(2, 2).to_sparse())
+        conjugated = torch.zeros(2, 2, dtype=torch.complex64).conj()
+        rejected("tensor.resolve_conj()", at, apart, conjugated)
+        sharded = DTensor.from_local(right, DeviceMesh("cpu", [0, 1, 2, 3], _init_backend=False))
+        rejected("pass its to_local()", at, apart, sharded)
+        rejected("out is for ranks of both stages", at, apart, right, out=torch.zeros(2, 2))
+    rejected("strides (0,)", 2, apart, torch.zeros(1).expand(2))
+    rejected("strides (1, 1)", 2, apart, torch.zeros(5).as_strided((4, 2), (1, 1)))
+    rejected("(2, 3), got None", 2, led, right)
+    rejected("(2, 3), got -100", 2, led, right, dist.GroupMember.NON_GROUP_MEMBER)
+    rejected("(2, 3), got (0, 1, 2, 3)", 2, led, right, dist.group.WORLD)
+    rejected("out must have 2 axes", 1, both, mine, good=mine, out=torch.zeros(4))
+    whole = torch.zeros(4, 2, dtype=torch.int64)
+    rejected("torch.float32", 1, both, mine, good=mine, out=whole)
+    rejected("out must not overlap tensor", 3, both, shared[:2], good=mine, out=shared[1:5])
     large = RankMapping("dp=2", RankLayout([8], ["dp"]))
-    rejected("needs 8 ranks", large, mine, error=WorldSizeError)
+    rejected("needs 8 ranks", 0, large, mine, error=WorldSizeError)
+    rejected("got 3", 0, apart, right, verify=3, error=GroupOptionsError)
 
     got = transfer(apart, right)
     assert got is None if rank < 2 else got.tolist() == [[0, 1], [2, 3]] * 2
     shared[:2] = rank
     got, shard = transfer(both, shared[:2], out=shared[2:]), rank // 2 * 2
     assert got.tolist() == [[shard, shard]] * 2 + [[shard + 1, shard + 1]] * 2
+
+
+# ---- rows ---------------------------------------------------------------------------------------
+
+
+# Sources with 3 and 2 rows and a buffer of 4, 5 or 6: five arrive, else all ranks raise before
+# anything is sent, and name two ranks and both sizes. The next transfer works.
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.ranks(3)
+def test_rows_that_differ(verify):
+    rank = dist.get_rank()
+    with GridSet.tile(encoder="dp=2", llm="dp=1") as grids:
+        mine = torch.full((3 - rank, 2), rank + 1.0)
+        for rows in (4, 6, 5, 0, 5):
+            given = mine if rank < 2 else torch.full((rows, 2), torch.nan)
+            if rows == 5:
+                got = grids.transfer("encoder", "llm", given, verify=verify)
+                assert got is None if rank < 2 else got[:, 0].tolist() == [1, 1, 1, 2, 2]
+                continue
+            with pytest.raises(PlanMismatchError) as caught:
+                grids.transfer("encoder", "llm", given, verify=verify)
+            for words in ("nothing was sent", "rank 0 has (3, 2)", f"rank 2 has ({rows}, 2)"):
+                assert words in str(caught.value)
+            assert rank < 2 or given.isnan().all()
+
+
+# With `rows` on all ranks no shapes are exchanged; a rank whose tensor has other rows raises.
+@pytest.mark.ranks(3)
+def test_given_rows():
+    rank = dist.get_rank()
+    with GridSet.tile(encoder="dp=2", llm="dp=1") as grids, mock.patch.object(module, "gather"):
+        given = torch.full((3 - rank, 2), rank + 1.0) if rank < 2 else torch.zeros(5, 2)
+        for verify in (False, True):
+            got = grids.transfer("encoder", "llm", given, rows=[3, 2], verify=verify)
+            assert got is None if rank < 2 else got[:, 0].tolist() == [1, 1, 1, 2, 2]
+        back = grids.transfer("llm", "encoder", given, rows=[3, 2])
+        assert back is None if rank == 2 else back[:, 0].tolist() == ([1, 1, 1], [2, 2])[rank]
+        for rows, words in (
+            ([4, 1], f"rank {rank} must {'send' if rank < 2 else 'receive into'} a tensor"),
+            ([3, 2, 0], "rows must have the length of each of 2 shards"),
+            ([3, -2], "each of rows must be at least 0, got -2"),
+            ([2**62, 2**62], f"rank {rank} must "),
+            (3, "rows must be"),
+        ):
+            if rows == [4, 1] and rank == 2:
+                continue  # the sums are equal
+            with pytest.raises(LayoutError) as caught:
+                grids.transfer("encoder", "llm", given, rows=rows)
+            assert words in str(caught.value)
+
+
+# Any lengths of shards, on any axes that are cut, arrive as numpy puts them together; a rank of
+# both stages gets the lengths of its buffer, or torch's chunks.
+@pytest.mark.full
+@pytest.mark.ranks(6, timeout=120)
+def test_any_lengths():
+    rank, random = dist.get_rank(), np.random.default_rng(11)
+    for _ in range(60):
+        sizes = [int(random.choice([1, 2, 3, 6])) for _ in range(2)]
+        source, target = (
+            RankLayout({"dp": n, "cp": 6 // n}) for n in (sizes[0], sizes[int(random.integers(2))])
+        )
+        if max(source.size_of("dp"), target.size_of("dp")) % min(
+            source.size_of("dp"), target.size_of("dp")
+        ):
+            continue
+        mapping = RankMapping(source, target)
+        lengths = [random.integers(0, 4, size=source.size_of(dim)) for dim in ("dp", "cp")]
+        ends = [np.cumsum([0, *some]) for some in lengths]
+        whole = torch.arange(ends[0][-1] * ends[1][-1]).reshape(ends[0][-1], ends[1][-1])
+        at = source.coords(rank)
+        rows, columns = (ends[n][at[dim] : at[dim] + 2] for n, dim in enumerate(("dp", "cp")))
+        mine = whole[rows[0] : rows[1], columns[0] : columns[1]]
+        there = [
+            np.sort(random.integers(0, total[-1] + 1, target.size_of(dim) - 1))
+            for total, dim in zip(ends, ("dp", "cp"), strict=True)
+        ]
+        there = [np.array([0, *inner, total[-1]]) for inner, total in zip(there, ends, strict=True)]
+        to = target.coords(rank)
+        rows, columns = (there[n][to[dim] : to[dim] + 2] for n, dim in enumerate(("dp", "cp")))
+        due = whole[rows[0] : rows[1], columns[0] : columns[1]]
+        got = transfer(mapping, mine, out=torch.full_like(due, -1))
+        assert torch.equal(got, due), mapping
 
 
 # ---- verify -------------------------------------------------------------------------------------
@@ -181,13 +275,13 @@ def test_mismatches():
         assert all(each in str(caught.value) for each in ("nothing was sent", *words))
 
     odd = torch.zeros(1, 2, dtype=torch.int32) if rank == 1 else given
-    differs(mapping, odd, "(1, 2) of torch.float32", "(1, 2) of torch.int32")
+    differs(mapping, odd, "(2, 2) of torch.float32", "(1, 2) of torch.int32")
     odd = torch.zeros(1, 3) if rank == 1 else given
-    differs(mapping, odd, "parts (2, 2) to parts (1, 2)", "parts (2, 3) to parts (1, 3)")
+    differs(mapping, odd, "(1, 3) on rank 1", "(1, 2) on rank 2")
     square = whole if rank == 0 else torch.zeros(1 + (rank == 2), 2 - (rank == 2))
     differs(other if rank == 2 else mapping, square, "ranks differ")
     led_given = whole if rank == 0 else torch.zeros(2, 2 + (rank == 2))
-    differs(led, led_given, "parts (2, 2)", "parts (2, 3)", groups=pair)
+    differs(led, led_given, "(2, 2) on rank 1", "(2, 3) on rank 2", groups=pair)
     if rank == 2:
         with pytest.raises(LayoutError, match=r"tensor must be a torch\.Tensor, got None"):
             transfer(mapping, None, verify=True)
@@ -231,7 +325,7 @@ def test_ends_that_differ():
 # By default the environment says whether transfers are verified; other values of it are rejected.
 def test_verify_by_the_environment(monkeypatch):
     mapping, asked = RankMapping("dp=1", "dp=1"), []
-    monkeypatch.setattr(module, "consent", lambda *_: asked.append(1))
+    monkeypatch.setattr(module, "consent", lambda *_, **__: asked.append(1))
     with fake_world(1):
         for text, verify, times in (
             ("1", None, 1),

@@ -6,11 +6,11 @@ import click
 
 from hypercomm.cli.diff import read
 from hypercomm.cli.printing import console
-from hypercomm.layout import RankMapping
 from hypercomm.layout.difference import LayoutDifference, difference
 from hypercomm.tools.draw.drawing import draw as draw_picture
 from hypercomm.tools.place.command import on_option
 from hypercomm.tools.place.live import machine
+from hypercomm.transfers.mapping import RankMapping
 
 
 @click.command(short_help="Draw a layout, a change of layout or a mapping.")

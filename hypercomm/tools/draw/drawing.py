@@ -11,7 +11,7 @@ import attrs
 
 from hypercomm import _required
 from hypercomm.errors import LayoutError
-from hypercomm.layout import RankLayout, RankMapping
+from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_tuple, as_world_size
 from hypercomm.layout.difference import LayoutDifference
 from hypercomm.layout.layout import read_layout
@@ -20,6 +20,7 @@ from hypercomm.layout.text import shown
 from hypercomm.tools.draw.pictures import Box, Scene, change_picture, mapping_picture
 from hypercomm.tools.draw.svg import svg_of
 from hypercomm.tools.place import Level, On, Placed, read_topology
+from hypercomm.transfers.mapping import RankMapping
 
 if TYPE_CHECKING:
     from hypercomm.grid import HyperCommGrid

@@ -11,12 +11,13 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from hypercomm.layout import RankLayout, RankMapping
+from hypercomm.layout import RankLayout
 from hypercomm.layout.difference import COLUMNS, LayoutDifference
 from hypercomm.layout.text import counted, format_coords, format_ranks, plural
 from hypercomm.tools.place import Level
 from hypercomm.tools.place.placing import units_of_groups
 from hypercomm.tools.place.traffic import kind_of
+from hypercomm.transfers.mapping import RankMapping
 
 # Up to so many ranks, a picture shows each rank; above, a schematic.
 MOST_RANKS = 64

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numbered import numbered
 
 from hypercomm import RankLayout, RankMapping
-from hypercomm.errors import RankOutsideError
+from hypercomm.errors import LayoutError, RankOutsideError
 
 DIMS = ("tp", "cp", "dp", "pp")
 many = settings(
@@ -117,6 +117,39 @@ def test_every_element_arrives_once(mapping):
     check_delivery(mapping.inverse())
 
 
+# The same for a tensor of any shape, whose last shards may be shorter or empty; each rank has the
+# shape of its part.
+@many
+@given(cases(), st.tuples(*[st.integers(0, 12)] * 3))
+def test_every_element_of_any_shape(mapping, shape):
+    whole = np.arange(np.prod(shape)).reshape(shape)
+    for each in (mapping, mapping.inverse()):
+        exact = each.of_shape(shape)
+        assert exact.inverse() == each.inverse().of_shape(shape)
+        local, expected = (
+            {r: whole[np.ix_(*axes)] for r, axes in held(each, shape, is_source=end).items()}
+            for end in (True, False)
+        )
+        arrived = {rank: np.full(data.shape, -1) for rank, data in expected.items()}
+        sent = [message for rank in local for message in exact.sends(rank)]
+        received = [message for rank in expected for message in exact.receives(rank)]
+        assert Counter(sent) == Counter(received)
+        for message in sent:
+            piece = local[message.source]
+            piece = piece[message.source_slices(piece.shape)]
+            there = arrived[message.target]
+            there = there[message.target_slices(there.shape)]
+            assert (there == -1).all()
+            there[...] = piece
+            np.testing.assert_array_equal(whole[message.global_slices(shape)], piece)
+        for rank, data in expected.items():
+            assert exact.shape_at(rank, shape, is_source=False) == data.shape
+            if not mapping.leaders or exact.broadcast_siblings(rank)[0] == rank:
+                np.testing.assert_array_equal(arrived[rank], data)
+        for rank, data in local.items():
+            assert each.shape_at(rank, shape, is_source=True) == data.shape
+
+
 # What ranks send, what they receive and the table are one set of messages, and stand in one order.
 # A rank that has what it wants gets it from itself; the others are shared out evenly among those
 # that have it. So says looking at every pair of ranks.
@@ -199,6 +232,22 @@ def test_weights():
     assert (whole.along, whole.pipeline, whole.target_ranks) == (None, None, (0, 1, 2, 3))
     thirds = RankMapping.weights("tp=2", "tp=3", {"tp": 0})
     assert [thirds.sources_of(rank) for rank in range(3)] == [(0,), (0, 1), (1,)]
+
+
+# Parts of exact lengths fit tensors of these lengths only; sizes fit the numbers of shards.
+def test_exact_lengths():
+    mapping = RankMapping.weights("fsdp=4", "tp=2", {"fsdp": 0, "tp": 0}).of_shape([10, 2])
+    message = mapping.receives(1)[0]
+    assert message.source_slices([3, 2])[0] == slice(2, 3)
+    for wrong in ([6, 2], [0, 2]):
+        with pytest.raises(LayoutError, match=rf"length {wrong[0]}, and the mapping has 3"):
+            message.source_slices(wrong)
+    with pytest.raises(LayoutError, match="shape_at"):
+        mapping.received_shape([3, 2])
+    with pytest.raises(LayoutError, match="sizes must have"):
+        attrs.evolve(mapping, sizes=[((5, 5), (5, 5))])
+    with pytest.raises(RankOutsideError):
+        mapping.shape_at(2, [10, 2], is_source=False)
 
 
 # The text says the sizes, where they begin, what becomes of each axis, and which dims replicate.

@@ -13,8 +13,10 @@ the number of replicas of the source cell. With `leaders`, each cell has one rep
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import product
+from functools import cached_property
+from itertools import accumulate, product
 from operator import attrgetter
 from typing import Literal, Protocol
 
@@ -22,7 +24,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from hypercomm.errors import LayoutError, UnknownDimError
+from hypercomm.errors import LayoutError, RankOutsideError, UnknownDimError
 from hypercomm.layout.checks import as_int, as_ordered
 from hypercomm.layout.layout import RankLayout, read_layout
 from hypercomm.layout.parsing import nearest_multiples
@@ -38,6 +40,9 @@ GivenShards = Mapping[str, int] | Iterable[tuple[str, int]] | None
 
 _MAY_LACK = ("dp", "cp", "pp")
 """The dims that are named by default, whether or not a layout has them."""
+
+Sizes = tuple[tuple[int, ...], tuple[int, ...]]
+"""The lengths of the shards of an axis, at the source and at the target."""
 
 _MOST_MESSAGES = 2**20
 """The most messages that a table lists."""
@@ -58,54 +63,74 @@ AnyLayout = RankLayout | HasLayout | str | Mapping[str, int]
 # ---- what is sent -------------------------------------------------------------------------------
 
 
-@attrs.frozen
+@attrs.frozen(slots=False)
 class Cut:
     """A tensor axis that the source cuts into some shards and the target into others.
 
-    Both are counted in units, the largest pieces of the axis that no border of a shard cuts:
-    there are as many as the least common multiple of both numbers of shards.
+    Both are counted in units. Without `sizes` the shards are even, and a unit is the largest piece
+    of the axis that no border of a shard cuts: there are as many as the least common multiple of
+    both numbers of shards. With `sizes` a unit is one element.
 
     Attributes:
         axis: The tensor axis; -1 is the last.
         source: The number of shards on the source.
         target: The number of shards on the target.
+        sizes: The lengths of the shards on the source and on the target, or None if they are even.
 
     Example:
         >>> cut = Cut(axis=0, source=2, target=3)
         >>> cut.units, list(cut.targets_of(0)), list(cut.sources_of(1))
         (6, [0, 1], [0, 1])
         >>> cut.part(1, 1)
-        Part(axis=0, start=3, stop=4, units=6, source_units=3, target_units=2)
+        Part(axis=0, start=3, stop=4, units=6, source=(3, 6), target=(2, 4), is_exact=False)
+        >>> list(Cut(axis=0, source=2, target=3, sizes=((3, 2), (2, 2, 1))).targets_of(0))
+        [0, 1]
     """
 
     axis: int
     source: int
     target: int
+    sizes: Sizes | None = None
 
     @property
     def units(self) -> int:
         """The number of units of the whole axis."""
-        return math.lcm(self.source, self.target)
+        return math.lcm(self.source, self.target) if self.sizes is None else sum(self.sizes[0])
+
+    @cached_property
+    def borders(self) -> tuple[Sequence[int], Sequence[int]]:
+        """The borders of the shards on the source and on the target, in units."""
+        if self.sizes is not None:
+            before, after = (tuple(accumulate(sizes, initial=0)) for sizes in self.sizes)
+            return before, after
+        end = self.units + 1
+        return range(0, end, self.units // self.source), range(0, end, self.units // self.target)
 
     def targets_of(self, shard: int) -> range:
         """Return the target's shards that overlap a shard of the source."""
-        return _overlapping(shard, self.source, self.target)
+        return _overlapping(shard, *self.borders)
 
     def sources_of(self, shard: int) -> range:
         """Return the source's shards that overlap a shard of the target."""
-        return _overlapping(shard, self.target, self.source)
+        return _overlapping(shard, *self.borders[::-1])
 
     def part(self, source: int, target: int) -> Part:
         """Return what a shard of the source and one of the target have in common."""
-        wide, narrow = self.units // self.source, self.units // self.target
-        start = max(source * wide, target * narrow)
-        stop = min((source + 1) * wide, (target + 1) * narrow)
-        return Part(self.axis, start, stop, self.units, wide, narrow)
+        here = self.borders[0][source], self.borders[0][source + 1]
+        there = self.borders[1][target], self.borders[1][target + 1]
+        start = max(here[0], there[0])
+        stop = max(start, min(here[1], there[1]))
+        return Part(self.axis, start, stop, self.units, here, there, self.sizes is not None)
 
 
-def _overlapping(shard: int, own: int, others: int) -> range:
-    """Return the other shards that overlap one."""
-    return range(shard * others // own, -(-(shard + 1) * others // own))
+def _overlapping(shard: int, own: Sequence[int], others: Sequence[int]) -> range:
+    """Return the other shards that overlap one, and empty shards between them.
+
+    >>> _overlapping(0, (0, 5), (0, 3, 3, 5)), _overlapping(1, (0, 3, 3, 5), (0, 5))
+    (range(0, 3), range(0, 1))
+    """
+    first = bisect_right(others, own[shard]) - 1
+    return range(first, bisect_left(others, own[shard + 1]))
 
 
 @attrs.frozen
@@ -117,16 +142,18 @@ class Part:
         start: The first unit.
         stop: The unit after the last.
         units: The number of units of the whole axis.
-        source_units: The number of units of each shard of the source.
-        target_units: The number of units of each shard of the target.
+        source: The first unit of the shard of the source, and the unit after its last.
+        target: The same of the shard of the target.
+        is_exact: Whether a unit is one element.
     """
 
     axis: int
     start: int
     stop: int
     units: int
-    source_units: int
-    target_units: int
+    source: tuple[int, int]
+    target: tuple[int, int]
+    is_exact: bool = False
 
 
 @attrs.frozen
@@ -166,25 +193,29 @@ class Message:
             LayoutError: A length is not a multiple of the units of its axis, or an axis that is
                 cut is not there.
         """
-        return self._slices(shape, [part.units for part in self.parts])
+        return self._slices(shape, [(0, part.units) for part in self.parts])
 
     def source_slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
         """Return its slices of the sender's tensor, of this shape; as `global_slices`."""
-        return self._slices(shape, [part.source_units for part in self.parts])
+        return self._slices(shape, [part.source for part in self.parts])
 
     def target_slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
         """Return its slices of the receiver's tensor, of this shape; as `global_slices`."""
-        return self._slices(shape, [part.target_units for part in self.parts])
+        return self._slices(shape, [part.target for part in self.parts])
 
-    def _slices(self, shape: Sequence[int], units: Sequence[int]) -> tuple[slice, ...]:
-        """Return slices of a tensor that has so many units of each axis that is cut."""
+    def _slices(self, shape: Sequence[int], within: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
+        """Return slices of a tensor that has these units of each axis that is cut."""
         lengths = [as_int(one, "every length in shape", 0) for one in shape]
         slices = [slice(None)] * len(lengths)
         axes = resolve_axes(self.parts, len(lengths))
-        for part, axis, count in zip(self.parts, axes, units, strict=True):
-            step = length_of_unit(part.axis, lengths[axis], count)
-            first = part.start % count
-            slices[axis] = slice(first * step, (first + part.stop - part.start) * step)
+        for part, axis, (first, end) in zip(self.parts, axes, within, strict=True):
+            if part.is_exact and lengths[axis] != end - first:
+                raise LayoutError(
+                    f"tensor axis {part.axis} has length {lengths[axis]}, and the mapping has "
+                    f"{end - first}"
+                )
+            step = 1 if part.is_exact else length_of_unit(part.axis, lengths[axis], end - first)
+            slices[axis] = slice((part.start - first) * step, (part.stop - first) * step)
         return tuple(slices)
 
 
@@ -204,6 +235,27 @@ def length_of_unit(axis: int, length: int, units: int) -> int:
             f"the nearest lengths that work are {nearest_multiples(length, units)}"
         )
     return length // units
+
+
+def chunk_sizes(length: int, counts: Iterable[int]) -> tuple[int, ...]:
+    """Return the sizes of the shards of an axis that is cut several times, as torch.chunk cuts.
+
+    Args:
+        length: The length of the axis.
+        counts: The number of shards of each cut, the outermost first. The last shards may be
+            empty.
+
+    Example:
+        >>> chunk_sizes(10, [4]), chunk_sizes(5, [2, 2]), chunk_sizes(2, [3])
+        ((3, 3, 3, 1), (2, 1, 1, 1), (1, 1, 0))
+    """
+    sizes = [length]
+    for count in counts:
+        steps = [(size, -(-size // count)) for size in sizes]
+        sizes = [
+            max(0, min(step, size - step * turn)) for size, step in steps for turn in range(count)
+        ]
+    return tuple(sizes)
 
 
 def resolve_axes(cuts: Iterable[Cut | Part], ndim: int) -> list[int]:
@@ -312,11 +364,20 @@ class Sharding:
 
         None outside the stage, or if only the first replica of its cell sends or receives.
         """
+        is_idle = self.replica_of(rank) >= self.active
+        return None if is_idle else self.place_of(rank)
+
+    def place_of(self, rank: int) -> Cell | None:
+        """Return the cell that a rank of the layout holds; None outside the stage."""
         coords = self.layout.coords(rank)
-        is_idle = self._number(self._copying, coords) >= self.active
-        if is_idle or not self.stage.items() <= coords.items():
+        if not self.stage.items() <= coords.items():
             return None
         return tuple([self._number(dims, coords) for dims in self._axes])
+
+    def chunks_of(self, lengths: Iterable[int]) -> list[tuple[int, ...]]:
+        """Return the sizes of the shards of each axis that is cut, given the whole lengths."""
+        sizes = [[self._sizes[dim] for dim in dims] for dims in self._axes]
+        return [chunk_sizes(*one) for one in zip(lengths, sizes, strict=True)]
 
     def rank_at(self, cell: Cell, replica: int) -> int:
         """Return the rank that holds a cell as one of its replicas."""
@@ -371,6 +432,8 @@ class RankMapping:
             first of those that want them receives; the others get them from that one.
         backward: Whether the tensor goes from the first stage of the source to the last of the
             target, as gradients do: what `inverse()` makes.
+        sizes: For each of `cuts`, the lengths of the shards at the source and at the target, as
+            `of_shape` computes them. Default: the shards are even, of a tensor of any shape.
 
     Raises:
         LayoutError: `source` or `target` is not a layout, a dim is given two roles, an axis is not
@@ -406,10 +469,13 @@ class RankMapping:
     pipeline: str | None
     leaders: bool
     backward: bool
+    sizes: tuple[Sizes, ...]
     cuts: tuple[Cut, ...] = attrs.field(init=False, eq=False)
     """The tensor axes that are cut, the axis of the batch first if it is."""
-    _before: Sharding = attrs.field(init=False, eq=False)
-    _after: Sharding = attrs.field(init=False, eq=False)
+    before: Sharding = attrs.field(init=False, eq=False)
+    """How the ranks of the source hold the tensor."""
+    after: Sharding = attrs.field(init=False, eq=False)
+    """How the ranks of the target hold it."""
 
     def __init__(
         self,
@@ -422,6 +488,7 @@ class RankMapping:
         pipeline: str | None = "pp",
         leaders: bool = False,
         backward: bool = False,
+        sizes: Iterable[Sizes] = (),
     ) -> None:
         source, target = read_layout(source), read_layout(target)
         batch_axis = as_int(batch_axis, "batch_axis")
@@ -429,7 +496,10 @@ class RankMapping:
             dims = {*source.dim_names, *target.dim_names} - {along, pipeline}
             shards = {"cp": 0 if batch_axis == 1 else 1} if along and "cp" in dims else {}
         pairs = as_shards(shards)
-        self.__attrs_init__(source, target, along, batch_axis, pairs, pipeline, leaders, backward)
+        known = tuple(sizes)
+        self.__attrs_init__(
+            source, target, along, batch_axis, pairs, pipeline, leaders, backward, known
+        )
         self._check_roles()
         axes = dims_of_axes(along, batch_axis, pairs).items()
         cuts = {axis: dims for axis, dims in axes if max(map(max, map(self._sizes, dims))) > 1}
@@ -437,10 +507,14 @@ class RankMapping:
             Sharding(layout, cuts.values(), self._stage(layout, last), leaders=leaders)
             for layout, last in ((source, not backward), (target, backward))
         )
-        numbers = map(Cut, cuts, before.counts, after.counts)
-        object.__setattr__(self, "_before", before)
-        object.__setattr__(self, "_after", after)
-        object.__setattr__(self, "cuts", tuple(numbers))
+        numbers = [*zip(before.counts, after.counts, strict=True)]
+        if known and [tuple(map(len, one)) for one in known] != numbers:
+            raise LayoutError(f"sizes must have {numbers} shards, got {known}")
+        lengths: Sequence[Sizes | None] = known or [None] * len(cuts)
+        made = [Cut(axis, *two, one) for axis, two, one in zip(cuts, numbers, lengths, strict=True)]
+        object.__setattr__(self, "before", before)
+        object.__setattr__(self, "after", after)
+        object.__setattr__(self, "cuts", tuple(made))
 
     @classmethod
     def weights(
@@ -478,12 +552,12 @@ class RankMapping:
     @property
     def source_ranks(self) -> tuple[int, ...]:
         """The ranks that the tensor leaves, in the order of the layout."""
-        return self._before.ranks
+        return self.before.ranks
 
     @property
     def target_ranks(self) -> tuple[int, ...]:
         """The ranks that the tensor enters, in the order of the layout."""
-        return self._after.ranks
+        return self.after.ranks
 
     def __str__(self) -> str:
         axes = dims_of_axes(self.along, self.batch_axis, self.shards)
@@ -517,8 +591,59 @@ class RankMapping:
             ((1,), (1,))
         """
         return attrs.evolve(
-            self, source=self.target, target=self.source, backward=not self.backward
+            self,
+            source=self.target,
+            target=self.source,
+            backward=not self.backward,
+            sizes=[(after, before) for before, after in self.sizes],
         )
+
+    def of_shape(self, shape: Sequence[int]) -> RankMapping:
+        """Return this mapping for a tensor of any whole shape, cut as torch.chunk cuts.
+
+        Every dim cuts what the dims before it leave of its axis. The last shards of an axis may be
+        shorter, or empty. Messages of the result have elements as units.
+
+        Args:
+            shape: The shape of the whole tensor.
+
+        Raises:
+            LayoutError: An axis that is cut does not exist, or a length is not an int.
+
+        Example:
+            >>> mapping = RankMapping.weights("fsdp=4", "tp=2", {"fsdp": 0, "tp": 0})
+            >>> ten_rows = mapping.of_shape([10, 8])
+            >>> ten_rows.sizes, ten_rows.sources_of(1)
+            ((((3, 3, 3, 1), (5, 5)),), (1, 2, 3))
+            >>> ten_rows.shape_at(3, [10, 8], is_source=True)
+            (1, 8)
+        """
+        lengths = [as_int(length, "every length in shape", 0) for length in shape]
+        cut = [lengths[axis] for axis in resolve_axes(self.cuts, len(lengths))]
+        both = zip(self.before.chunks_of(cut), self.after.chunks_of(cut), strict=True)
+        return attrs.evolve(self, sizes=tuple(both))
+
+    def shape_at(self, rank: int, shape: Sequence[int], *, is_source: bool) -> tuple[int, ...]:
+        """Return the shape that a rank of an end holds of a tensor of a whole shape.
+
+        Args:
+            rank: A rank of the source's last stage, or of the target's first.
+            shape: The shape of the whole tensor. Without `sizes`, it is cut as by `of_shape`.
+            is_source: Whether the rank is one of the source.
+
+        Raises:
+            RankOutsideError: The rank is not of that end.
+            LayoutError: An axis that is cut does not exist.
+        """
+        exact = self if self.sizes else self.of_shape(shape)
+        cell = (exact.before if is_source else exact.after).place_of(rank)
+        if cell is None:
+            raise RankOutsideError(f"rank {rank} is not of the stage that holds the tensor")
+        lengths = list(shape)
+        axes = resolve_axes(exact.cuts, len(lengths))
+        for axis, index, sizes in zip(axes, cell, exact.sizes, strict=True):
+            lengths[axis] = sizes[0 if is_source else 1][index]
+        return tuple(lengths)
 
     def table(self) -> NDArray[np.void]:
         """List all messages.
@@ -538,7 +663,7 @@ class RankMapping:
             [0, 0, 0, 1, 1, 1]
         """
         pairs = [cut.source + cut.target - math.gcd(cut.source, cut.target) for cut in self.cuts]
-        count = math.prod(pairs) * self._after.active
+        count = math.prod(pairs) * self.after.active
         if count > _MOST_MESSAGES:
             hint = "ask about single ranks, or give the mapping leaders=True"
             raise LayoutError(f"these are {count} messages, more than {_MOST_MESSAGES}; {hint}")
@@ -569,7 +694,7 @@ class RankMapping:
             >>> [message.target for message in mapping.sends(2)]
             [2, 3]
         """
-        here = self._before.cell_of(rank)
+        here = self.before.cell_of(rank)
         messages = [] if here is None else self._sent_from(here, rank)
         return tuple(sorted(messages, key=attrgetter("target")))
 
@@ -587,7 +712,7 @@ class RankMapping:
             >>> [(message.source, message.target) for message in mapping.receives(3)]
             [(2, 3), (3, 3)]
         """
-        there = self._after.cell_of(rank)
+        there = self.after.cell_of(rank)
         messages = [] if there is None else self._received_at(there, rank)
         return tuple(sorted(messages, key=attrgetter("source")))
 
@@ -613,19 +738,22 @@ class RankMapping:
             >>> mapping.broadcast_siblings(3)
             (2, 3)
         """
-        return self._after.replicas_of(rank)
+        return self.after.replicas_of(rank)
 
     def received_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape that a target rank receives, given the shape on a source rank.
 
         Raises:
-            LayoutError: A length cannot be cut evenly, or an axis that is cut does not exist.
+            LayoutError: A length cannot be cut evenly, an axis that is cut does not exist, or the
+                mapping has `sizes`.
 
         Example:
             >>> mapping = RankMapping(RankLayout.parse("dp=4"), RankLayout.parse("tp=2,dp=2"))
             >>> mapping.received_shape([3, 5]), mapping.inverse().received_shape([6, 5])
             ((6, 5), (3, 5))
         """
+        if self.sizes:
+            raise LayoutError("the shards have different sizes: call shape_at for each rank")
         lengths = [as_int(length, "every length in shape", 0) for length in shape]
         for cut, axis in zip(self.cuts, resolve_axes(self.cuts, len(lengths)), strict=True):
             length_of_unit(cut.axis, lengths[axis], cut.units // cut.source)
@@ -637,34 +765,34 @@ class RankMapping:
     def _sent_from(self, here: Cell, rank: int) -> Iterator[Message]:
         """Return what a rank sends of its cell."""
         choices = [cut.targets_of(shard) for cut, shard in zip(self.cuts, here, strict=True)]
-        own = _cell_of(self._after, rank)
+        own = _cell_of(self.after, rank)
         if own is not None and all(shard in some for shard, some in zip(own, choices, strict=True)):
             yield self._message(here, own, rank, rank)
-        counts = [*map(len, choices), self._after.active]
+        counts = [*map(len, choices), self.after.active]
         consumers = math.prod(counts)
-        replica, senders = self._before.replica_of(rank), self._before.active
+        replica, senders = self.before.replica_of(rank), self.before.active
         first, last = (-(-turn * consumers // senders) for turn in (replica, replica + 1))
         for turn in range(first, last):
             *positions, receiver = digits_of(turn, counts)
             there = tuple([some[at] for some, at in zip(choices, positions, strict=True)])
-            target = self._after.rank_at(there, receiver)
-            if _cell_of(self._before, target) != here:  # else it keeps its own
+            target = self.after.rank_at(there, receiver)
+            if _cell_of(self.before, target) != here:  # else it keeps its own
                 yield self._message(here, there, rank, target)
 
     def _received_at(self, there: Cell, rank: int) -> Iterator[Message]:
         """Return what a rank receives of its cell."""
         choices = [cut.sources_of(shard) for cut, shard in zip(self.cuts, there, strict=True)]
-        own, replica = _cell_of(self._before, rank), self._after.replica_of(rank)
+        own, replica = _cell_of(self.before, rank), self.after.replica_of(rank)
         for here in product(*choices):
             if here == own:
                 yield self._message(here, there, rank, rank)
                 continue
             shards = [cut.targets_of(shard) for cut, shard in zip(self.cuts, here, strict=True)]
             positions = [at - some.start for at, some in zip(there, shards, strict=True)]
-            counts = [*map(len, shards), self._after.active]
+            counts = [*map(len, shards), self.after.active]
             turn = number_at([*positions, replica], counts)
-            sender = turn * self._before.active // math.prod(counts)
-            yield self._message(here, there, self._before.rank_at(here, sender), rank)
+            sender = turn * self.before.active // math.prod(counts)
+            yield self._message(here, there, self.before.rank_at(here, sender), rank)
 
     def _message(self, here: Cell, there: Cell, source: int, target: int) -> Message:
         parts = [cut.part(*shards) for cut, *shards in zip(self.cuts, here, there, strict=True)]
@@ -703,14 +831,14 @@ class RankMapping:
 
 
 def _cell_of(sharding: Sharding, rank: int) -> Cell | None:
-    """Return the cell of any rank; None if the layout does not hold it."""
+    """Return the cell of any rank, or None if the layout does not hold it."""
     return sharding.cell_of(rank) if rank in sharding.layout else None
 
 
 def _with_ranks(layout: RankLayout) -> str:
-    listing = layout._listing
-    ranks = f"{layout.rank_offset}" if listing is None else some_of(listing.ranks, 16)
-    return f"{layout} {'at' if listing is None else 'on ranks'} {ranks}"
+    if layout.is_listed:
+        return f"{layout} on ranks {some_of(tuple(layout.ranks), 16)}"
+    return f"{layout} at {layout.rank_offset}"
 
 
 # ---- arguments ----------------------------------------------------------------------------------

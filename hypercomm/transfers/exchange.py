@@ -1,0 +1,145 @@
+"""The communication of transfers: the agreement, the exchange of descriptions, and messages."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from hypercomm.errors import CreationError, OutcomeUnknownError
+from hypercomm.process_groups.agreement.driver import agree, limit_of, refuse
+from hypercomm.process_groups.agreement.scope import Scope
+from hypercomm.process_groups.world import World
+from hypercomm.transfers.mapping import RankMapping
+
+# ---- the agreement ------------------------------------------------------------------------------
+
+
+def consent(
+    world: World,
+    mapping: RankMapping,
+    tensor: str,
+    refusal: BaseException | None = None,
+    *,
+    entries: Sequence[str] = (),
+    effect: str = "nothing was sent",
+) -> BaseException | None:
+    """Wait until all ranks of a transfer have joined and propose the same one.
+
+    Args:
+        world: The world whose ranks the mapping has.
+        mapping: The mapping of the transfer.
+        tensor: A description of the data that is identical on all ranks.
+        refusal: The error that keeps this rank from taking part. The other ranks raise it, and
+            this rank does not wait.
+        entries: Further descriptions that must be equal on all ranks.
+        effect: The consequence of a failure for the data, as the error states it.
+
+    Returns:
+        An interrupt that reached this rank although all ranks continue. The caller raises it after
+        the transfer.
+
+    Raises:
+        PlanMismatchError: Ranks propose different transfers.
+        GroupCreationTimeout: Some are missing.
+        CreationError: One has failed.
+        OutcomeUnknownError: The store is gone, and the other ranks may have continued.
+    """
+    ranks = ranks_of(mapping)
+    digest = hashlib.sha256(str(ranks).encode()).hexdigest()[:12]
+    scope = Scope(world, f"transfers/{digest}", ranks)
+    title = f"transfer of {tensor} by {mapping}" if tensor else f"transfer by {mapping}"
+    if refusal is not None:
+        refuse(scope, refusal)
+        return None
+    every = [f"{tensor} by {mapping}", details(mapping), *entries]
+    try:
+        return agree(scope, title, lambda: every, limit_of(None, world)).pending
+    except CreationError as error:
+        if not isinstance(error, OutcomeUnknownError):
+            error.args = (f"{effect}: {error}",)
+        raise
+
+
+@lru_cache(maxsize=128)
+def ranks_of(mapping: RankMapping) -> tuple[int, ...]:
+    """Return the ranks of both stages."""
+    return tuple(sorted({*mapping.source_ranks, *mapping.target_ranks}))
+
+
+@lru_cache(maxsize=128)
+def details(mapping: RankMapping) -> str:
+    """Return the properties of a mapping that its text leaves out."""
+    layouts = hashlib.sha256(f"{mapping.source.to_json()} {mapping.target.to_json()}".encode())
+    return (
+        f"along={mapping.along!r}, batch_axis={mapping.batch_axis}, shards={mapping.shards}, "
+        f"sizes={mapping.sizes}, pipeline={mapping.pipeline!r}, layouts {layouts.hexdigest()[:12]}"
+    )
+
+
+# ---- messages -----------------------------------------------------------------------------------
+
+
+def tag_of(text: str) -> int:
+    """Return the tag of messages that only ranks with the same text match, where tags count."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
+
+
+def post(
+    receives: Iterable[tuple[int, Tensor]],
+    sends: Iterable[tuple[int, Tensor]],
+    pg: ProcessGroup | None,
+    tag: int = 0,
+) -> list[Work]:
+    """Start all receives and sends together. Two ranks match their messages in order.
+
+    Empty tensors are skipped. NCCL ignores the tag.
+    """
+    ops = [dist.P2POp(dist.irecv, one, rank, pg, tag) for rank, one in receives if one.numel()]
+    ops += [dist.P2POp(dist.isend, one, rank, pg, tag) for rank, one in sends if one.numel()]
+    return dist.batch_isend_irecv(ops) if ops else []
+
+
+def gather(
+    world: World,
+    mapping: RankMapping,
+    block: bytes,
+    size: int,
+    device: torch.device,
+) -> dict[int, bytes]:
+    """Return the block of each rank of a transfer, on all of them.
+
+    Takes as many rounds as the number of ranks has binary digits. In each, a rank sends all blocks
+    that it has to one rank, and receives as many from another.
+
+    Args:
+        world: The world whose ranks the mapping has.
+        mapping: The mapping of the transfer.
+        block: The block of this rank.
+        size: The size of the longest block, the same on all ranks.
+        device: Where the backend communicates.
+
+    Returns:
+        The blocks by rank, filled up with zeros.
+    """
+    ranks = ranks_of(mapping)
+    at, count, known = ranks.index(world.rank), len(ranks), 1
+    tag = tag_of(f"{details(mapping)} {ranks} {size}")
+    filled = bytearray(block.ljust(size, b"\0"))
+    blocks = torch.zeros(count, size, dtype=torch.uint8)
+    blocks[0] = torch.frombuffer(filled, dtype=torch.uint8)
+    blocks = blocks.to(device)
+    while known < count:
+        more = min(known, count - known)
+        receives = [(ranks[(at + known) % count], blocks[known : known + more])]
+        sends = [(ranks[(at - known) % count], blocks[:more])]
+        for work in post(receives, sends, world.pg, tag):
+            work.wait()
+        known += more
+    rows = blocks.cpu().numpy()
+    return {ranks[(at + turn) % count]: rows[turn].tobytes() for turn in range(count)}

@@ -1,0 +1,501 @@
+"""The part of each parameter on each rank: described by the rank, and put together on all ranks.
+
+A rank describes its tensors. A plain tensor is one shard along each axis that is cut; a DTensor
+has its indices from mesh and placements. All ranks exchange their descriptions, and compute from
+them the same boxes of whole tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise, product
+from math import prod
+from typing import Any, NamedTuple
+
+import attrs
+import torch
+from torch import Tensor
+
+from hypercomm.errors import LayoutError, PlanMismatchError
+from hypercomm.layout.text import some_of
+from hypercomm.transfers.mapping import RankMapping, chunk_sizes, resolve_axes
+
+Shape = tuple[int, ...]
+
+Span = tuple[int, int]
+"""The first index along an axis, and the index after the last."""
+
+Box = tuple[Span, ...]
+"""A span along each axis of a whole tensor."""
+
+
+class Fused(NamedTuple):
+    """A parameter of the target that has several parameters of the source as its parts.
+
+    Attributes:
+        parts: The names of the parts in their order, or patterns. Each "*" stands for the text
+            that the "*" at the same place in the pattern of the fused name matches.
+        heads: For each part its number of heads: a rank has whole heads, and where a part has
+            fewer heads than there are shards, neighbouring ranks have the same head. None: each
+            part is cut as torch.chunk cuts.
+        axis: The axis along which the parts are put together.
+
+    Example:
+        >>> rule = Fused(["*.q_proj.weight", "*.k_proj.weight", "*.v_proj.weight"], (32, 8, 8))
+        >>> fused = {"*.qkv_proj.weight": rule}
+    """
+
+    parts: Sequence[str]
+    heads: Sequence[int] | None = None
+    axis: int = 0
+
+
+@attrs.frozen
+class Held:
+    """The part of a parameter on one rank.
+
+    Attributes:
+        name: The name of the parameter.
+        dtype: The type of its elements.
+        shape: The shape of the part.
+        how: How the parameter is cut, the same on all ranks of an end.
+        cells: For each axis that is cut: the axis, the shard of this rank, and their number.
+        whole: The shape of the whole tensor; None of a plain tensor, which does not have it.
+        spans: The spans of a DTensor along each axis of the whole tensor.
+        fused: The parts, their heads and the axis of a fused parameter, else None.
+    """
+
+    name: str
+    dtype: str
+    shape: Shape
+    how: str
+    cells: tuple[tuple[int, int, int], ...] = ()
+    whole: Shape | None = None
+    spans: tuple[tuple[Span, ...], ...] = ()
+    fused: tuple[tuple[str, ...], tuple[int, ...] | None, int] | None = None
+
+
+def to_rows(held: Iterable[Held]) -> list[tuple[Any, ...]]:
+    """Return descriptions as rows for JSON; `from_rows` is the inverse."""
+    return [attrs.astuple(one, recurse=False) for one in held]
+
+
+def from_rows(rows: Iterable[Any]) -> list[Held]:
+    """Return the descriptions that `to_rows` wrote."""
+    return [Held(*_frozen(row)) for row in rows]
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+# ---- the description of one rank ----------------------------------------------------------------
+
+
+def describe_plain(
+    name: str, dtype: str, shape: Shape, mapping: RankMapping, rank: int, *, is_source: bool
+) -> Held:
+    """Describe a part of this shape, of a tensor that `mapping` cuts."""
+    sharding = mapping.before if is_source else mapping.after
+    places = sharding.place_of(rank) or ()
+    axes = resolve_axes(mapping.cuts, len(shape))
+    every = zip(axes, places, sharding.counts, strict=True)
+    cells = tuple(sorted(cell for cell in every if cell[2] > 1))
+    how = ", ".join(f"{count} shards of axis {axis}" for axis, _, count in cells) or "whole"
+    return Held(name, dtype, shape, how, cells)
+
+
+def describe_dtensor(
+    name: str, tensor: Any, local: Tensor, ranks: Sequence[int], *, is_numbered: bool = True
+) -> Held:
+    """Describe a DTensor.
+
+    Args:
+        name: Its name.
+        tensor: The DTensor.
+        local: Its local tensor.
+        ranks: The ranks of the end. The mesh is on some or all of them.
+        is_numbered: Whether the mesh has the same rank numbers. In a joined world, a mesh on
+            torch's default process group has other numbers.
+
+    Raises:
+        LayoutError: A placement cannot be cut, the mesh has other ranks, or the local tensor has
+            another shape than mesh and placements say.
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements
+    coordinate = mesh.get_coordinate()
+    members = () if coordinate is None else _members(mesh)  # a slice has no others
+    fits = {*members} <= {*ranks} if is_numbered else len(members) <= len(ranks)
+    if coordinate is None or not fits:
+        raise LayoutError(
+            f"is a DTensor on a mesh of {some_of(members, 8) or 'other ranks'}, and the mapping "
+            f"has ranks {some_of(ranks, 8)} here"
+        )
+    whole = tuple(tensor.shape)
+    spans = spans_of(whole, tuple(mesh.shape), coordinate, placements)
+    due = tuple(sum(stop - start for start, stop in some) for some in spans)
+    if due != tuple(local.shape):
+        raise LayoutError(
+            f"is a DTensor whose local shape is {tuple(local.shape)}, and {placements} on a mesh "
+            f"of shape {tuple(mesh.shape)} gives {due}"
+        )
+    how = f"{placements} on a mesh of shape {tuple(mesh.shape)}"
+    return Held(name, name_of(tensor.dtype), due, how, whole=whole, spans=spans)
+
+
+@lru_cache(maxsize=16)
+def _members(mesh: Any) -> tuple[int, ...]:
+    """Return the ranks of a mesh."""
+    return tuple(mesh.mesh.flatten().tolist())
+
+
+def spans_of(
+    whole: Shape, sizes: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
+) -> tuple[tuple[Span, ...], ...]:
+    """Return the spans that a rank of a mesh holds along each axis of a tensor.
+
+    Args:
+        whole: The shape of the whole tensor.
+        sizes: The sizes of the mesh.
+        coordinate: The coordinates of the rank in it.
+        placements: The placement over each dim of the mesh.
+
+    Raises:
+        LayoutError: A placement neither shards nor replicates.
+
+    Example:
+        >>> from torch.distributed.tensor import Replicate, Shard
+        >>> spans_of((10, 4), (2, 4), (1, 3), [Replicate(), Shard(0)])
+        (((9, 10),), ((0, 4),))
+    """
+    spans: list[tuple[Span, ...]] = [((0, length),) for length in whole]
+    for size, at, placement in zip(sizes, coordinate, placements, strict=True):
+        if placement.is_replicate():
+            continue
+        axis = getattr(placement, "dim", None)
+        if axis is None or placement.is_partial():
+            raise LayoutError(
+                f"has placement {placement}, which is not a shard: redistribute it to Replicate() "
+                f"or Shard() first"
+            )
+        # A strided shard is a part of each of several pieces: FSDP2 cuts what TP has cut.
+        pieces = getattr(placement, "split_factor", 1)
+        found: list[Span] = []
+        for piece in range(pieces):
+            found += _chunk(_chunk(spans[axis], pieces, piece), size, at)
+        spans[axis] = tuple(found)
+    return tuple(some or ((0, 0),) for some in spans)
+
+
+def _chunk(spans: Sequence[Span], count: int, at: int) -> list[Span]:
+    """Return one of the chunks of the indices in some spans, as torch.chunk cuts."""
+    sizes = chunk_sizes(sum(stop - start for start, stop in spans), [count])
+    first, last = sum(sizes[:at]), sum(sizes[: at + 1])
+    found, before = [], 0
+    for start, stop in spans:
+        begin = start + max(0, first - before)
+        end = min(stop, start + last - before)
+        if begin < end:
+            found.append((begin, end))
+        before += stop - start
+    return found
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in torch."""
+    return str(dtype).removeprefix("torch.")
+
+
+def assume(
+    held: Iterable[Held], cuts: Mapping[str, RankMapping]
+) -> tuple[dict[int, list[Held]], dict[int, list[Held]]]:
+    """Return what all ranks of both ends hold if parameters are even shards, as in a fake world.
+
+    Args:
+        held: The parts on one rank.
+        cuts: The mapping of each parameter.
+
+    Raises:
+        LayoutError: A parameter is a DTensor or fused, so the other end is not known.
+    """
+    found: dict[bool, dict[int, list[Held]]] = {True: {}, False: {}}
+    for one in held:
+        if one.whole is not None or one.fused is not None:
+            raise LayoutError(
+                f"{one.name!r} is a DTensor or fused, whose other end is on other ranks, which a "
+                f"fake world does not have; use run_ranks"
+            )
+        mapping, counts = cuts[one.name], {axis: count for axis, _, count in one.cells}
+        whole = [length * counts.get(axis, 1) for axis, length in enumerate(one.shape)]
+        for end, ranks in ((True, mapping.source_ranks), (False, mapping.target_ranks)):
+            for rank in ranks:
+                shape = mapping.shape_at(rank, whole, is_source=end)
+                other = describe_plain(one.name, one.dtype, shape, mapping, rank, is_source=end)
+                found[end].setdefault(rank, []).append(other)
+    return found[True], found[False]
+
+
+# ---- all ranks together -------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Source:
+    """A parameter of the source.
+
+    Attributes:
+        dtype: The type of its elements.
+        whole: The shape of the whole tensor.
+        boxes: The boxes that ranks hold; for each its ranks, with the first index of the box in
+            the rank's tensor.
+    """
+
+    dtype: str
+    whole: Shape
+    boxes: dict[Box, dict[int, Shape]]
+
+
+@attrs.frozen
+class Wanted:
+    """A box of a whole tensor of the source that a target rank wants.
+
+    Attributes:
+        rank: The target rank.
+        source: The name of the parameter of the source.
+        box: The box.
+        start: The first index of the box in the rank's tensor.
+    """
+
+    rank: int
+    source: str
+    box: Box
+    start: Shape
+
+
+@attrs.frozen
+class Target:
+    """A parameter of the target: its name, the type of its elements, and what each rank wants."""
+
+    name: str
+    dtype: str
+    wanted: list[list[Wanted]]
+
+
+def put_together(
+    sent: Mapping[int, Sequence[Held]],
+    received: Mapping[int, Sequence[Held]],
+    dtype: torch.dtype | None = None,
+) -> tuple[dict[str, Source], list[Target]]:
+    """Return the parameters of both ends, from the descriptions of all ranks.
+
+    Args:
+        sent: The descriptions of each source rank.
+        received: The descriptions of each target rank.
+        dtype: The type that floating-point tensors get on the way.
+
+    Raises:
+        PlanMismatchError: Two ranks, or both ends, do not fit; the same on all ranks.
+    """
+    sources = {}
+    for name, held in _by_name(sent, "state").items():
+        whole = _whole(f"state[{name!r}]", held)
+        boxes: dict[Box, dict[int, Shape]] = {}
+        for rank, regions in _regions(held, whole).items():
+            for box, start in regions:
+                boxes.setdefault(box, {})[rank] = start
+        sources[name] = Source(next(iter(held.values())).dtype, tuple(map(sum, whole)), boxes)
+    targets, used = [], set()
+    for name, held in sorted(_by_name(received, "into").items()):
+        rank, one = next(iter(held.items()))
+        parts = [name] if one.fused is None else one.fused[0]
+        for part in parts:
+            if part not in sources:
+                near = some_of([repr(known) for known in sorted(sources)], 4)
+                raise misfit(f"rank {rank} has {name!r} in into, for {part!r}; state has {near}")
+            _check_dtype(name, one.dtype, part, sources[part].dtype, dtype)
+        used |= {*parts}
+        wanted = (
+            _unfused(name, held, sent, sources[name])
+            if one.fused is None
+            else [_fused(rank, one, sources) for rank, one in held.items()]
+        )
+        targets.append(Target(name, one.dtype, wanted))
+    unused = [repr(name) for name in sorted(sources.keys() - used)]
+    if unused:
+        raise misfit(f"rank {min(sent)} has {some_of(unused, 4)} in state, no rank has it in into")
+    return sources, targets
+
+
+def _unfused(
+    name: str, held: Mapping[int, Held], sent: Mapping[int, Sequence[Held]], source: Source
+) -> list[list[Wanted]]:
+    """Return what each rank wants of a parameter that both ends have."""
+    lengths = _whole(f"into[{name!r}]", held)
+    whole = tuple(map(sum, lengths))
+    if whole != source.whole:
+        rank, one = next(iter(held.items()))
+        sender, some = next(iter(sent.items()))
+        its = next(other for other in some if other.name == name)
+        raise misfit(
+            f"{name!r} has shape {source.whole} in state, of which rank {sender} has {its.shape} "
+            f"({its.how}), and {whole} in into, of which rank {rank} has {one.shape} ({one.how})"
+        )
+    regions = _regions(held, lengths)
+    return [[Wanted(rank, name, *one) for one in some] for rank, some in regions.items()]
+
+
+def misfit(text: str) -> PlanMismatchError:
+    """Return the error of ranks whose tensors do not fit."""
+    return PlanMismatchError(f"nothing was sent: ranks differ: {text}")
+
+
+def _check_dtype(name: str, target: str, part: str, source: str, dtype: torch.dtype | None) -> None:
+    is_converted = dtype is not None and getattr(torch, source).is_floating_point
+    due = name_of(dtype) if dtype is not None and is_converted else source
+    if target != due:
+        hint = "" if is_converted else "; pass dtype= to convert on the way"
+        raise misfit(f"state[{part!r}] arrives as {due}, and into[{name!r}] has {target}{hint}")
+
+
+def _by_name(described: Mapping[int, Sequence[Held]], what: str) -> dict[str, dict[int, Held]]:
+    """Return the part on each rank by name; all ranks must have equal names and cuts."""
+    found: dict[str, dict[int, Held]] = {}
+    for rank, some in described.items():
+        for held in some:
+            found.setdefault(held.name, {})[rank] = held
+    for name, parts in found.items():
+        first, one = next(iter(parts.items()))
+        for rank in described:
+            other = parts.get(rank)
+            if other is None:
+                raise misfit(f"rank {first} has {name!r} in {what}, and rank {rank} does not")
+            facts = [(h.how, h.dtype, len(h.shape), h.whole, h.fused) for h in (one, other)]
+            if facts[0] != facts[1]:
+                raise misfit(
+                    f"{what}[{name!r}] is {one.dtype} of shape {one.whole or one.shape} with "
+                    f"{one.how} on rank {first}, and {other.dtype} of shape "
+                    f"{other.whole or other.shape} with {other.how} on rank {rank}"
+                )
+    return found
+
+
+def _whole(title: str, held: Mapping[int, Held]) -> list[list[int]]:
+    """Return the lengths of the shards along each axis of a parameter."""
+    first = next(iter(held.values()))
+    if first.whole is not None:
+        return [[length] for length in first.whole]
+    return [[some[shard] for shard in sorted(some)] for some in lengths_of(title, held)]
+
+
+def lengths_of(title: str, held: Mapping[int, Held]) -> list[dict[int, int]]:
+    """Return the length of each shard along each axis of a plain tensor.
+
+    Args:
+        title: The tensor, as errors name it.
+        held: The part of each rank.
+
+    Raises:
+        PlanMismatchError: Ranks that hold the same shard have different lengths.
+    """
+    lengths: list[dict[int, int]] = []
+    for axis in range(len(next(iter(held.values())).shape)):
+        seen: dict[int, int] = {}
+        for rank, one in held.items():
+            shard = next((index for at, index, _ in one.cells if at == axis), 0)
+            other = seen.setdefault(shard, rank)
+            if held[other].shape[axis] != one.shape[axis]:
+                raise misfit(
+                    f"{title} has shape {held[other].shape} on rank {other} and {one.shape} on "
+                    f"rank {rank}, with {one.how}"
+                )
+        lengths.append({shard: held[rank].shape[axis] for shard, rank in seen.items()})
+    return lengths
+
+
+def _regions(
+    held: Mapping[int, Held], lengths: Sequence[Sequence[int]]
+) -> dict[int, list[tuple[Box, Shape]]]:
+    """Return the boxes that each rank holds, with the first index of each in its tensor."""
+    borders = [list(pairwise(accumulate(sizes, initial=0))) for sizes in lengths]
+    found = {}
+    for rank, one in held.items():
+        cells = {axis: index for axis, index, _ in one.cells}
+        spans = one.spans or [[some[cells.get(axis, 0)]] for axis, some in enumerate(borders)]
+        starts = [
+            list(accumulate((stop - start for start, stop in some), initial=0)) for some in spans
+        ]
+        boxes = product(*spans)
+        found[rank] = [
+            (box, start)
+            for box, start in zip(boxes, product(*(some[:-1] for some in starts)), strict=True)
+            if size_of(box)
+        ]
+    return found
+
+
+def size_of(box: Box) -> int:
+    """Return the number of elements of a box.
+
+    >>> size_of(((0, 3), (2, 4)))
+    6
+    """
+    return prod(stop - start for start, stop in box)
+
+
+def _fused(rank: int, held: Held, sources: Mapping[str, Source]) -> list[Wanted]:
+    """Return what a rank wants of the parts of a fused parameter."""
+    if held.fused is None:
+        return []
+    parts, heads, axis = held.fused
+    shard, count = next(((at, n) for on, at, n in held.cells if on == axis), (0, 1))
+    wanted, offset = [], 0
+    for part, number in zip(parts, heads or [0] * len(parts), strict=True):
+        whole = sources[part].whole
+        if len(whole) != len(held.shape):
+            raise misfit(f"into[{held.name!r}] has shape {held.shape}, its part {part!r} {whole}")
+        box = [_cut_evenly(length, held.cells, at) for at, length in enumerate(whole)]
+        box[axis] = _heads_of(part, whole[axis], number, shard, count)
+        start = [0] * len(whole)
+        start[axis] = offset
+        offset += box[axis][1] - box[axis][0]
+        wanted.append(Wanted(rank, part, tuple(box), tuple(start)))
+    due = [stop - start for start, stop in wanted[0].box]
+    due[axis] = offset
+    each = [tuple(stop - start for start, stop in one.box) for one in wanted]
+    is_even = all(
+        (*one[:axis], *one[axis + 1 :]) == (*due[:axis], *due[axis + 1 :]) for one in each
+    )
+    if tuple(due) != held.shape or not is_even:
+        raise misfit(
+            f"into[{held.name!r}] has shape {held.shape} on rank {rank}, and its parts "
+            f"{list(parts)} have {each} there, of {[sources[part].whole for part in parts]}, along "
+            f"axis {axis}"
+        )
+    return [one for one in wanted if size_of(one.box)]
+
+
+def _cut_evenly(length: int, cells: Sequence[tuple[int, int, int]], axis: int) -> Span:
+    for on, shard, count in cells:
+        if on == axis:
+            sizes = chunk_sizes(length, [count])
+            return sum(sizes[:shard]), sum(sizes[: shard + 1])
+    return 0, length
+
+
+def _heads_of(part: str, length: int, heads: int, shard: int, count: int) -> Span:
+    """Return the span of a part that a shard has: whole heads, or a copy of one.
+
+    >>> _heads_of("q", 64, 8, 1, 4), _heads_of("k", 16, 2, 1, 4), _heads_of("up", 10, 0, 3, 4)
+    ((16, 32), (0, 8), (9, 10))
+    """
+    if not heads:
+        return _cut_evenly(length, [(0, shard, count)], 0)
+    if length % heads or (heads % count and count % heads):
+        raise misfit(
+            f"{part!r} has {length} rows in {heads} heads, which {count} shards cannot share: one "
+            f"number must be a multiple of the other"
+        )
+    size, copies = length // heads, max(1, count // heads)
+    each = max(1, heads // count)
+    first = shard // copies * each
+    return first * size, (first + each) * size

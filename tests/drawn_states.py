@@ -1,0 +1,183 @@
+"""Drawn states for `transfer_state`, whose parts on each rank torch.chunk alone computes."""
+
+import math
+from types import SimpleNamespace
+
+import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from hypercomm import Fused, RankLayout, RankMapping
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+
+
+def chunk(tensor, axis, count, at, pieces=1):
+    """A shard as torch.chunk cuts; a strided shard is one of each of several pieces."""
+    whole = [part.chunk(count, axis) for part in tensor.chunk(pieces, axis)]
+    found = [parts[at] for parts in whole if at < len(parts)]
+    return torch.cat(found, axis) if found else tensor.narrow(axis, 0, 0)
+
+
+def pick(random, *choices):
+    return choices[int(random.integers(len(choices)))]
+
+
+class End:
+    """An end of a state: a layout of two dims, and how each parameter is held there."""
+
+    def __init__(self, random, world, names):
+        count = int(random.integers(1, min(world, 4) + 1))
+        first = pick(random, *[n for n in range(1, count + 1) if count % n == 0])
+        self.sizes = {names[0]: first, names[1]: count // first}
+        self.layout = RankLayout(self.sizes, rank_offset=int(random.integers(world - count + 1)))
+        self.cuts, self.placements = {}, {}
+
+    def draw(self, random, name, whole):
+        """Choose how a parameter is held: by dims that cut axes, or as a DTensor."""
+        axes = [*range(whole.ndim)]
+        if axes and random.random() < 0.5:
+            choices = [Replicate(), Shard(pick(random, *axes)), Shard(pick(random, *axes))]
+            choices += [_StridedShard(pick(random, *axes), split_factor=pick(random, 2, 3))]
+            self.placements[name] = [pick(random, *choices) for _ in self.sizes]
+        else:
+            dims = [dim for dim in self.sizes if axes and random.random() < 0.7]
+            self.cuts[name] = {dim: pick(random, *axes) for dim in dims}
+
+    def part(self, name, whole, rank):
+        """The part of a whole tensor on a rank."""
+        coords = self.layout.coords(rank)
+        if name in self.placements:
+            for dim, placement in zip(self.sizes, self.placements[name], strict=True):
+                if not placement.is_replicate():
+                    pieces = getattr(placement, "split_factor", 1)
+                    whole = chunk(whole, placement.dim, self.sizes[dim], coords[dim], pieces)
+        else:
+            for dim, axis in self.cuts[name].items():
+                whole = chunk(whole, axis, self.sizes[dim], coords[dim])
+        return whole.clone()
+
+    def mesh(self):
+        """The ranks in the order of a mesh with the dims of the layout."""
+        return torch.tensor(self.layout.ranks).reshape([*self.sizes.values()][::-1]).T
+
+
+class Case:
+    """A state of a few parameters from one end to another.
+
+    Args:
+        random: A generator of numpy.
+        world: The number of ranks.
+        distribute: Makes a DTensor of a part, given the whole tensor, the end, the name and rank.
+    """
+
+    def __init__(self, random, world, distribute):
+        self.distribute = distribute
+        self.source, self.target = End(random, world, "ab"), End(random, world, "cd")
+        self.mapping = RankMapping.weights(self.source.layout, self.target.layout)
+        self.dtype = pick(random, None, None, torch.bfloat16, torch.float16)
+        self.options = {"bucket_bytes": pick(random, 1024, 1 << 20), "dtype": self.dtype}
+        self.options["verify"] = bool(random.random() < 0.3)
+        self.fused, self.wholes, self.wanted = {}, {}, {}
+        for number in range(int(random.integers(1, 4))):
+            shape = [int(random.integers(12)) for _ in range(int(random.integers(4)))]
+            self._add(random, f"{number}.w", shape, pick(random, *DTYPES))
+        if random.random() < 0.5:
+            self._add_fused(random)
+
+    def _add(self, random, name, shape, dtype, is_part=False):
+        whole = torch.from_numpy(random.integers(0, 100, shape)).reshape(shape).to(dtype)
+        self.source.draw(random, name, whole)
+        self.wholes[name] = whole
+        if not is_part:
+            self.target.draw(random, name, whole)
+            self.wanted[name] = whole
+        return whole
+
+    def _add_fused(self, random):
+        """Add q, k and v with heads, or parts of any lengths, which a dim of the target cuts."""
+        count, width = self.target.sizes["c"], int(random.integers(1, 4))
+        parts, heads, lengths = ["x.q", "x.k", "x.v"], None, random.integers(0, 9, 3)
+        if random.random() < 0.6:
+            few = pick(random, *[n for n in (1, 2, 3, 4) if n % count == 0 or count % n == 0])
+            heads = (few * count, few, few)
+            lengths = [number * width for number in heads]
+        for name, length in zip(parts, lengths, strict=True):
+            self._add(random, name, [int(length), 3], torch.float32, is_part=True)
+        self.fused["*.qkv"] = (
+            Fused(["*.q", "*.k", "*.v"], heads) if heads else ["*.q", "*.k", "*.v"]
+        )
+        self.heads = heads or (0, 0, 0)
+        self.target.cuts["x.qkv"] = {"c": 0}
+        self.wanted["x.qkv"] = None
+
+    def due(self, name, rank):
+        """The tensor that a target rank must receive."""
+        if self.wanted[name] is not None:
+            return self.convert(self.target.part(name, self.wanted[name], rank))
+        count, at = self.target.sizes["c"], self.target.layout.coords(rank)["c"]
+        found = []
+        for part, heads in zip(("x.q", "x.k", "x.v"), self.heads, strict=True):
+            whole = self.wholes[part]
+            if heads and heads < count:
+                found.append(whole.chunk(heads)[at * heads // count])
+            else:
+                found.append(chunk(whole, 0, count, at))
+        return self.convert(torch.cat(found))
+
+    def convert(self, tensor):
+        return tensor.to(self.dtype) if self.dtype and tensor.is_floating_point() else tensor
+
+    def arguments(self, rank):
+        """The arguments of a rank, and the tensors that it must have received by name."""
+        given, due = dict(self.options), {}
+        # Patterns match the names of the rank only.
+        shards = {}
+        if rank in self.source.layout:
+            given["state"] = {
+                name: self.held(self.source, name, self.source.part(name, whole, rank), whole, rank)
+                for name, whole in self.wholes.items()
+            }
+            shards |= self.source.cuts
+        if rank in self.target.layout:
+            due = {name: self.due(name, rank) for name in self.wanted}
+            given["into"] = {
+                name: self.held(self.target, name, torch.full_like(one, 3), self.wanted[name], rank)
+                for name, one in due.items()
+            }
+            given["fused"] = self.fused
+            for name, cuts in self.target.cuts.items():
+                shards[name] = {**shards.get(name, {}), **cuts}
+        return {**given, "shards": {**shards, "*": {}}}, due
+
+    def held(self, end, name, part, whole, rank):
+        if name not in end.placements:
+            return part
+        return self.distribute(part, whole, end, name, rank)
+
+    def local(self, given, name):
+        tensor = given["into"][name]
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+class Mesh:
+    """Stands in for a DeviceMesh."""
+
+
+def stand_in(part, whole, end, name, rank):
+    """A DTensor of a rank without a process group."""
+    coords = end.layout.coords(rank)
+    mesh = Mesh()
+    mesh.mesh, mesh.shape = end.mesh(), tuple(end.sizes.values())
+    mesh.get_coordinate = lambda: [coords[dim] for dim in end.sizes]
+    return SimpleNamespace(
+        device_mesh=mesh,
+        placements=tuple(end.placements[name]),
+        shape=whole.shape,
+        dtype=part.dtype,
+        to_local=lambda: part,
+    )
+
+
+def volume(case):
+    return sum(math.prod(whole.shape) for whole in case.wholes.values())

@@ -1,0 +1,128 @@
+"""Drawn states: shapes, layouts, meshes, placements, uneven, empty and fused, of any dtypes."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from drawn_states import Case, chunk, stand_in
+from simulated_job.job import simulate_job
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from hypercomm import transfer_state
+from hypercomm.testing import fake_world
+from hypercomm.transfers import state as module
+from hypercomm.transfers.buckets import segments
+from hypercomm.transfers.holdings import from_rows, put_together, spans_of
+
+WORLD = 6
+
+
+def differs(case, given, due):
+    """The names of the parameters that have not arrived."""
+    return [
+        name for name, tensor in due.items() if not torch.equal(case.local(given, name), tensor)
+    ]
+
+
+# The plan of all ranks, carried out in this process: no element differs from torch's chunks.
+@pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.slow)])
+def test_plans(count):
+    random = np.random.default_rng(1)
+    moved = 0
+    for number in range(count):
+        case = Case(random, WORLD, stand_in)
+        every = {rank: case.arguments(rank) for rank in range(WORLD)}
+        described = ({}, {})
+        for rank, (given, _) in every.items():
+            world = SimpleNamespace(rank=rank, parts={})
+            if not {"state", "into"} & {*given}:
+                continue
+            ends = {True: given.get("state"), False: given.get("into")}
+            own = module._read(case.mapping, ends, rank)
+            more = given["shards"], given.get("fused", {}), world
+            about = module._describe(case.mapping, own, *more)
+            for end, rows in zip(described, module._read_json(about.text), strict=True):
+                if rows:
+                    end[rank] = from_rows(rows)
+        plan = put_together(*described, case.dtype)
+        for one in segments(*plan, case.options["bucket_bytes"]):
+            sent = every[one.source][0]["state"][one.source_name]
+            sent = sent.to_local() if hasattr(sent, "to_local") else sent
+            into = case.local(every[one.target][0], one.name)
+            into[one.target_slices] = sent[one.source_slices].to(one.dtype)
+            moved += one.nbytes
+        for given, due in every.values():
+            assert differs(case, given, due) == [], number
+    assert moved > 500 * count
+
+
+# The same with all of the code, on the ranks of a simulated job.
+@pytest.mark.full
+@pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.slow)])
+def test_simulated_ranks(count):
+    random = np.random.default_rng(2)
+    for number in range(count):
+        case = Case(random, WORLD, stand_in)
+        wrong = []
+
+        def program(case=case, wrong=wrong):
+            given, due = case.arguments(dist.get_rank())
+            for _ in range(2):  # the second time with the plan that was kept
+                transfer_state(case.mapping, **given)
+                wrong.append(differs(case, given, due))
+
+        simulate_job(program, WORLD, seed=number)
+        assert wrong == [[]] * (2 * WORLD), number
+
+
+# The same with DTensors on real ranks.
+@pytest.mark.full
+@pytest.mark.parametrize("count", [12, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.ranks(WORLD, timeout=240)
+def test_real_ranks(count):
+    random, meshes = np.random.default_rng(3), {}
+
+    def distribute(part, whole, end, name, _):
+        key = tuple(map(tuple, end.mesh().tolist()))
+        if key not in meshes:
+            meshes[key] = DeviceMesh("cpu", end.mesh(), _init_backend=False)
+        given = {"shape": whole.shape, "stride": whole.stride(), "run_check": False}
+        return DTensor.from_local(part, meshes[key], end.placements[name], **given)
+
+    for number in range(count):
+        case = Case(random, WORLD, distribute)
+        given, due = case.arguments(dist.get_rank())
+        for _ in range(2):
+            transfer_state(case.mapping, **given)
+            assert differs(case, given, due) == [], number
+
+
+# A shard of a DTensor is what torch distributes, on any mesh and for any lengths.
+@pytest.mark.parametrize("length", [0, 1, 3, 5, 8, 10])
+def test_spans_of_torch(length):
+    whole = torch.arange(length * 2).reshape(length, 2)
+    for placements in ([Shard(0), Replicate()], [Replicate(), Shard(0)], [Shard(0), Shard(0)]):
+        for rank in range(6):
+            with fake_world(6, rank=rank):
+                mesh = DeviceMesh("cpu", torch.arange(6).reshape(2, 3))
+                local = distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+                rows, columns = spans_of((length, 2), (2, 3), mesh.get_coordinate(), placements)
+            assert columns == ((0, 2),)
+            assert [row for start, stop in rows for row in range(start, stop)] == (
+                local[:, 0] // 2
+            ).tolist()
+
+
+# A strided shard is a shard of each of several pieces: what FSDP2 leaves of tensor parallelism.
+@pytest.mark.parametrize("length", [0, 1, 5, 8, 11])
+def test_strided_spans(length):
+    whole = torch.arange(length)
+    for at, other in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        strided = [_StridedShard(0, split_factor=2), Shard(0)]
+        (rows,) = spans_of((length,), (2, 2), (at, other), strided)
+        due = chunk(chunk(whole, 0, 2, at, pieces=2), 0, 2, other)
+        assert [row for start, stop in rows for row in range(start, stop)] == due.tolist()

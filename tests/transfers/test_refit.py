@@ -1,0 +1,383 @@
+"""Refits of trainers and engines: DTensors, fused names, dtypes, kept plans, lost ranks."""
+
+import math
+import signal
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from busy import late_s
+from mortal_ranks import end_by, run_scene
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from hypercomm import Fused, RankLayout, RankMapping, transfer_state
+from hypercomm.errors import CreationError, LayoutError, PlanMismatchError
+from hypercomm.transfers import state as module
+
+
+class Model(nn.Module):
+    """Odd sizes: rows that neither dim divides, fewer rows than ranks."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.up = nn.Embedding(53, 6), nn.Linear(6, 10)
+        self.down, self.norm, self.few = nn.Linear(10, 6), nn.LayerNorm(6), nn.Linear(6, 1)
+
+    def forward(self, words):
+        return self.few(self.norm(self.down(self.up(self.words(words)).relu())))
+
+
+# The state dict of a module after parallelize_module and fully_shard goes in as it is, before and
+# after a step, and arrives in plain tensors that tensor parallelism cuts in three, and in DTensors.
+@pytest.mark.clients
+@pytest.mark.parametrize("is_hybrid", [False, True])
+@pytest.mark.ranks(7, timeout=120)
+def test_fsdp_over_tensor_parallel(is_hybrid):
+    rank, whole = dist.get_rank(), Model().state_dict()
+    names = ("copies", "shards") if is_hybrid else ("fsdp", "tp")
+    trainer = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=names)
+    engine = DeviceMesh("cpu", [4, 5, 6])
+    mapping = RankMapping.weights(RankLayout([4], ["data"]), RankLayout([3], ["tp"], 4))
+    if rank > 3:
+        cuts = {"up": 0, "down": 1, "words": 0}
+        into, shards = {}, {"*": {}}
+        for name, tensor in whole.items():
+            axis = cuts.get(name.split(".")[0])
+            blank = torch.full_like(tensor, -1.0)
+            if axis is None or axis == tensor.ndim:
+                into[name] = distribute_tensor(blank, engine, [Replicate()], src_data_rank=None)
+            elif name.startswith("words"):
+                into[name] = distribute_tensor(blank, engine, [Shard(0)], src_data_rank=None)
+            else:
+                into[name] = blank.chunk(3, axis)[rank - 4].clone()
+                shards = {name: {"tp": axis}, **shards}
+        for _ in range(2):
+            transfer_state(mapping, into=into, shards=shards)
+        for name, tensor in whole.items():
+            found = into[name]
+            if isinstance(found, DTensor):
+                found = found.full_tensor()
+                assert torch.equal(found, tensor), name
+            else:
+                axis = cuts[name.split(".")[0]]
+                assert torch.equal(found, tensor.chunk(3, axis)[rank - 4]), name
+        return
+    model = Model()
+    if not is_hybrid:
+        parallelize_module(
+            model, trainer["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        )
+        fully_shard(model.up, mesh=trainer["fsdp"])
+    fully_shard(model, mesh=trainer if is_hybrid else trainer["fsdp"])
+    transfer_state(mapping, model.state_dict())
+    model(torch.arange(5)).sum().backward()
+    transfer_state(mapping, model.state_dict())
+
+
+MESH = [0, 1]
+ROWS = torch.arange(30.0).reshape(10, 3)
+
+
+def distributed(placement, ranks=MESH, whole=ROWS):
+    mesh = DeviceMesh("cpu", ranks, _init_backend=False)
+    if dist.get_rank() not in ranks:
+        return torch.zeros(5, 3)
+    local = whole
+    if isinstance(placement, Shard):
+        local = whole.chunk(len(ranks), placement.dim)[ranks.index(dist.get_rank())]
+    given = {"shape": whole.shape, "stride": whole.stride(), "run_check": False}
+    return DTensor.from_local(local.clone(), mesh, [placement], **given)
+
+
+# Whatever does not fit, all ranks raise within a second or so, before anything is sent, and name
+# the tensor, a rank, and both sizes; buffers stay as they were, and the next call works.
+@pytest.mark.full
+@pytest.mark.ranks(4, timeout=120)
+def test_what_does_not_fit():
+    rank = dist.get_rank()
+    mapping = RankMapping.weights(RankLayout([2], ["fsdp"]), RankLayout([2], ["tp"], 2))
+    qkv = {"q": torch.ones(8, 3), "k": torch.ones(2, 3), "v": torch.ones(2, 3)}
+
+    def move(make_state, make_into, **more):
+        into = {name: one.fill_(-1.0) for name, one in (make_into() if rank > 1 else {}).items()}
+        shards = {**({"w": {"tp": 0}} if "w" in into else {}), "qkv": {"tp": 0}, "*": {}}
+        if "qkv" not in into:
+            shards.pop("qkv")
+        if rank > 1:
+            transfer_state(mapping, into=into, shards=shards, **more)
+            return into
+        more.pop("fused", None)
+        transfer_state(mapping, make_state(), **more)
+        return None
+
+    def good():
+        return {"w": distributed(Shard(0))}
+
+    def buffer():
+        return {"w": torch.zeros(5, 3)}
+
+    fused = {"qkv": Fused(["q", "k", "v"], (4, 1, 1))}
+    for words, at_fault, make_state, make_into, more in (
+        ("state['w']: has placement P", (0, 1), lambda: {"w": distributed(Partial())}, buffer, {}),
+        (
+            "state['w']: is a DTensor on a mesh of 0, 1, 2, and the mapping has ranks 0, 1",
+            (0, 1),
+            lambda: {"w": distributed(Shard(0), [0, 1, 2])},
+            buffer,
+            {},
+        ),
+        ("into has 'w'", (), lambda: {"x": ROWS}, buffer, {}),
+        ("0 has 'x' in state", (), lambda: {**good(), "x": ROWS}, buffer, {}),
+        (
+            "'w' has shape (10, 3) in state, of which rank 0 has (5, 3)",
+            (),
+            good,
+            lambda: {"w": torch.zeros(4, 3)},
+            {},
+        ),
+        (
+            "and (12, 3) in into, of which rank 2 has (6, 3)",
+            (),
+            good,
+            lambda: {"w": torch.zeros(6, 3)},
+            {},
+        ),
+        (
+            "into['w'] has shape (5, 3) on rank 2 and (5, 4) on rank 3",
+            (),
+            good,
+            lambda: {"w": torch.zeros(5, rank + 1)},
+            {},
+        ),
+        (
+            "arrives as float32, and into['w'] has float16; pass dtype=",
+            (),
+            good,
+            lambda: {"w": torch.zeros(5, 3).half()},
+            {},
+        ),
+        (
+            "arrives as bfloat16, and into['w'] has float32",
+            (),
+            good,
+            buffer,
+            {"dtype": torch.bfloat16},
+        ),
+        (
+            "2 has 'qkv' in into, for 'v'; state has 'k', 'q'",
+            (),
+            lambda: {"q": ROWS, "k": ROWS},
+            lambda: {"qkv": torch.zeros(6, 3)},
+            {"fused": fused},
+        ),
+        (
+            "into['qkv'] has shape (7, 3) on rank 2, and its parts ['q', 'k', 'v'] have [(4, 3), ",
+            (),
+            lambda: qkv,
+            lambda: {"qkv": torch.zeros(7, 3)},
+            {"fused": fused},
+        ),
+        (
+            "'q' has 8 rows in 3 heads, which 2 shards cannot share",
+            (),
+            lambda: qkv,
+            lambda: {"qkv": torch.zeros(8, 3)},
+            {"fused": {"qkv": Fused(["q", "k", "v"], (3, 1, 1))}},
+        ),
+        (
+            "has 3 parts, and heads=(4, 1)",
+            (2, 3),
+            lambda: qkv,
+            lambda: {"qkv": torch.zeros(8, 3)},
+            {"fused": {"qkv": Fused(["q", "k", "v"], (4, 1))}},
+        ),
+        (
+            "with more '*' than the pattern",
+            (2, 3),
+            lambda: qkv,
+            lambda: {"qkv": torch.zeros(8, 3)},
+            {"fused": {"qkv": ["*.q"]}},
+        ),
+        (
+            "into['w'] is a DTensor and matches fused['w']",
+            (2, 3),
+            good,
+            lambda: {"w": distributed(Shard(0), [2, 3]).detach()},
+            {"fused": {"w": ["w", "w"]}},
+        ),
+    ):
+        begin, into = time.monotonic(), None
+        expected = (LayoutError if rank in at_fault else CreationError) if at_fault else None
+        with pytest.raises(expected or PlanMismatchError) as caught:
+            into = move(make_state, make_into, **more)
+        assert words.replace("into has 'w'", "rank 2 has 'w' in into") in str(caught.value)
+        assert rank in at_fault or "nothing was sent" in str(caught.value)
+        assert time.monotonic() - begin < late_s(5)
+    into = move(good, buffer)
+    assert rank < 2 or torch.equal(into["w"], ROWS.chunk(2)[rank - 2])
+    into = move(lambda: qkv, lambda: {"qkv": torch.zeros(8, 3)}, fused=fused)
+    assert rank < 2 or (into["qkv"] == 1).all()
+
+
+# Targets may need gradients, and be views of other tensors; a source may, too.
+@pytest.mark.ranks(3)
+def test_odd_targets():
+    rank, room = dist.get_rank(), torch.zeros(3, 4)
+    mapping = RankMapping.weights("dp=1", RankLayout([2], ["dp"], 1))
+    state = {"w": nn.Parameter(torch.arange(6.0).reshape(2, 3)), "v": torch.ones(3)}
+    into = {"w": nn.Parameter(torch.zeros(2, 3)), "v": room[:, 1]}
+    version = into["w"]._version
+    if rank == 0:
+        transfer_state(mapping, state)
+    else:
+        transfer_state(mapping, into=into)
+        assert torch.equal(into["w"], state["w"])
+        assert into["w"].requires_grad
+        assert into["w"]._version > version
+        assert room.sum(0).tolist() == [0, 3, 0, 0]
+
+
+# The sender converts: half the bytes travel, and round as a conversion of the whole does.
+@pytest.mark.ranks(3)
+def test_dtype_on_the_way():
+    rank, whole = dist.get_rank(), torch.randn(64, 64, generator=torch.Generator().manual_seed(5))
+    mapping = RankMapping.weights("dp=1", RankLayout([2], ["dp"], 1))
+    sizes, post = [], module.post
+
+    def counting(receives, sends, pg):
+        sizes.extend(buffer.numel() for _, buffer in sends)
+        return post(receives, sends, pg)
+
+    state = {"w": whole, "steps": torch.tensor(7)}
+    into = {"w": torch.zeros(64, 64).bfloat16(), "steps": torch.tensor(0)}
+    with mock.patch.object(module, "post", counting):
+        given = {"state": state} if rank == 0 else {"into": into}
+        transfer_state(mapping, **given, dtype=torch.bfloat16)
+    assert sum(sizes) == (2 * (64 * 64 * 2 + 8) if rank == 0 else 0)
+    assert rank == 0 or (torch.equal(into["w"], whole.bfloat16()) and into["steps"] == 7)
+
+
+# The second transfer of the same names, shapes and mapping plans nothing and agrees once. If one
+# rank has lost its plan, or one passes other shapes, all ranks plan again.
+@pytest.mark.ranks(3)
+def test_a_kept_plan():
+    rank = dist.get_rank()
+    mapping = RankMapping.weights("tp=2", RankLayout([1], ["dp"], 2))
+    calls = []
+
+    def counted(name):
+        real = getattr(module, name)
+        return mock.patch.object(
+            module, name, lambda *args, **more: [calls.append(name), real(*args, **more)][1]
+        )
+
+    def move(rows, number):
+        """The first rank has four rows, the second the rest."""
+        calls.clear()
+        whole = torch.arange(float(rows)) + number
+        into = {"w": torch.zeros(rows)}
+        given = {"into": into} if rank == 2 else {"state": {"w": [whole[:4], whole[4:]][rank]}}
+        with counted("plan_of"), counted("consent"), counted("put_together"):
+            shards = {"w": {"tp": 0}}
+            transfer_state(mapping, **given, shards=shards)
+        assert rank < 2 or torch.equal(into["w"], whole)
+        return sorted(calls)
+
+    again = ["consent", "consent", "plan_of", "put_together"]
+    assert move(8, 0) == again
+    assert move(8, 1) == ["consent"]
+    if rank == 1:
+        module._plans.clear()
+    assert move(8, 2) == again
+    assert move(7, 3) == again  # the first rank passes what it passed before
+    assert move(7, 4) == ["consent"]
+    assert move(8, 5) == again
+
+
+def refit_with_a_victim(rank, how, number):
+    """Two senders, two receivers; one dies or stops when it posts a bucket of the second refit."""
+    mapping = RankMapping.weights(RankLayout([2], ["tp"]), RankLayout([2], ["dp"], 2))
+    names = [f"{layer}.w" for layer in range(6)]
+    state = {name: torch.ones(300) for name in names} if rank < 2 else None
+    into = {name: torch.zeros(600) for name in names} if rank > 1 else None
+    given = {"shards": {"*": {"tp": 0}}, "bucket_bytes": 4096}
+    buckets = transfer_state(mapping, state, into=into, **given)
+    for one in (into or {}).values():
+        one.zero_()
+    posted, post = [], module.post
+
+    def dying(*args):
+        posted.append(1)
+        if rank == 1 and len(posted) == number % buckets + 1:
+            end_by(how)
+        return post(*args)
+
+    begin = time.monotonic()
+    with mock.patch.object(module, "post", dying):
+        try:
+            transfer_state(mapping, state, into=into, **given)
+        except Exception as error:  # noqa: BLE001 - the test reads which
+            complete = [name for name, one in (into or {}).items() if (one == 1).all()]
+            facts = type(error).__name__, str(error), complete, buckets
+            return [*facts, time.monotonic() - begin]
+    return ["", "", [], buckets, 0]
+
+
+# If a rank dies or stops in any bucket, the ranks that need it raise within the timeout, name the
+# message that was lost, and which parameters are partly written: all others are complete.
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", range(6))
+def test_a_lost_rank(how, number, tmp_path):
+    timeout_s = late_s(5)
+    told = run_scene(
+        tmp_path, refit_with_a_victim, 4, int(how), number, victims=[1], timeout_s=timeout_s
+    )
+    for rank, (kind, text, complete, buckets, seconds) in told.items():
+        if rank == 0 and not kind:
+            continue  # it had sent everything
+        assert kind == "StateTransferError", text
+        assert f"rank {rank} lost bucket " in text
+        assert " bytes of " in text
+        assert seconds < timeout_s + late_s(2)
+        assert buckets > 3
+        for name in {f"{layer}.w" for layer in range(6)} - {*complete} if rank > 1 else ():
+            assert repr(name) in text.partition("perhaps partly written: ")[2]
+    assert {told[2][0], told[3][0]} == {"StateTransferError"}
+
+
+# KV heads are copied where there are fewer heads than ranks, as engines hold them.
+@pytest.mark.full
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
+@pytest.mark.ranks(6, timeout=60)
+def test_heads(kv_heads):
+    rank, size = dist.get_rank(), 2
+    mapping = RankMapping.weights(RankLayout([2], ["fsdp"]), RankLayout([4], ["tp"], 2))
+    q = torch.arange(8.0 * size * 3).reshape(8 * size, 3)
+    k = 1000 + torch.arange(kv_heads * size * 3.0).reshape(-1, 3)
+    whole = {"1.q_proj.weight": q, "1.k_proj.weight": k, "1.v_proj.weight": -k}
+    if rank < 2:
+        parts = {name: tensor.chunk(2)[rank] for name, tensor in whole.items()}
+        transfer_state(mapping, parts, shards={"*": {"fsdp": 0}})
+        return
+    at, each = rank - 2, max(1, kv_heads // 4)
+    first = at * kv_heads // 4 // each * each if kv_heads >= 4 else at * kv_heads // 4
+    own = slice(first * size, (first + each) * size)
+    due = torch.cat([q.chunk(4)[at], k[own], -k[own]])
+    into = {"1.qkv_proj.weight": torch.zeros_like(due)}
+    rule = Fused(["*.q_proj.*", "*.k_proj.*", "*.v_proj.*"], (8, kv_heads, kv_heads))
+    shards = {"*": {"tp": 0}}
+    transfer_state(mapping, into=into, shards=shards, fused={"*.qkv_proj.*": rule})
+    assert torch.equal(into["1.qkv_proj.weight"], due)
+    assert math.isclose(due.shape[0], (8 / 4 + 2 * each) * size)
