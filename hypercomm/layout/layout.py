@@ -666,10 +666,6 @@ class RankLayout:
             index[axis] = coordinate
         return None if rest else index
 
-    @property
-    def _listing(self) -> Listing | None:
-        return self._map if isinstance(self._map, Listing) else None
-
 
 _STRIDE = operator.itemgetter(2)
 

@@ -109,14 +109,16 @@ def test_public_names_are_in_the_reference():
     assert public <= set(listed)
 
 
-# The modules whose public names are listed are all that have some.
+# The modules whose public names are listed are all that have some. `torch_internals` lists what
+# other rooms may use.
 def test_no_public_module_is_forgotten():
     packages = {
         ".".join(path.parent.relative_to(ROOT).parts)
         for path in (ROOT / "hypercomm").rglob("__init__.py")
         if re.search(r"^__all__", path.read_text(), re.MULTILINE)
     }
-    assert packages <= set(TABLES.PUBLIC)
+    private = {"hypercomm.process_groups.torch_internals"}
+    assert packages - private <= set(TABLES.PUBLIC)
 
 
 def keys_of(value, path=""):
