@@ -25,13 +25,10 @@ def no_state_is_left():
     forget(theirs)
 
 
-UNUSED = {"create_hierarchical_groups", "create_hybrid_dp_cp_groups"}
-"""What Megatron calls in its own parallel_state alone."""
-
 functions = [
     name
     for name, value in vars(theirs).items()
-    if inspect.isfunction(value) and value.__module__ == theirs.__name__ and name not in UNUSED
+    if inspect.isfunction(value) and value.__module__ == theirs.__name__
 ]
 
 
