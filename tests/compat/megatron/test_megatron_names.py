@@ -1,5 +1,6 @@
 """The names, signatures and free functions of Megatron's parallel_state, and the bad calls."""
 
+import contextlib
 import inspect
 from datetime import timedelta
 from unittest import mock
@@ -205,6 +206,11 @@ BAD = [
     ({"distributed_timeout_minutes": 0}, errors.GroupOptionsError),
     ({"local_world_size": 32}, errors.WorldSizeError),
     ({"share": "all"}, errors.GroupOptionsError),
+    ({"min_dynamic_context_parallel_size": 0}, errors.LayoutError),
+    (
+        {"dynamic_context_parallel": True, "hybrid_context_parallel": True},
+        errors.ConfigurationError,
+    ),
     ({"high_priority_stream_groups": "dp"}, errors.LayoutError),
 ]
 
@@ -220,7 +226,8 @@ def test_bad_initialisation(arguments, kind):
                 **{LONG.get(key, key): arguments[key] for key in arguments}
             )
         assert type(caught.value) is kind
-        assert str(next(iter(arguments.values()))) in str(caught.value)
+        name, value = next(iter(arguments.items()))
+        assert (LONG.get(name, name) if value is True else str(value)) in str(caught.value)
         assert read_globals(ours) == rest
         assert set(dist.distributed_c10d._world.pg_map) == groups
         ours.initialize_model_parallel()
@@ -263,3 +270,58 @@ def test_outside():
         assert not ours.is_initialized()
         with pytest.raises(AssertionError, match="rank 6 is in none of these groups"):
             ours.get_tensor_model_parallel_rank()
+
+
+# The development branch has groups of each power of 2 of neighbours, from the smallest size on.
+@pytest.mark.parametrize("least", [1, 2, 4])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_dynamic_context_parallel(least, replaced):
+    ranks = list(range(1, 16, 2))  # tp=2: the data and context parallel ranks of rank 5
+    expected = {
+        size: tuple(ranks[2 // size * size :][:size]) for size in (1, 2, 4) if size >= least
+    }
+    honest = ours.create_group
+    with fake_world(16, 5):
+        patch = mock.patch.object(ours, "create_group", side_effect=honest)
+        with patch if replaced else contextlib.nullcontext():
+            ours.initialize_model_parallel(
+                2,
+                dynamic_context_parallel=True,
+                min_dynamic_context_parallel_size=least,
+                create_gloo_process_groups=False,
+            )
+        assert {
+            size: plain(group) for size, group in ours._DYNAMIC_DP_CP_GROUPS.items()
+        } == expected
+        for size, members in expected.items():
+            group = ours.get_dynamic_data_context_parallel_groups(group_size=size)
+            assert plain(group) == members
+        whole = ours.get_dynamic_data_context_parallel_groups(group_size=8)
+        assert whole is ours._DATA_PARALLEL_GROUP_WITH_CP
+        with pytest.raises(KeyError, match="group_size=3 in _DYNAMIC_DP_CP_GROUPS"):
+            ours.get_dynamic_data_context_parallel_groups(group_size=3)
+        ours.destroy_model_parallel()
+        assert ours._DYNAMIC_DP_CP_GROUPS == {}
+        ours.initialize_model_parallel(2)
+        with pytest.raises(KeyError, match="initialise with dynamic_context_parallel=True"):
+            ours.get_dynamic_data_context_parallel_groups(group_size=2)
+
+
+# The functions that create such groups can be called on their own; every rank is in one of a size.
+def test_groups_by_size():
+    for rank in range(6):
+        with fake_world(6, rank):
+            own = ours.create_dynamic_dp_cp_groups(rank, range(6), None)
+            assert {size: plain(group) for size, group in own.items()} == {
+                1: (rank,),
+                2: tuple(range(rank // 2 * 2, rank // 2 * 2 + 2)),
+            }
+            hybrid = ours.create_hybrid_dp_cp_groups(rank, range(6), None)
+            assert {size: plain(group) for size, group in hybrid.items()} == {2: plain(own[2])}
+            levels, gloo = ours.create_hierarchical_groups(rank, range(6), [2, 3])
+            assert [plain(group) for group in levels] == [
+                plain(own[2]),
+                tuple(range(rank % 2, 6, 2)),
+            ]
+            assert gloo == [None, None]
+            assert ours.create_hierarchical_groups(rank, [4, 5], [2]) == ([], []) or rank > 3
