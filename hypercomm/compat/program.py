@@ -27,9 +27,6 @@ def run(install: Callable[[], None], name: str) -> None:
     arguments = sys.argv[1:]
     is_module = arguments[:1] == ["-m"]
     sys.argv = arguments[1:] if is_module else arguments
-    if not is_module and sys.argv[:1] in (["-h"], ["--help"]):
-        print(usage)  # noqa: T201
-        sys.exit()
     if not sys.argv or sys.argv[0].startswith("-"):
         _fail(usage)
     program = sys.argv[0]

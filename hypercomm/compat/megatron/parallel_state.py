@@ -280,7 +280,7 @@ _PEERS[NO_PART] = NO_PART
 
 def get_data_parallel_group(
     with_context_parallel: bool = False,
-    *,
+    *more: bool,
     with_gtp_remat: bool = True,
     partial_data_parallel: bool = False,
     independent_all_gather: bool = False,
@@ -289,16 +289,32 @@ def get_data_parallel_group(
 
     Args:
         with_context_parallel: With the context parallel ranks.
+        more: The other arguments, in the order of the release of Megatron that is followed.
         with_gtp_remat: With the GTP peers, which process different data; False: only the ranks
             that have the same weights.
         partial_data_parallel: Its part in one optimizer instance; needs `with_context_parallel`.
         independent_all_gather: The second group for all-gathers; needs `with_context_parallel`.
     """
     state = current.alone or _state()
+    if more:
+        return get_data_parallel_group(with_context_parallel, **_named(state, _DATA_FLAGS, more))
     if independent_all_gather and with_context_parallel and not partial_data_parallel:
         return state.require(table.DP_CP_AG)
     name = _data_name(state, with_context_parallel, with_gtp_remat, partial_data_parallel)
     return state.values.get(name) or state.require(name)
+
+
+_DATA_FLAGS = ("partial_data_parallel", "independent_all_gather")
+_EXPERT_FLAGS = ("partial_expert_data_parallel",)
+"""The order of arguments up to megatron-core 0.18; later, with_gtp_remat is the first of them."""
+
+
+def _named(state: ParallelState, flags: Sequence[str], given: Sequence[bool]) -> dict[str, bool]:
+    """Return arguments by name, in the order of the release that a state follows."""
+    names = ("with_gtp_remat", flags[0]) if state.answers_gtp else flags
+    if len(given) > len(names):
+        raise TypeError(f"only {', '.join(names)} can be given without a name, got {given}")
+    return dict(zip(names, given, strict=False))
 
 
 def _data_name(state: ParallelState, with_cp: bool, with_gtp: bool, is_partial: bool) -> str:
@@ -383,7 +399,7 @@ def get_expert_tensor_model_pipeline_parallel_group(
 
 def get_expert_data_parallel_group(
     check_initialized: bool = True,
-    *,
+    *more: bool,
     with_gtp_remat: bool = True,
     partial_expert_data_parallel: bool = False,
 ) -> ProcessGroup:
@@ -391,10 +407,15 @@ def get_expert_data_parallel_group(
 
     Args:
         check_initialized: False to get None where there is no group.
+        more: The other arguments, in the order of the release of Megatron that is followed.
         with_gtp_remat: With the GTP peers; False: only the ranks that have the same weights.
         partial_expert_data_parallel: Its part in one optimizer instance.
     """
     state = current.alone or _state()
+    if more:
+        return get_expert_data_parallel_group(
+            check_initialized, **_named(state, _EXPERT_FLAGS, more)
+        )
     name = _expert_data_name(state, with_gtp_remat, partial_expert_data_parallel)
     return state.values.get(name) or state.require(name, check_initialized)
 
@@ -480,30 +501,39 @@ get_sequence_parallel_world_size = _size(CP)
 get_sequence_parallel_rank = _rank(CP)
 
 
-def get_data_parallel_world_size(
-    with_context_parallel: bool = False,
-    *,
-    with_gtp_remat: bool = True,
-    partial_data_parallel: bool = False,
-) -> int:
-    """Return the size of the group that `get_data_parallel_group` returns."""
-    return _data_fact(SIZE, with_context_parallel, with_gtp_remat, partial_data_parallel)
+def _data_getter(fact: str) -> Callable[..., int]:
+    def get(
+        with_context_parallel: bool = False,
+        *more: bool,
+        with_gtp_remat: bool = True,
+        partial_data_parallel: bool = False,
+    ) -> int:
+        state = current.alone or _state()
+        if more:
+            return get(with_context_parallel, **_named(state, _DATA_FLAGS, more))
+        name = _data_name(state, with_context_parallel, with_gtp_remat, partial_data_parallel)
+        given = {"with_context_parallel": with_context_parallel, **_peers(with_gtp_remat)}
+        given["partial_data_parallel"] = partial_data_parallel
+        return _fact(name, fact, "get_data_parallel_group", **given)
+
+    get.__doc__ = f"Return the {_FACTS[fact]} group that `get_data_parallel_group` returns."
+    return get
 
 
-def get_data_parallel_rank(
-    with_context_parallel: bool = False,
-    *,
-    with_gtp_remat: bool = True,
-    partial_data_parallel: bool = False,
-) -> int:
-    """Return the calling rank's position in the group that `get_data_parallel_group` returns."""
-    return _data_fact(RANK, with_context_parallel, with_gtp_remat, partial_data_parallel)
+def _expert_data_getter(fact: str) -> Callable[..., int]:
+    def get(
+        *more: bool, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
+    ) -> int:
+        state = current.alone or _state()
+        if more:
+            return get(**_named(state, _EXPERT_FLAGS, more))
+        name = _expert_data_name(state, with_gtp_remat, partial_expert_data_parallel)
+        given = {"partial_expert_data_parallel": partial_expert_data_parallel}
+        given |= _peers(with_gtp_remat)
+        return _fact(name, fact, "get_expert_data_parallel_group", **given)
 
-
-def _data_fact(fact: str, with_cp: bool, with_gtp: bool, is_partial: bool) -> int:
-    name = _data_name(current.alone or _state(), with_cp, with_gtp, is_partial)
-    given = {"with_context_parallel": with_cp, "partial_data_parallel": is_partial}
-    return _fact(name, fact, "get_data_parallel_group", **given, **_peers(with_gtp))
+    get.__doc__ = f"Return the {_FACTS[fact]} group of `get_expert_data_parallel_group`."
+    return get
 
 
 def _peers(with_gtp: bool) -> dict[str, bool]:
@@ -511,24 +541,10 @@ def _peers(with_gtp: bool) -> dict[str, bool]:
     return {} if with_gtp else {"with_gtp_remat": False}
 
 
-def get_expert_data_parallel_world_size(
-    *, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
-) -> int:
-    """Return the size of the group that `get_expert_data_parallel_group` returns."""
-    return _expert_data_fact(SIZE, with_gtp_remat, partial_expert_data_parallel)
-
-
-def get_expert_data_parallel_rank(
-    *, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
-) -> int:
-    """Return the calling rank's position in the `get_expert_data_parallel_group`."""
-    return _expert_data_fact(RANK, with_gtp_remat, partial_expert_data_parallel)
-
-
-def _expert_data_fact(fact: str, with_gtp: bool, is_partial: bool) -> int:
-    name = _expert_data_name(current.alone or _state(), with_gtp, is_partial)
-    given = {"partial_expert_data_parallel": is_partial}
-    return _fact(name, fact, "get_expert_data_parallel_group", **given, **_peers(with_gtp))
+get_data_parallel_world_size = _data_getter(SIZE)
+get_data_parallel_rank = _data_getter(RANK)
+get_expert_data_parallel_world_size = _expert_data_getter(SIZE)
+get_expert_data_parallel_rank = _expert_data_getter(RANK)
 
 
 def get_sequence_data_parallel_world_size() -> int:
