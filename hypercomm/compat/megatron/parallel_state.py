@@ -442,20 +442,16 @@ def get_data_modulo_expert_parallel_group(
 # ---- getters of sizes and ranks ---------------------------------------------------------------
 
 
-def _fact(name: str, fact: str, getter: str, **given: bool) -> int:
-    """Return the size of a group, or the calling rank's position in it.
+def _known(state: ParallelState, name: str, fact: str, getter: str) -> int | None:
+    """Return the size of a group, or the calling rank's position in it, if no call is needed.
 
     Args:
+        state: The state that has the group.
         name: The global that holds the group.
         fact: `SIZE` or `RANK`.
-        getter: The function of this module that returns the group.
-        given: The arguments that it is called with.
+        getter: The function of this module that returns the group, which may be a replaced one.
     """
-    state = current.alone or _state()
-    known = state.facts[fact].get(name)
-    if known is not None and _NAMES[getter] is _OWN[getter]:
-        return known
-    return state.find(name, fact, lambda: _NAMES[getter](**given))
+    return state.facts[fact].get(name) if _NAMES[getter] is _OWN[getter] else None
 
 
 def _fact_getter(name: str, fact: str) -> Callable[[], int]:
@@ -465,10 +461,11 @@ def _fact_getter(name: str, fact: str) -> Callable[[], int]:
     given = {"check_initialized": False} if has_peers else {}
 
     def get() -> int:
-        known = (current.alone or _state()).facts[fact].get(name)
-        if known is not None and _NAMES[getter] is _OWN[getter]:  # without another call: 100 ns
+        state = current.alone or _state()
+        known = _known(state, name, fact, getter)
+        if known is not None:
             return known
-        return _fact(name, fact, getter, **given)
+        return state.find(name, fact, lambda: _NAMES[getter](**given))
 
     get.__doc__ = f"Return the {_FACTS[fact]} {words_of(name)}."
     return get
@@ -512,9 +509,18 @@ def _data_getter(fact: str) -> Callable[..., int]:
         if more:
             return get(with_context_parallel, **_named(state, _DATA_FLAGS, more))
         name = _data_name(state, with_context_parallel, with_gtp_remat, partial_data_parallel)
-        given = {"with_context_parallel": with_context_parallel, **_peers(with_gtp_remat)}
-        given["partial_data_parallel"] = partial_data_parallel
-        return _fact(name, fact, "get_data_parallel_group", **given)
+        known = _known(state, name, fact, "get_data_parallel_group")
+        if known is not None:
+            return known
+        return state.find(
+            name,
+            fact,
+            lambda: get_data_parallel_group(
+                with_context_parallel=with_context_parallel,
+                partial_data_parallel=partial_data_parallel,
+                **_peers(with_gtp_remat),
+            ),
+        )
 
     get.__doc__ = f"Return the {_FACTS[fact]} group that `get_data_parallel_group` returns."
     return get
@@ -528,9 +534,12 @@ def _expert_data_getter(fact: str) -> Callable[..., int]:
         if more:
             return get(**_named(state, _EXPERT_FLAGS, more))
         name = _expert_data_name(state, with_gtp_remat, partial_expert_data_parallel)
+        known = _known(state, name, fact, "get_expert_data_parallel_group")
+        if known is not None:
+            return known
         given = {"partial_expert_data_parallel": partial_expert_data_parallel}
         given |= _peers(with_gtp_remat)
-        return _fact(name, fact, "get_expert_data_parallel_group", **given)
+        return state.find(name, fact, lambda: get_expert_data_parallel_group(**given))
 
     get.__doc__ = f"Return the {_FACTS[fact]} group of `get_expert_data_parallel_group`."
     return get
