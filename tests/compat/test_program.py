@@ -70,8 +70,8 @@ def programs(tmp_path):
     return tmp_path
 
 
-# Arguments, paths, output, exit code and traceback are those of the program, whether it ends well,
-# fails, cannot be imported, or is no Python.
+# Arguments, paths, output, exit code and traceback are the same as with `python`, whether the
+# program succeeds, fails, cannot be imported, or has a syntax error.
 @pytest.mark.parametrize(
     "words",
     [
@@ -97,7 +97,7 @@ def test_like_python(folder, words):
     assert "compat" not in found.stderr
 
 
-# The names are ours in the program, also those of a Megatron that is next to it, however it runs.
+# The names are ours in the program, even if another Megatron is next to it.
 @pytest.mark.parametrize(
     "words",
     [
@@ -121,7 +121,7 @@ def test_ezpz(folder):
     assert done.stdout == "hypercomm.compat.ezpz\n", done.stderr
 
 
-# What cannot run is an error in one line, with exit code 2; a module that is missing is Python's.
+# A program that cannot be found is an error in one line.
 @pytest.mark.parametrize(
     ("words", "code", "problem"),
     [
@@ -138,7 +138,7 @@ def test_no_program(folder, words, code, problem):
     assert done.stderr == f"{problem}\n"
 
 
-# A sitecustomize may import Megatron before install() can: that is an error, not a silent mixture.
+# A sitecustomize may import Megatron before install() can: this is an error, not a silent mixture.
 def test_too_late(folder):
     path = f"{folder / 'early'}:{folder}:{Path.cwd()}"
     done = run_python("-m", MEGATRON, "which.py", folder=folder, PYTHONPATH=path)

@@ -2,14 +2,14 @@
 """Megatron's `parallel_state` on grid instances: its functions, and its globals.
 
 The functions act on the current `ParallelState`: the default one, which `initialize_model_parallel`
-fills, or that of a `with use(state):` block. The globals, such as `_TENSOR_MODEL_PARALLEL_GROUP`,
-can be read and written, and getters follow what was written. DeepSpeed takes this module as `mpu`.
+fills, or the one of a `with use(state):` block. The globals, such as `_DATA_PARALLEL_GROUP`, can be
+read and written, and getters follow what was written. DeepSpeed takes this module as `mpu`.
 
-The functions call one another by their names in this module, so a program that replaces one changes
-the results of those that call it, as in Megatron.
+The functions call one another by their names in this module. If a program replaces one, the
+functions that call it use the replacement, as in Megatron.
 
 Source: names, signatures and behaviour follow `megatron.core.parallel_state`; the sequence-parallel
-names that of Megatron-DeepSpeed, at 4efb479.
+names follow Megatron-DeepSpeed, at 4efb479.
 """
 
 from __future__ import annotations
@@ -366,7 +366,7 @@ def _of_size(name: str, check_initialized: bool, group_size: int | None) -> Proc
     groups, option = _state().values[name], table.ROWS[name].option
     if group_size not in groups:
         raise GroupMissingError(
-            f"there is no group of group_size={shown(group_size)} in {name}; there are those of "
+            f"there is no group of group_size={shown(group_size)} in {name}; the sizes are "
             f"{list(groups) or f'none: initialise with {option}=True'}"
         )
     return groups[group_size]
@@ -455,7 +455,7 @@ def _known(state: ParallelState, name: str, fact: str, getter: str) -> int | Non
 
 
 def _fact_getter(name: str, fact: str) -> Callable[[], int]:
-    """Return a getter of a fact about a group: that of `_X_GROUP` is what `get_x_group` returns."""
+    """Return a getter of a fact about the group of `_X_GROUP`, which `get_x_group` returns."""
     getter = f"get{name.lower()}"
     has_peers = name in (table.GTP_GROUP, table.EXPERT_GTP_GROUP)
     given = {"check_initialized": False} if has_peers else {}
@@ -584,7 +584,7 @@ def get_all_ranks() -> str:
 
 
 def _setter(name: str) -> Callable[[int | None], None]:
-    """Return a function that sets a size or rank, which getters prefer to that of the group."""
+    """Return a function that sets a size or rank, which getters prefer to asking the group."""
 
     def set_world_size(world_size: int | None) -> None:
         _state().write(name, world_size)
@@ -913,7 +913,7 @@ def create_hierarchical_groups(
         ranks: The ranks, in order.
         hierarchical_group_sizes: The group size of each level, innermost first.
         create_gloo_process_groups: Whether to create each group for gloo too.
-        pg_options: The options of all groups, or a list with those of each level.
+        pg_options: The options of all groups, or a list with the options of each level.
         timeout: Of each group.
         group_desc: A part of the description of each group.
 
@@ -936,7 +936,7 @@ def create_hierarchical_groups(
 
 
 def _create_each(rank: int, groups: Iterable[Sequence[int]], **options: Any) -> ProcessGroup | None:
-    """Create several groups, on every rank, and return that of a rank."""
+    """Create several groups, on every rank, and return the group of one rank."""
     created = [(members, create_group(members, **options)) for members in groups]
     return next((group for members, group in created if rank in members), None)
 

@@ -118,7 +118,7 @@ def acts(module, outer, inner, rank):
 
 
 # A function that Megatron's functions find replaced, ours find replaced too, and an error in it
-# leaves our state unchanged. The pairs are those of Megatron's source.
+# leaves our state unchanged. The pairs are read from Megatron's source.
 def test_replaced_functions_act():
     assert len(PAIRS) > 45
     effective = [pair for pair in PAIRS if any(acts(theirs, *pair, rank) for rank in (0, 15))]
@@ -185,7 +185,7 @@ def created_with(module, rank, arguments):
 
 
 # ms-swift wraps create_group: it is called for every group of every rank, as Megatron calls it, and
-# the groups that it returns are those of the state.
+# the state has the groups that it returns.
 @pytest.mark.parametrize("rank", [0, 11])
 @pytest.mark.parametrize(
     "changes",

@@ -1,4 +1,4 @@
-"""The model of `pretrain_small.py`, in a file of its own as in Megatron-LM."""
+"""The model of `pretrain_small.py`, in a separate file as in Megatron-LM."""
 
 from megatron.core import mpu
 from megatron.core.models.gpt import GPTModel

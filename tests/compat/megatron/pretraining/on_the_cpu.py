@@ -1,4 +1,4 @@
-"""What `pretrain_small.py` needs to run Megatron on a machine without CUDA."""
+"""Makes Megatron run on a machine without CUDA, for `pretrain_small.py`."""
 
 import torch
 from torch.overrides import TorchFunctionMode
