@@ -49,7 +49,7 @@ from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import check_duration, positive
 from hypercomm.layout.groups import ArrayGroups
 from hypercomm.layout.text import shown
-from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups import torch_internals as torchdist
 
 _state = current.get
 
@@ -891,7 +891,7 @@ def create_group(
     group = dist.new_group(
         ranks, timeout, backend, pg_options, use_local_synchronization, group_desc=group_desc
     )
-    own = c10d.as_member(group)
+    own = torchdist.as_member(group)
     if own is not None:
         _state().list_groups([own])
     return group
@@ -1041,7 +1041,7 @@ def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> Non
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     for group in groups:
-        c10d.set_timeout(timeout, group)
+        torchdist.set_timeout(timeout, group)
 
 
 # ---- functions that a program has replaced ------------------------------------------------------

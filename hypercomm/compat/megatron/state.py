@@ -30,7 +30,7 @@ from hypercomm.grid.arguments import GroupArguments
 from hypercomm.grid.grid import GridView
 from hypercomm.layout.checks import as_ordered, check_choice
 from hypercomm.layout.text import shown
-from hypercomm.process_groups import torch_internals as c10d
+from hypercomm.process_groups import torch_internals as torchdist
 
 logger = logging.getLogger(__name__)
 
@@ -237,8 +237,8 @@ def options_by_key(
         options = {key: own for key, own in given.items() if own is not None}
     if not options:
         return {}
-    backend = c10d.default_backend()
-    if not any(map(c10d.takes_options, c10d.single_backends(backend))):
+    backend = torchdist.default_backend()
+    if not any(map(torchdist.takes_options, torchdist.single_backends(backend))):
         logger.warning("NCCL options of groups %s have no effect on %r", [*options], backend)
         return {}
     if functions.get_nccl_options is not get_nccl_options:
@@ -391,15 +391,15 @@ class ParallelState(ModuleState):
     def _restore_list(self, listed: list[ProcessGroup | None] | None) -> None:
         """Destroy the groups that were listed since, in reverse order."""
         created, self.values[_LIST] = self.values[_LIST] or [], listed
-        c10d.destroy(group for group in reversed(created) if group not in (listed or [None]))
-        c10d.forget_non_members()
+        torchdist.destroy(group for group in reversed(created) if group not in (listed or [None]))
+        torchdist.forget_non_members()
 
     def destroy(self) -> None:
         """Destroy the groups that the state created, and empty it; may be called twice."""
         created = self._own
         super().destroy()
-        c10d.destroy(reversed(created))
-        c10d.forget_non_members()
+        torchdist.destroy(reversed(created))
+        torchdist.forget_non_members()
 
     def list_groups(self, groups: Iterable[ProcessGroup | None]) -> None:
         """Register groups whose timeout `update_pg_timeout` is to change."""
