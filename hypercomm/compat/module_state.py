@@ -7,12 +7,13 @@ The module has a property for each name, which acts on the current state.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from types import CellType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch.distributed as dist
@@ -36,7 +37,6 @@ class ModuleState:
         grid: The grid that the state created; None while it is empty.
         current: What the functions of the module act on.
         strict: Whether a call outside `use` is an error while several states are alive.
-        changed: Called after each change.
 
     Example:
         >>> class Sizes(ModuleState):
@@ -55,7 +55,6 @@ class ModuleState:
     initialize: Callable[..., None]
 
     def __init__(self) -> None:
-        self.changed: Callable[[], None] = lambda: None
         self.reset()
 
     @classmethod
@@ -136,7 +135,6 @@ class ModuleState:
     def fill(self, values: Mapping[str, Any]) -> None:
         """Set several globals."""
         self.values.update(values)
-        self.changed()
 
 
 State = TypeVar("State", bound=ModuleState)
@@ -160,17 +158,14 @@ class CurrentState(Generic[State]):
         kind.current = self
         self._scoped: ContextVar[State | None] = ContextVar(name, default=None)
         self._lock = threading.RLock()
-        self._shown: list[tuple[str, CellType]] = []
         self._begin()
 
     def _begin(self) -> None:
         self.default = self._kind()
-        self.default.changed = self._show
         self.alone: State | None = self.default
         self._open = 0
         self._alive: list[State] = []
         self._warned = False
-        self._show()
 
     @contextlib.contextmanager
     def fresh(self) -> Iterator[None]:
@@ -181,27 +176,7 @@ class CurrentState(Generic[State]):
             yield
         finally:
             vars(self).update(kept)
-            self._show()
             self._scoped.reset(token)
-
-    def show(self, getter: Any, **names: str) -> None:
-        """Let a getter read values of the default state as variables while that is alone.
-
-        This is the fastest way to read them. At other times, and if there is no value, the
-        variable is None, and the getter asks the state that `get` returns.
-
-        Args:
-            getter: A function within another one that has the variables.
-            names: The global whose value each variable has.
-        """
-        cells = dict(zip(getter.__code__.co_freevars, getter.__closure__ or (), strict=True))
-        self._shown += [(name, cells[variable]) for variable, name in names.items()]
-
-    def _show(self) -> None:
-        with self._lock:
-            values = {} if self.alone is None else self.alone.values
-            for name, cell in self._shown:
-                cell.cell_contents = values[name] if name in values else None  # noqa: SIM401
 
     def get(self) -> State:
         """Return the current state; warn once if it is the default one while others are alive.
@@ -258,13 +233,13 @@ class CurrentState(Generic[State]):
             self._open += change
             is_alone = all(state is self.default for state in self._alive)
             self.alone = self.default if is_alone and not self._open else None
-            self._show()
 
     def bind(self, module: ModuleType, names: Iterable[str]) -> None:
         """Give a module one attribute for each name, which reads and writes the current state."""
         members: dict[str, Any] = {name: _global(name, self.get) for name in names}
         # Functions that use the module travel to other processes by cloudpickle.
         members["__reduce__"] = lambda module: (importlib.import_module, (module.__name__,))
+        members["__getattr__"] = _raise_unknown
         module.__class__ = type("LegacyModule", (ModuleType,), members)
 
 
@@ -275,6 +250,14 @@ def _global(name: str, current: Callable[[], ModuleState]) -> property:
         lambda _, value: current().write(name, value),
         lambda _: current().delete(name),
     )
+
+
+def _raise_unknown(module: ModuleType, name: str) -> None:
+    """Raise an AttributeError that names the nearest name of a module."""
+    known = {*vars(module), *vars(type(module))} - {name} if name[:2] != "__" else set()
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f"; the nearest name is {near[0]!r}" if near else ""
+    raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}{hint}")
 
 
 def name_functions(namespace: Mapping[str, Any], module: str, within: str = "") -> None:

@@ -5,8 +5,10 @@ Source: names, signatures and behaviour follow `megatron.core.hyper_comm_grid`.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping
+from numbers import Integral
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -14,12 +16,15 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm import grid
-from hypercomm.errors import GroupExistsError, WorldSizeError
+from hypercomm.errors import GroupExistsError, LayoutError, UnknownDimError, WorldSizeError
+from hypercomm.grid.arguments import GivenSizes
 from hypercomm.layout.parsing import Dims
 from hypercomm.process_groups.spec import GroupKey
 
 Key: TypeAlias = "str | tuple[str, tuple[str, ...]]"
 """Dims in reversed grid order, joined by dashes; in a view, its name and the dims."""
+
+_BASE_VIEW_NAME = "base"
 
 _new_subgroups: Any = dist.new_subgroups_by_enumeration
 
@@ -91,6 +96,40 @@ class HyperCommGrid(grid.HyperCommGrid):
         ordered = [name for name in reversed(list(dim_names)) if name in wanted]
         return ordered, "-".join(ordered)
 
+    def register_view(
+        self,
+        name: str,
+        shape: GivenSizes,
+        dim_names: Iterable[str] | None = None,
+        shared_dims: Iterable[str] | None = None,
+    ) -> None:
+        """Add another factorisation of the ranks, as `hypercomm.HyperCommGrid` does.
+
+        Raises:
+            LayoutError, UnknownDimError: As there, in words that programs of Megatron match.
+        """
+        names, shared = list(dim_names or ()), list(shared_dims or ())
+        called = f"view {name!r}"
+        if len(set(shared)) < len(shared):
+            raise LayoutError(f"{called} has duplicate shared_dims: {shared}")
+        for dim in shared:
+            if dim not in self.dim_names:
+                known = f"which has {list(self.dim_names)}"
+                raise UnknownDimError(
+                    f"Shared dim {dim!r} of {called} is not in the base view, {known}"
+                )
+            if names and dim not in names:
+                raise UnknownDimError(
+                    f"Shared dim {dim!r} of {called} is not in the view's dim_names, {names}"
+                )
+        if isinstance(shape, list | tuple) and len(shape) == len(names):
+            if any(not isinstance(size, Integral) or size < 1 for size in shape):
+                raise LayoutError(f"{called}: shape must be positive ints, got {shape}")
+            if math.prod(shape) != self.size:
+                needed = f"{called}: shape {shape} needs {math.prod(shape)} ranks"
+                raise LayoutError(f"{needed}, but the grid size is {self.size}")
+        super().register_view(name, shape, names or None, shared or None)
+
     def create_pg(
         self, dims: Dims, *more: Dims, view: str | None = None, **options: Any
     ) -> ProcessGroup | None:
@@ -124,6 +163,11 @@ class HyperCommGrid(grid.HyperCommGrid):
             if isinstance(group, ProcessGroup):
                 dist.destroy_process_group(group)
         super().destroy()
+
+
+def _is_process_group_member(pg: ProcessGroup | int | None) -> bool:
+    """Return whether the calling rank is in a group that torch returned."""
+    return pg is not None and pg is not dist.GroupMember.NON_GROUP_MEMBER
 
 
 def _joined(key: GroupKey) -> Key:

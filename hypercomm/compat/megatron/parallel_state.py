@@ -2,11 +2,14 @@
 """Megatron's `parallel_state` on grid instances: its functions, and its globals.
 
 The functions act on the current `ParallelState`: the default one, which `initialize_model_parallel`
-fills, or that of a `with use(state):` block. The globals, such as `_TENSOR_MODEL_PARALLEL_GROUP`,
-can be read and written, and getters follow what was written. DeepSpeed takes this module as `mpu`.
+fills, or the one of a `with use(state):` block. The globals, such as `_DATA_PARALLEL_GROUP`, can be
+read and written, and getters follow what was written. DeepSpeed takes this module as `mpu`.
+
+The functions call one another by their names in this module. If a program replaces one, the
+functions that call it use the replacement, as in Megatron.
 
 Source: names, signatures and behaviour follow `megatron.core.parallel_state`; the sequence-parallel
-names that of Megatron-DeepSpeed, at 4efb479.
+names follow Megatron-DeepSpeed, at 4efb479.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import attrs
 import torch
@@ -26,26 +31,30 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.compat.megatron import state as _states
-from hypercomm.compat.megatron import table
+from hypercomm.compat.megatron import table, version
 from hypercomm.compat.megatron.install import MegatronNotReplacedWarning
 from hypercomm.compat.megatron.state import NO_PART, RANK, SIZE, STAGE, STAGES, current, words_of
-from hypercomm.compat.megatron.table import DP, DP_CP, EXPERT_DP, GLOO
+from hypercomm.compat.megatron.table import CP, DP, DP_CP, EP, EXPERT_DP, EXPERT_TP, GLOO, PP, TP
 from hypercomm.compat.module_state import name_functions
-from hypercomm.errors import GroupMissingError, NotInitializedError, StateError
-from hypercomm.layout.checks import check_duration
+from hypercomm.errors import (
+    ConfigurationError,
+    GroupMissingError,
+    NotInitializedError,
+    StateError,
+    UnknownDimError,
+)
+from hypercomm.grid.arguments import GroupArguments
+from hypercomm.layout import RankGroups, RankLayout
+from hypercomm.layout.checks import check_duration, positive
+from hypercomm.layout.groups import as_groups
 from hypercomm.layout.text import shown
 from hypercomm.process_groups import torch_internals as torchdist
 
-if TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        """Stand for the functions and globals that the table's rows bring."""
-
-
 _state = current.get
 
-RankGenerator = table.RankGenerator
-generate_masked_orthogonal_rank_groups = table.generate_masked_orthogonal_rank_groups
+_NAMES = globals()
+"""The functions of this module, some of which a program may have replaced."""
+
 _inject_gtp_remat_axis = table.inject_gtp
 default_embedding_ranks = table.default_embedding_ranks
 default_position_embedding_ranks = table.default_position_embedding_ranks
@@ -73,11 +82,6 @@ def use(state: ParallelState) -> contextlib.AbstractContextManager[ParallelState
         (4, 2)
     """
     return current.use(state)
-
-
-def _sign(function: Any, other: Callable[..., Any]) -> None:
-    """Give a function the signature of another one, which gets its arguments."""
-    function.__signature__ = inspect.signature(other)
 
 
 def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
@@ -108,6 +112,9 @@ def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
         high_priority_stream_groups: Keys of groups whose streams have a high priority.
         sharp_enabled_group: "dp" or "dp_replica"; default with `use_sharp`: "dp".
         hybrid_context_parallel: Create groups of every power of 2 within data and context parallel.
+        dynamic_context_parallel: The same, as Megatron's development branch calls it, and with
+            other sizes.
+        min_dynamic_context_parallel_size: The smallest of these sizes.
         create_all_gather_group: Create the dp-cp group twice, for all-gathers that overlap.
         gtp_remat_size: GTP peers: ranks that share each weight of the dense layers, and gather it
             for each use. They process different data.
@@ -144,10 +151,21 @@ def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
             MegatronNotReplacedWarning,
             stacklevel=2,
         )
-    current.default.initialize(*args, **kwargs)
+    config = table.Configuration(*args, **kwargs)
+    config = attrs.evolve(
+        config,
+        get_embedding_ranks=config.get_embedding_ranks or default_embedding_ranks,
+        get_position_embedding_ranks=config.get_position_embedding_ranks
+        or default_position_embedding_ranks,
+    )
+    create = _create_by_functions if _are_replaced(*_CREATORS) else None
+    functions = _states.Functions(get_nccl_options, overwrite_nccl_comm_cfgs, create)
+    current.default.begin(config, functions)
 
 
-_sign(initialize_model_parallel, table.Configuration)
+initialize_model_parallel.__signature__ = inspect.signature(  # type: ignore[attr-defined]
+    table.Configuration
+)
 
 
 def destroy_model_parallel() -> None:
@@ -166,12 +184,12 @@ def is_initialized() -> bool:
 
 def model_parallel_is_initialized() -> bool:
     """Return whether the tensor, pipeline and data parallel groups exist."""
-    return _has(table.TP, table.PP, DP)
+    return _has(TP, PP, DP)
 
 
 def sequence_parallel_is_initialized() -> bool:
     """Return whether the groups of dp and cp, DeepSpeed's sequence parallel, exist."""
-    return _has(table.CP, DP)
+    return _has(CP, DP)
 
 
 def sequence_data_parallel_is_initialized() -> bool:
@@ -194,7 +212,62 @@ def _deprecated(name: str, other: str) -> None:
     warnings.warn(f"{name} is deprecated, use {other}", DeprecationWarning, stacklevel=3)
 
 
-# ---- groups -----------------------------------------------------------------------------------
+# ---- getters of groups --------------------------------------------------------------------------
+
+
+RanksGetter = Callable[..., list[int]]
+
+
+def _held(name: str, check_initialized: bool = True) -> Any:
+    return _state().require(name, check_initialized)
+
+
+def _getter(name: str) -> Callable[..., Any]:
+    """Return a getter of a global."""
+
+    def get(check_initialized: bool = True) -> Any:
+        state = current.alone or _state()
+        value = state.values.get(name)
+        if value is None and check_initialized:
+            raise state.missing(name)
+        return value
+
+    get.__doc__ = f"Return the {words_of(name)} of the calling rank."
+    return get
+
+
+def _group(name: str) -> Callable[..., ProcessGroup]:
+    return _getter(name)
+
+
+get_model_parallel_group = _group(table.MP)
+get_tensor_model_parallel_group = _group(TP)
+get_pipeline_model_parallel_group = _group(PP)
+get_context_parallel_group = _group(CP)
+get_embedding_group = _group("_EMBEDDING_GROUP")
+get_position_embedding_group = _group("_POSITION_EMBEDDING_GROUP")
+get_tensor_and_context_parallel_group = _group(table.TP_CP)
+get_gtp_weight_remat_group = _group(table.GTP_GROUP)
+get_expert_gtp_weight_remat_group = _group(table.EXPERT_GTP_GROUP)
+get_expert_model_parallel_group = _group(EP)
+get_expert_tensor_parallel_group = _group(EXPERT_TP)
+get_expert_tensor_and_model_parallel_group = _group(table.TP_EP)
+get_intra_distributed_optimizer_instance_group = _group(table.ONE_INSTANCE)
+get_inter_distributed_optimizer_instance_group = _group(table.INTER_INSTANCES)
+get_hierarchical_context_parallel_groups: Callable[..., list[ProcessGroup]] = _getter(
+    table.HIERARCHY
+)
+
+get_context_parallel_global_ranks: RanksGetter = _getter("_CONTEXT_PARALLEL_GLOBAL_RANKS")
+get_gtp_weight_remat_global_ranks: RanksGetter = _getter("_GTP_WEIGHT_REMAT_GLOBAL_RANKS")
+get_expert_gtp_weight_remat_global_ranks: RanksGetter = _getter(
+    "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS"
+)
+
+# Megatron-DeepSpeed calls the ranks that share a sequence sequence parallel. There is no
+# initialize_sequence_parallel, by which DeepSpeed recognises an mpu without model parallel.
+get_sequence_parallel_group = _group(CP)
+get_sequence_data_parallel_group = _group(DP_CP)
 
 _PARTS = {DP: NO_PART, DP_CP: table.INTRA_DP_CP, EXPERT_DP: table.INTRA_EXPERT_DP}
 """The part of a data parallel group in one optimizer instance."""
@@ -203,100 +276,10 @@ _PEERS = {name: name + table.WITH_GTP for name in (*_PARTS, *_PARTS.values())}
 _PEERS[NO_PART] = NO_PART
 """The data parallel group that includes the GTP peers."""
 
-_FACTS = {SIZE: "size of the", RANK: "position of the calling rank in the"}
-
-
-def _held(name: str, check_initialized: bool = True) -> Any:
-    return _state().require(name, check_initialized)
-
-
-def _getter(name: str, required: bool = True) -> Callable[..., Any]:
-    """Return a getter of a global."""
-    held: Any = None
-
-    def get(check_initialized: bool = required) -> Any:
-        return _state().require(name, check_initialized) if held is None else held
-
-    current.show(get, held=name)
-    get.__doc__ = f"Return the {words_of(name)} of the calling rank."
-    return get
-
-
-def _first(name: str) -> Callable[[], int]:
-    held: Any = None
-
-    def get() -> int:
-        return (_state().require(name) if held is None else held)[0]
-
-    current.show(get, held=name)
-    get.__doc__ = f"Return the first of the {words_of(name)}."
-    return get
-
-
-def _fact(name: str, fact: str) -> Callable[[], int]:
-    key, held = f"{name}_{fact}", None
-
-    def get() -> int:
-        return _state().ask(key) if held is None else held
-
-    current.show(get, held=key)
-    get.__doc__ = f"Return the {_FACTS[fact]} {words_of(name)}."
-    return get
-
-
-def _setter(name: str) -> Callable[[int | None], None]:
-    def set_world_size(world_size: int | None) -> None:
-        _state().write(name, world_size)
-
-    def set_rank(rank: int | None) -> None:
-        _state().write(name, rank)
-
-    setter = set_rank if name.endswith(RANK) else set_world_size
-    setter.__doc__ = f"Set {name}, which getters prefer to what the group answers."
-    return setter
-
-
-def _functions_of_rows() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield each function that differs from others only in its global, and its name.
-
-    The name follows from the global. Other names are those of Megatron-DeepSpeed, to which the
-    ranks that share a sequence are those of context parallel. There is no
-    initialize_sequence_parallel, by which DeepSpeed knows an mpu without model parallel.
-    """
-    rows = {row.name.strip("_").lower(): row for row in table.TABLE if row.field is not None}
-    rows["inter_distributed_optimizer_instance_group"] = table.ROWS[table.INTER_INSTANCES]
-    rows["sequence_parallel_group"] = table.ROWS[table.CP]
-    rows["sequence_data_parallel_group"] = table.ROWS[DP_CP]
-    for name, row in rows.items():
-        stem = f"get_{name.removesuffix('_group')}"
-        if not name.endswith("_with_cp"):
-            yield f"get_{name}", _getter(row.name)
-        if name.endswith(("_parallel_group", "_remat_group")):
-            yield f"{stem}_world_size", _fact(row.name, SIZE)
-            yield f"{stem}_rank", _fact(row.name, RANK)
-            if row.ranks is not None:
-                yield f"{stem}_global_ranks", _getter(row.ranks)
-                yield f"{stem}_src_rank", _first(row.ranks)
-    for override in (*_states.OVERRIDES, STAGES):
-        yield f"set{override.removeprefix('_MPU').lower()}", _setter(override)
-
-
-globals().update(_functions_of_rows())
-_stages, _stage = _fact(table.PP, SIZE), _fact(table.PP, RANK)
-_stage_ranks = _getter("_PIPELINE_GLOBAL_RANKS")
-_tensor_data = _getter("_TENSOR_AND_DATA_PARALLEL_GROUP")
-_tensor_data_context = _getter("_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP")
-_expert_model, _with_egtp = _getter(table.EXPERT_MP), _getter(f"{table.EXPERT_MP}_WITH_EGTP")
-_first_of_dp = _first("_DATA_PARALLEL_GLOBAL_RANKS")
-_first_with_cp = _first("_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP")
-get_pipeline_model_parallel_first_rank = _first("_PIPELINE_GLOBAL_RANKS")
-get_virtual_pipeline_model_parallel_rank = _getter(STAGE, required=False)
-get_virtual_pipeline_model_parallel_world_size = _getter(STAGES, required=False)
-
 
 def get_data_parallel_group(
     with_context_parallel: bool = False,
-    *,
+    *more: bool,
     with_gtp_remat: bool = True,
     partial_data_parallel: bool = False,
     independent_all_gather: bool = False,
@@ -305,20 +288,40 @@ def get_data_parallel_group(
 
     Args:
         with_context_parallel: With the context parallel ranks.
+        more: The other arguments, in the order of the release of Megatron that is followed.
         with_gtp_remat: With the GTP peers, which process different data; False: only the ranks
             that have the same weights.
         partial_data_parallel: Its part in one optimizer instance; needs `with_context_parallel`.
         independent_all_gather: The second group for all-gathers; needs `with_context_parallel`.
     """
     state = current.alone or _state()
+    if more:
+        return get_data_parallel_group(with_context_parallel, **_named(state, _DATA_FLAGS, more))
     if independent_all_gather and with_context_parallel and not partial_data_parallel:
         return state.require(table.DP_CP_AG)
-    name = DP_CP if with_context_parallel else DP
-    if partial_data_parallel:
-        name = _PARTS[name]
-    if with_gtp_remat and state.answers_gtp:
-        name = _PEERS[name]
+    name = _data_name(state, with_context_parallel, with_gtp_remat, partial_data_parallel)
     return state.values.get(name) or state.require(name)
+
+
+_DATA_FLAGS = ("partial_data_parallel", "independent_all_gather")
+_EXPERT_FLAGS = ("partial_expert_data_parallel",)
+"""The order of arguments up to megatron-core 0.18; later, with_gtp_remat is the first of them."""
+
+
+def _named(state: ParallelState, flags: Sequence[str], given: Sequence[bool]) -> dict[str, bool]:
+    """Return arguments by name, in the order of the release that a state follows."""
+    names = ("with_gtp_remat", flags[0]) if state.answers_gtp else flags
+    if len(given) > len(names):
+        raise TypeError(f"only {', '.join(names)} can be given without a name, got {given}")
+    return dict(zip(names, given, strict=False))
+
+
+def _data_name(state: ParallelState, with_cp: bool, with_gtp: bool, is_partial: bool) -> str:
+    """Return the global of the data parallel group that the arguments choose."""
+    name = DP_CP if with_cp else DP
+    if is_partial:
+        name = _PARTS[name]
+    return _PEERS[name] if with_gtp and state.answers_gtp else name
 
 
 def get_data_parallel_group_gloo(
@@ -342,13 +345,28 @@ def get_hybrid_data_context_parallel_groups(
     Raises:
         GroupMissingError: There is no group of that size (a KeyError).
     """
+    return _of_size(table.HYBRID, check_initialized, group_size)
+
+
+def get_dynamic_data_context_parallel_groups(
+    check_initialized: bool = True, group_size: int | None = None
+) -> ProcessGroup:
+    """Return the dynamic group of `group_size` ranks; one of all dp-cp ranks is the dp-cp group.
+
+    Raises:
+        GroupMissingError: There is no group of that size (a KeyError).
+    """
+    return _of_size(table.DYNAMIC, check_initialized, group_size)
+
+
+def _of_size(name: str, check_initialized: bool, group_size: int | None) -> ProcessGroup:
     if group_size == get_data_parallel_world_size(with_context_parallel=True):
         return _held(DP_CP, check_initialized)
-    groups = _state().values["_HYBRID_DP_CP_GROUPS"]
+    groups, option = _state().values[name], table.ROWS[name].option
     if group_size not in groups:
         raise GroupMissingError(
-            f"there is no hybrid group of group_size={shown(group_size)}; there are those of "
-            f"{list(groups) or 'none: initialise with hybrid_context_parallel=True'}"
+            f"there is no group of group_size={shown(group_size)} in {name}; the sizes are "
+            f"{list(groups) or f'none: initialise with {option}=True'}"
         )
     return groups[group_size]
 
@@ -358,7 +376,7 @@ def get_amax_reduction_group(
 ) -> ProcessGroup:
     """Return the group over which FP8 reduces its maxima."""
     if tp_only_amax_red:
-        return _held(table.TP_CP if with_context_parallel else table.TP)
+        return _held(table.TP_CP if with_context_parallel else TP)
     return get_tensor_and_data_parallel_group(with_context_parallel=with_context_parallel)
 
 
@@ -366,20 +384,21 @@ def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> ProcessGroup:
     """Return the group over tensor and data parallel, and context parallel if asked."""
-    get = _tensor_data_context if with_context_parallel else _tensor_data
-    return get(check_initialized)
+    name = "_TENSOR_AND_DATA_PARALLEL_GROUP"
+    return _held(f"{name}_WITH_CP" if with_context_parallel else name, check_initialized)
 
 
 def get_expert_tensor_model_pipeline_parallel_group(
     check_initialized: bool = True, with_egtp_remat: bool = False
 ) -> ProcessGroup:
     """Return the group over the tensors, experts and stages, and GTP peers if asked."""
-    return (_with_egtp if with_egtp_remat else _expert_model)(check_initialized)
+    name = f"{table.EXPERT_MP}_WITH_EGTP" if with_egtp_remat else table.EXPERT_MP
+    return _held(name, check_initialized)
 
 
 def get_expert_data_parallel_group(
     check_initialized: bool = True,
-    *,
+    *more: bool,
     with_gtp_remat: bool = True,
     partial_expert_data_parallel: bool = False,
 ) -> ProcessGroup:
@@ -387,14 +406,23 @@ def get_expert_data_parallel_group(
 
     Args:
         check_initialized: False to get None where there is no group.
+        more: The other arguments, in the order of the release of Megatron that is followed.
         with_gtp_remat: With the GTP peers; False: only the ranks that have the same weights.
         partial_expert_data_parallel: Its part in one optimizer instance.
     """
     state = current.alone or _state()
-    name = table.INTRA_EXPERT_DP if partial_expert_data_parallel else EXPERT_DP
-    if with_gtp_remat and state.answers_gtp:
-        name = _PEERS[name]
+    if more:
+        return get_expert_data_parallel_group(
+            check_initialized, **_named(state, _EXPERT_FLAGS, more)
+        )
+    name = _expert_data_name(state, with_gtp_remat, partial_expert_data_parallel)
     return state.values.get(name) or state.require(name, check_initialized)
+
+
+def _expert_data_name(state: ParallelState, with_gtp: bool, is_partial: bool) -> str:
+    """Return the global of the expert data parallel group that the arguments choose."""
+    name = table.INTRA_EXPERT_DP if is_partial else EXPERT_DP
+    return _PEERS[name] if with_gtp and state.answers_gtp else name
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
@@ -410,85 +438,226 @@ def get_data_modulo_expert_parallel_group(
     return get_expert_data_parallel_group(partial_expert_data_parallel=partial_expert_data_parallel)
 
 
-# ---- sizes and ranks --------------------------------------------------------------------------
+# ---- getters of sizes and ranks ---------------------------------------------------------------
 
 
-def _data_fact(fact: str) -> Callable[..., int]:
-    dp, dp_cp, parts, peers = _keys_of(fact, DP, DP_CP)
+def _known(state: ParallelState, name: str, fact: str, getter: str) -> int | None:
+    """Return the size of a group, or the calling rank's position in it, if no call is needed.
 
+    Args:
+        state: The state that has the group.
+        name: The global that holds the group.
+        fact: `SIZE` or `RANK`.
+        getter: The function of this module that returns the group, which may be a replaced one.
+    """
+    return state.facts[fact].get(name) if _NAMES[getter] is _OWN[getter] else None
+
+
+def _fact_getter(name: str, fact: str) -> Callable[[], int]:
+    """Return a getter of a fact about the group of `_X_GROUP`, which `get_x_group` returns."""
+    getter = f"get{name.lower()}"
+    has_peers = name in (table.GTP_GROUP, table.EXPERT_GTP_GROUP)
+    given = {"check_initialized": False} if has_peers else {}
+
+    def get() -> int:
+        state = current.alone or _state()
+        known = _known(state, name, fact, getter)
+        if known is not None:
+            return known
+        return state.find(name, fact, lambda: _NAMES[getter](**given))
+
+    get.__doc__ = f"Return the {_FACTS[fact]} {words_of(name)}."
+    return get
+
+
+_FACTS = {SIZE: "size of the", RANK: "position of the calling rank in the"}
+_size, _rank = partial(_fact_getter, fact=SIZE), partial(_fact_getter, fact=RANK)
+
+get_model_parallel_world_size = _size(table.MP)
+get_model_parallel_rank = _rank(table.MP)
+get_tensor_model_parallel_world_size = _size(TP)
+get_tensor_model_parallel_rank = _rank(TP)
+get_pipeline_model_parallel_world_size = _size(PP)
+get_pipeline_model_parallel_rank = _rank(PP)
+get_context_parallel_world_size = _size(CP)
+get_context_parallel_rank = _rank(CP)
+get_tensor_and_context_parallel_world_size = _size(table.TP_CP)
+get_tensor_and_context_parallel_rank = _rank(table.TP_CP)
+get_gtp_weight_remat_world_size = _size(table.GTP_GROUP)
+get_gtp_weight_remat_rank = _rank(table.GTP_GROUP)
+get_expert_gtp_weight_remat_world_size = _size(table.EXPERT_GTP_GROUP)
+get_expert_gtp_weight_remat_rank = _rank(table.EXPERT_GTP_GROUP)
+get_expert_model_parallel_world_size = _size(EP)
+get_expert_model_parallel_rank = _rank(EP)
+get_expert_tensor_parallel_world_size = _size(EXPERT_TP)
+get_expert_tensor_parallel_rank = _rank(EXPERT_TP)
+get_expert_tensor_and_model_parallel_world_size = _size(table.TP_EP)
+get_expert_tensor_and_model_parallel_rank = _rank(table.TP_EP)
+get_sequence_parallel_world_size = _size(CP)
+get_sequence_parallel_rank = _rank(CP)
+
+
+def _data_getter(fact: str) -> Callable[..., int]:
     def get(
         with_context_parallel: bool = False,
-        *,
+        *more: bool,
         with_gtp_remat: bool = True,
         partial_data_parallel: bool = False,
     ) -> int:
         state = current.alone or _state()
-        key = dp_cp if with_context_parallel else dp
-        if partial_data_parallel:
-            key = parts[key]
-        if with_gtp_remat and state.answers_gtp:
-            key = peers[key]
-        known = state.values[key]
-        return state.ask(key) if known is None else known
+        if more:
+            return get(with_context_parallel, **_named(state, _DATA_FLAGS, more))
+        name = _data_name(state, with_context_parallel, with_gtp_remat, partial_data_parallel)
+        known = _known(state, name, fact, "get_data_parallel_group")
+        if known is not None:
+            return known
+        return state.find(
+            name,
+            fact,
+            lambda: get_data_parallel_group(
+                with_context_parallel=with_context_parallel,
+                partial_data_parallel=partial_data_parallel,
+                **_peers(with_gtp_remat),
+            ),
+        )
 
     get.__doc__ = f"Return the {_FACTS[fact]} group that `get_data_parallel_group` returns."
     return get
 
 
-def _expert_data_fact(fact: str) -> Callable[..., int]:
-    whole, part, _, peers = _keys_of(fact, EXPERT_DP, table.INTRA_EXPERT_DP)
-
-    def get(*, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False) -> int:
+def _expert_data_getter(fact: str) -> Callable[..., int]:
+    def get(
+        *more: bool, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
+    ) -> int:
         state = current.alone or _state()
-        key = part if partial_expert_data_parallel else whole
-        if with_gtp_remat and state.answers_gtp:
-            key = peers[key]
-        known = state.values[key]
-        return state.ask(key) if known is None else known
+        if more:
+            return get(**_named(state, _EXPERT_FLAGS, more))
+        name = _expert_data_name(state, with_gtp_remat, partial_expert_data_parallel)
+        known = _known(state, name, fact, "get_expert_data_parallel_group")
+        if known is not None:
+            return known
+        given = {"partial_expert_data_parallel": partial_expert_data_parallel}
+        given |= _peers(with_gtp_remat)
+        return state.find(name, fact, lambda: get_expert_data_parallel_group(**given))
 
     get.__doc__ = f"Return the {_FACTS[fact]} group of `get_expert_data_parallel_group`."
     return get
 
 
-def _keys_of(fact: str, *names: str) -> Any:
-    """Return the keys of a fact about two groups, and about their parts and those with peers."""
-    tables = ({f"{key}_{fact}": f"{of}_{fact}" for key, of in t.items()} for t in (_PARTS, _PEERS))
-    return (*(f"{name}_{fact}" for name in names), *tables)
+def _peers(with_gtp: bool) -> dict[str, bool]:
+    """Return the argument that a getter, if a program replaced it, has from 0.19 on only."""
+    return {} if with_gtp else {"with_gtp_remat": False}
 
 
-get_data_parallel_world_size, get_data_parallel_rank = map(_data_fact, _FACTS)
-get_expert_data_parallel_world_size, get_expert_data_parallel_rank = map(_expert_data_fact, _FACTS)
+get_data_parallel_world_size = _data_getter(SIZE)
+get_data_parallel_rank = _data_getter(RANK)
+get_expert_data_parallel_world_size = _expert_data_getter(SIZE)
+get_expert_data_parallel_rank = _expert_data_getter(RANK)
+
+
+def get_sequence_data_parallel_world_size() -> int:
+    """Return the size of the group over data and context parallel."""
+    return get_data_parallel_world_size(with_context_parallel=True)
+
+
+def get_sequence_data_parallel_rank() -> int:
+    """Return the calling rank's position in the group over data and context parallel."""
+    return get_data_parallel_rank(with_context_parallel=True)
 
 
 def get_all_ranks() -> str:
     """Return the ranks in tp, gtp_remat (from 0.19 on), dp, cp, pp and ep, with underscores."""
-    peers = ["gtp_weight_remat"] * _state().answers_gtp
-    names = ("tensor_model_parallel", *peers, "data_parallel", "context_parallel")
-    names = (*names, "pipeline_model_parallel", "expert_model_parallel")
-    return "_".join(str(globals()[f"get_{name}_rank"]() or 0) for name in names)
+    peers = [get_gtp_weight_remat_rank() or 0] if _state().answers_gtp else []
+    ranks = [
+        get_tensor_model_parallel_rank(),
+        *peers,
+        get_data_parallel_rank(),
+        get_context_parallel_rank(),
+        get_pipeline_model_parallel_rank(),
+        get_expert_model_parallel_rank(),
+    ]
+    return "_".join(str(rank or 0) for rank in ranks)
+
+
+# ---- sizes and ranks that are set ---------------------------------------------------------------
+
+
+def _setter(name: str) -> Callable[[int | None], None]:
+    """Return a function that sets a size or rank, which getters prefer to asking the group."""
+
+    def set_world_size(world_size: int | None) -> None:
+        _state().write(name, world_size)
+
+    def set_rank(rank: int | None) -> None:
+        _state().write(name, rank)
+
+    setter = set_rank if name.endswith(RANK) else set_world_size
+    setter.__doc__ = f"Set {name}, which getters prefer to what the group answers."
+    return setter
+
+
+set_tensor_model_parallel_world_size = _setter("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE")
+set_tensor_model_parallel_rank = _setter("_MPU_TENSOR_MODEL_PARALLEL_RANK")
+set_pipeline_model_parallel_world_size = _setter("_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE")
+set_pipeline_model_parallel_rank = _setter("_MPU_PIPELINE_MODEL_PARALLEL_RANK")
+set_virtual_pipeline_model_parallel_world_size = _setter(STAGES)
+set_data_parallel_rank = _setter("_MPU_DATA_PARALLEL_RANK")
+set_expert_model_parallel_world_size = _setter("_MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE")
+set_expert_model_parallel_rank = _setter("_MPU_EXPERT_MODEL_PARALLEL_RANK")
+set_expert_tensor_parallel_world_size = _setter("_MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE")
+set_expert_tensor_parallel_rank = _setter("_MPU_EXPERT_TENSOR_PARALLEL_RANK")
+
+
+def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
+    """Set the virtual stage (deprecated: pass `vp_stage` instead)."""
+    _deprecated("set_virtual_pipeline_model_parallel_rank", "the argument vp_stage")
+    _state().write(STAGE, rank)
 
 
 # ---- global ranks, and the pipeline -----------------------------------------------------------
 
 
+def _first(name: str) -> Callable[[], int]:
+    def get() -> int:
+        state = current.alone or _state()
+        return (state.values.get(name) or state.require(name))[0]
+
+    get.__doc__ = f"Return the first of the {words_of(name)}."
+    return get
+
+
+get_tensor_model_parallel_src_rank = _first("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS")
+get_model_parallel_src_rank = _first("_MODEL_PARALLEL_GLOBAL_RANKS")
+get_expert_model_parallel_src_rank = _first("_EXPERT_MODEL_PARALLEL_RANKS")
+get_sequence_parallel_src_rank = _first("_CONTEXT_PARALLEL_GLOBAL_RANKS")
+get_pipeline_model_parallel_first_rank = _first("_PIPELINE_GLOBAL_RANKS")
+
+
 def get_pipeline_model_parallel_last_rank() -> int:
     """Return the rank of the last stage of the calling rank's pipeline."""
-    return _stage_ranks()[_stages() - 1]
+    return _held("_PIPELINE_GLOBAL_RANKS")[get_pipeline_model_parallel_world_size() - 1]
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
     """Return the rank of the next stage, the first one after the last."""
-    return _stage_ranks()[(_stage() + 1) % _stages()]
+    return _stage_at(1)
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
     """Return the rank of the previous stage, the last one before the first."""
-    return _stage_ranks()[(_stage() - 1) % _stages()]
+    return _stage_at(-1)
+
+
+def _stage_at(distance: int) -> int:
+    stages = _held("_PIPELINE_GLOBAL_RANKS")
+    stage = get_pipeline_model_parallel_rank() + distance
+    return stages[stage % get_pipeline_model_parallel_world_size()]
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """Return the first rank of a data parallel group."""
-    return _first_with_cp() if with_context_parallel else _first_of_dp()
+    ranks = "_DATA_PARALLEL_GLOBAL_RANKS"
+    return _held(f"{ranks}_WITH_CP" if with_context_parallel else ranks)[0]
 
 
 def get_data_parallel_group_ranks() -> list[int]:
@@ -498,7 +667,9 @@ def get_data_parallel_group_ranks() -> list[int]:
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Return whether this is the first stage, and `vp_stage` too with `ignore_virtual=False`."""
-    return (ignore_virtual or _virtual_stage(vp_stage) in {None, 0}) and _stage() == 0
+    return (
+        ignore_virtual or _virtual_stage(vp_stage) in {None, 0}
+    ) and get_pipeline_model_parallel_rank() == 0
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
@@ -507,7 +678,7 @@ def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = N
         stage, size = _virtual_stage(vp_stage), get_virtual_pipeline_model_parallel_world_size()
         if size is not None and stage != size - 1:
             return False
-    return _stage() == _stages() - 1
+    return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
 
 
 def _virtual_stage(vp_stage: int | None) -> int | None:
@@ -536,17 +707,21 @@ def is_rank_in_position_embedding_group() -> bool:
     return ranks is not None and rank in ranks
 
 
-def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Set the virtual stage (deprecated: pass `vp_stage` instead)."""
-    _deprecated("set_virtual_pipeline_model_parallel_rank", "the argument vp_stage")
-    _state().write(STAGE, rank)
+def get_virtual_pipeline_model_parallel_rank() -> int | None:
+    """Return the virtual stage; None unless the pipeline is virtual."""
+    return _held(STAGE, check_initialized=False)
+
+
+def get_virtual_pipeline_model_parallel_world_size() -> int | None:
+    """Return the number of virtual stages of a rank; None unless the pipeline is virtual."""
+    return _held(STAGES, check_initialized=False)
 
 
 # ---- memory buffers ---------------------------------------------------------------------------
 
 _MEMORY, _SYMMETRIC = "_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER"
 
-get_global_memory_buffer = _getter(_MEMORY)
+get_global_memory_buffer: Callable[[], GlobalMemoryBuffer] = _getter(_MEMORY)
 get_global_symmetric_memory_buffer = _getter(_SYMMETRIC)
 
 
@@ -557,7 +732,10 @@ def _set_global_memory_buffer() -> None:
 def _set_global_symmetric_memory_buffer() -> None:
     """Set the buffer, of 256 MiB; its class is in `megatron.core.utils` up to 0.16."""
     utils: Any = importlib.import_module("megatron.core.utils")
-    _fill_once(_SYMMETRIC, lambda: utils.GlobalSymmetricMemoryBuffer(256, _held(table.TP)))
+    _fill_once(
+        _SYMMETRIC,
+        lambda: utils.GlobalSymmetricMemoryBuffer(256, get_tensor_model_parallel_group()),
+    )
 
 
 def _fill_once(name: str, make: Callable[[], Any]) -> None:
@@ -576,22 +754,226 @@ def destroy_global_symmetric_memory_buffer() -> None:
     _state().write(_SYMMETRIC, None)
 
 
+# ---- enumerations of groups ---------------------------------------------------------------------
+
+
+def generate_masked_orthogonal_rank_groups(
+    world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]
+) -> list[list[int]]:
+    """Enumerate the groups over the dims that a mask marks, the first dim varying fastest.
+
+    Args:
+        world_size: The number of ranks; if the sizes multiply to more, later groups are left out.
+        parallel_size: The size of each dim.
+        mask: For each dim, whether the groups span it.
+
+    Returns:
+        A list of the ranks of each group, ascending.
+
+    Raises:
+        LayoutError: A size is not a positive int, or the lengths differ.
+        ConfigurationError: The sizes multiply to fewer ranks than `world_size`.
+
+    Example:
+        >>> generate_masked_orthogonal_rank_groups(8, [2, 2, 2], [False, False, True])
+        [[0, 4], [1, 5], [2, 6], [3, 7]]
+    """
+    names = [f"d{axis}" for axis in range(len(mask))]
+    # A dim of size 1 more lets a mask mark no dim at all: then each rank is a group.
+    layout = RankLayout([*parallel_size, 1], [*names, "one"])
+    spanned = [name for name, marked in zip(names, mask, strict=True) if marked]
+    groups = layout.groups(*spanned, "one")
+    count = world_size // groups.group_size
+    if count > len(groups):
+        raise ConfigurationError(
+            f"{layout.size} ranks of parallel_size {list(parallel_size)} do not fill {world_size=}"
+        )
+    return groups.to_array()[:count].tolist()
+
+
+@attrs.define(slots=False, eq=False)
+class RankGenerator:
+    """Enumerates the groups of ranks of one factorisation, by dims such as "tp-dp".
+
+    Args:
+        tp: Tensor parallel size.
+        ep: Expert parallel size.
+        dp: Data parallel size.
+        pp: Pipeline parallel size.
+        cp: Context parallel size; this or `ep` is 1.
+        order: The dims, the first one varying fastest; those of size 1 may be left out.
+        rank_offset: The smallest rank.
+        gtp_remat: Number of GTP peers. It is a dim if it is larger than 1, and always from
+            megatron-core 0.19 on.
+
+    Raises:
+        ConfigurationError: Both `ep` and `cp` are larger than 1, or the order leaves out a size.
+        UnknownDimError: The order names an unknown dim.
+
+    Example:
+        >>> RankGenerator(tp=2, ep=1, dp=2, pp=2, cp=1, order="tp-dp-pp").get_ranks("tp-pp")
+        [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+    Source: names, signatures and behaviour follow `megatron.core.parallel_state`.
+    """
+
+    tp: int
+    ep: int
+    dp: int
+    pp: int
+    cp: int
+    order: str
+    rank_offset: int = 0
+    gtp_remat: int = 1
+
+    def __attrs_post_init__(self) -> None:
+        self.name_to_size = {
+            dim: positive(getattr(self, dim), f"the size of dim {dim!r}") for dim in table.DIMS
+        }
+        if self.gtp_remat == 1 and "gtp_remat" not in version.changes():
+            del self.name_to_size[table.GTP]
+        if self.ep > 1 and self.cp > 1:
+            raise ConfigurationError(
+                f"ep={self.ep} and cp={self.cp} cannot both be larger than 1 in one RankGenerator"
+            )
+        layout = table.order_layout(self.order, self.name_to_size, self.rank_offset)
+        self.world_size, self.ordered_size = layout.size, list(layout.shape)
+        self.order = "-".join(layout.dim_names)
+
+    def get_mask(self, order: str, token: str) -> list[bool]:
+        """Return for each dim of `order` whether `token` names it.
+
+        Raises:
+            UnknownDimError: `token` names a dim that `order` does not.
+        """
+        dims, wanted = order.split("-"), token.split("-")
+        for dim in wanted:
+            if dim not in dims:
+                raise UnknownDimError(f"unknown dim {dim!r} in {token!r}; the order has {dims}")
+        return [dim in wanted for dim in dims]
+
+    def get_ranks(self, token: str) -> list[list[int]]:
+        """Enumerate the groups over the dims that `token` names, such as "tp-dp"."""
+        mask = self.get_mask(self.order, token)
+        groups = generate_masked_orthogonal_rank_groups(self.world_size, self.ordered_size, mask)
+        return [[rank + self.rank_offset for rank in ranks] for ranks in groups]
+
+    def get_gtp_ranks(self, gtp_remat_size: int) -> list[list[int]]:
+        """Enumerate the groups of GTP peers.
+
+        Raises:
+            ConfigurationError: `gtp_remat_size` is not that of the generator.
+        """
+        if gtp_remat_size != self.gtp_remat:
+            raise ConfigurationError(
+                f"gtp_remat_size must be that of the generator, {self.gtp_remat}"
+            )
+        return self.get_ranks(table.GTP)
+
+
 # ---- groups outside the state -----------------------------------------------------------------
 
 
-def create_group(*args: Any, **kwargs: Any) -> Any:
+def create_group(
+    ranks: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+) -> ProcessGroup:
     """Create one group as `torch.distributed.new_group` does, and list it for `update_pg_timeout`.
 
-    Every rank of the world must call this; the caller destroys the group.
+    Every rank of the world must call this; the caller destroys the group, except in
+    `initialize_model_parallel`, whose state does.
     """
-    group = dist.new_group(*args, **kwargs)
+    group = dist.new_group(
+        ranks, timeout, backend, pg_options, use_local_synchronization, group_desc=group_desc
+    )
     own = torchdist.as_member(group)
     if own is not None:
         _state().list_groups([own])
     return group
 
 
-_sign(create_group, dist.new_group)
+def create_hierarchical_groups(
+    rank: int,
+    ranks: Sequence[int],
+    hierarchical_group_sizes: Sequence[int],
+    create_gloo_process_groups: bool = False,
+    pg_options: Any = None,
+    timeout: timedelta | None = None,
+    group_desc: str | None = None,
+) -> tuple[list[ProcessGroup], list[ProcessGroup | None]]:
+    """Create the groups of each level of a hierarchy of ranks; every rank of the world calls this.
+
+    Args:
+        rank: The calling rank.
+        ranks: The ranks, in order.
+        hierarchical_group_sizes: The group size of each level, innermost first.
+        create_gloo_process_groups: Whether to create each group for gloo too.
+        pg_options: The options of all groups, or a list with the options of each level.
+        timeout: Of each group.
+        group_desc: A part of the description of each group.
+
+    Returns:
+        The calling rank's group at each level, and its gloo groups, which are None if they are not
+        created; both lists are empty if `rank` is not in `ranks`.
+
+    Raises:
+        LayoutError: The sizes do not multiply to the number of ranks.
+    """
+    found: list[Any] = []
+    gloo: list[ProcessGroup | None] = []
+    for level, groups in enumerate(RankGroups([ranks]).levels(hierarchical_group_sizes)):
+        options = pg_options[level] if isinstance(pg_options, list) else pg_options
+        given: Any = {"timeout": timeout, "group_desc": f"HIERARCHICAL_{group_desc}_L{level}"}
+        found.append(_create_each(rank, groups.to_lists(), pg_options=options, **given))
+        twins = groups.to_lists() if create_gloo_process_groups else []
+        gloo.append(_create_each(rank, twins, backend="gloo", **given))
+    return (found, gloo) if rank in ranks else ([], [])
+
+
+def _create_each(rank: int, groups: Iterable[Sequence[int]], **options: Any) -> ProcessGroup | None:
+    """Create several groups, on every rank, and return the group of one rank."""
+    created = [(members, create_group(members, **options)) for members in groups]
+    return next((group for members, group in created if rank in members), None)
+
+
+def create_hybrid_dp_cp_groups(
+    rank: int, ranks: Sequence[int], pg_options: Any
+) -> dict[int, ProcessGroup]:
+    """Create groups of each power of 2 from 2 on; every rank of the world calls this.
+
+    Args:
+        rank: The calling rank.
+        ranks: The ranks of a group over data and context parallel.
+        pg_options: The options of each group.
+
+    Returns:
+        The calling rank's group of each size; empty if `rank` is not in `ranks`.
+    """
+    return _by_size(rank, ranks, pg_options, "HYBRID", 2)
+
+
+def create_dynamic_dp_cp_groups(
+    rank: int, ranks: Sequence[int], pg_options: Any, min_cp_size: int = 1
+) -> dict[int, ProcessGroup]:
+    """Create groups of each power of 2 from `min_cp_size` on, as `create_hybrid_dp_cp_groups`."""
+    return _by_size(rank, ranks, pg_options, "DYNAMIC", min_cp_size)
+
+
+def _by_size(
+    rank: int, ranks: Sequence[int], pg_options: Any, kind: str, least: int
+) -> dict[int, ProcessGroup]:
+    found = {}
+    for size in [2**power for power in range(int(math.log2(len(ranks)))) if 2**power >= least]:
+        groups = [ranks[first : first + size] for first in range(0, len(ranks), size)]
+        name = f"{kind}_DP_CP_GROUP_{size}"
+        group = _create_each(rank, groups, pg_options=pg_options, group_desc=name)
+        if group is not None:
+            found[size] = group
+    return found
 
 
 def create_all_gather_groups(
@@ -614,25 +996,34 @@ def create_all_gather_groups(
         ConfigurationError: `nccl_comm_cfgs` is not a configuration.
     """
     state = _state()
-    if state.configuration is None:
+    if not is_initialized() or state.configuration is None:
         raise NotInitializedError(
             "create_all_gather_groups() needs groups; call initialize_model_parallel() first"
         )
     config = attrs.evolve(state.configuration, create_all_gather_group=True)
+    if timeout is not None:
+        config = attrs.evolve(config, distributed_timeout_minutes=timeout / timedelta(minutes=1))
     layouts = table.Layouts(*[grid.layout for grid in state.grids.values()])
-    rows = [table.ROWS[table.DP_CP_AG]]
-    if for_expert_parallelism and layouts.expert.size_of("ep") > 1:
-        rows.append(table.EXPERT_ALL_GATHER)
-    options = {row.key: get_nccl_options(row.key, nccl_comm_cfgs or {}) for row in rows}
-    groups: list[ProcessGroup | None] = []
-    for wanted in table.rows(config, layouts, options, table=rows):
-        arguments: dict[str, Any] = {
-            **wanted.arguments,
-            "timeout": config.timeout if timeout is None else timeout,
-            "group_desc": wanted.name.lstrip("_"),
-        }
-        groups.append(state.grids["dense"].ensure_pg(**arguments))
-        state.write(wanted.name, groups[-1])
+    asked = [table.ROWS[table.DP_CP_AG]]
+    if for_expert_parallelism and get_expert_model_parallel_world_size() > 1:
+        asked.append(table.EXPERT_ALL_GATHER)
+    options = {row.key: get_nccl_options(row.key, nccl_comm_cfgs or {}) for row in asked}
+    wanted = list(table.rows(config, layouts, options, table=asked))
+    requests: list[GroupArguments] = [
+        {**each.arguments, "timeout": config.timeout, "group_desc": each.description}
+        for each in wanted
+    ]
+    sizes = _sizes_of_getters()
+    configured = [
+        {dim: layout.size_of(dim, default=1) for dim in own}
+        for layout, own in zip(layouts, sizes, strict=True)
+    ]
+    if _are_replaced(*_CREATORS) or sizes != configured:
+        groups = _create_by_functions(config, sizes, wanted, requests)
+    else:
+        groups = [state.grids["dense"].ensure_pg(**request) for request in requests]
+    for each, group in zip(wanted, groups, strict=True):
+        state.write(each.name, group)
     state.list_groups(groups)
     return groups[0], groups[1] if len(groups) > 1 else None
 
@@ -652,5 +1043,120 @@ def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> Non
         torchdist.set_timeout(timeout, group)
 
 
+# ---- functions that a program has replaced ------------------------------------------------------
+
+_CREATORS = (
+    "create_group",
+    "create_hierarchical_groups",
+    "create_hybrid_dp_cp_groups",
+    "create_dynamic_dp_cp_groups",
+    "RankGenerator",
+    "generate_masked_orthogonal_rank_groups",
+    "_inject_gtp_remat_axis",
+)
+"""The functions that Megatron creates groups with; a program may replace them."""
+
+
+def _are_replaced(*names: str) -> bool:
+    return any(_NAMES[name] is not _OWN[name] for name in names)
+
+
+def _sizes_of_getters() -> list[dict[str, int]]:
+    """Return the sizes of the dense and the expert layers, by dim, as the getters return them."""
+    dense, expert = (
+        {dim: _NAMES[f"get_{name}_world_size"]() or 1 for dim, name in names.items()}
+        for names in (_DENSE, _EXPERT)
+    )
+    for sizes in (dense, expert):  # the sizes of data parallel include the peers
+        sizes["dp"] //= sizes[table.GTP]
+    return [dense, expert]
+
+
+_SHARED = {"pp": "pipeline_model_parallel", "dp": "data_parallel", "tp": "tensor_model_parallel"}
+_DENSE = {**_SHARED, "cp": "context_parallel", table.GTP: "gtp_weight_remat"}
+_EXPERT = {"pp": _SHARED["pp"], "dp": "expert_data_parallel", "tp": "expert_tensor_parallel"}
+_EXPERT |= {"ep": "expert_model_parallel", table.GTP: "expert_gtp_weight_remat"}
+"""The getters of the sizes of Megatron's dims."""
+
+
+def _create_by_functions(
+    config: table.Configuration,
+    sizes: Sequence[Mapping[str, int]],
+    wanted: Sequence[table.WantedGroup],
+    requests: Sequence[GroupArguments],
+) -> list[ProcessGroup | None]:
+    """Create groups by the functions of this module, as Megatron does.
+
+    Every rank calls them for every group of the job, so that a replaced one gets all calls.
+
+    Args:
+        config: The configuration.
+        sizes: The sizes of the dense and of the expert layers, by dim.
+        wanted: The groups.
+        requests: The arguments of `create_pg` for each.
+
+    Returns:
+        The calling rank's group of each.
+    """
+    after = "cp" if "cp_before_gtp_remat" in config.changes else "tp"
+    generators = {
+        "dense": _generator(config, sizes[0], after),
+        "expert": _generator(config, sizes[1], "ep"),
+    }
+    found: list[ProcessGroup | None] = []
+    parts: dict[str, dict[Any, ProcessGroup]] = {}
+    for each, request in zip(wanted, requests, strict=True):
+        dims = request["dims"]
+        token = dims if isinstance(dims, str) else "-".join(map(str, dims))
+        groups = generators[each.row.grid].get_ranks(token)
+        if each.part is not None:
+            if each.name not in parts:
+                parts[each.name] = {}
+                for ranks in groups:
+                    parts[each.name].update(_create_parts(config, each.name, ranks, request))
+            found.append(parts[each.name].get(each.part))
+            continue
+        derive = request.get("derive")
+        if derive is not None:
+            of_dims = RankGroups(groups)
+            groups = as_groups(derive(of_dims) if callable(derive) else derive, of_dims).to_lists()
+        options: Any = {name: request.get(name) for name in ("timeout", "backend", "pg_options")}
+        options["group_desc"] = each.description
+        found.append(_create_each(dist.get_rank(), groups, **options))
+    return found
+
+
+def _generator(config: table.Configuration, sizes: Mapping[str, int], after: str) -> RankGenerator:
+    """Return the generator of a layout's groups, by the functions of this module."""
+    given = {dim: sizes.get(dim, 1) for dim in table.DIMS}
+    order = config.order
+    if config.has_gtp or "gtp_remat" in config.changes:
+        order = _inject_gtp_remat_axis(order, after=after)
+    else:
+        del given[table.GTP]
+    return RankGenerator(**given, order=order, rank_offset=config.rank_offset)
+
+
+def _create_parts(
+    config: table.Configuration, name: str, ranks: list[int], request: GroupArguments
+) -> Mapping[Any, ProcessGroup]:
+    """Create the groups of a row of several within some ranks, by position or size."""
+    rank, options = dist.get_rank(), request.get("pg_options")
+    if name == table.HYBRID:
+        return create_hybrid_dp_cp_groups(rank, ranks, options)
+    if name == table.DYNAMIC:
+        least = config.min_dynamic_context_parallel_size
+        return create_dynamic_dp_cp_groups(rank, ranks, options, min_cp_size=least)
+    sizes = config.hierarchical_context_parallel_sizes or ()
+    given: Any = {"pg_options": options, "timeout": request["timeout"]}
+    description = "CONTEXT_PARALLEL_GROUP"
+    levels, _ = create_hierarchical_groups(rank, ranks, sizes, **given, group_desc=description)
+    return dict(enumerate(levels))
+
+
 name_functions(globals(), __name__)
+
+_OWN = dict(globals())
+"""The functions of this module as they are here."""
+
 current.bind(sys.modules[__name__], _states.GLOBALS)

@@ -27,6 +27,17 @@ Group = ProcessGroup | None
 """A group in a collection; None if it was not set, and on a rank that is in none of them."""
 
 
+class ProcessGroupHelperMeta(type):
+    """A metaclass of classes whose `virtual_pipeline_model_parallel_size` cannot be assigned."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        if name == "virtual_pipeline_model_parallel_size":
+            raise UnknownFieldError(
+                f"{name} of {cls.__name__} cannot be assigned; call set_{name}()"
+            )
+        super().__setattr__(name, value)
+
+
 @dataclass(init=False, repr=False, eq=False)
 class ProcessGroupCollection:
     """The process groups of one model; a field that was not set is None.

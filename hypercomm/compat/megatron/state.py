@@ -11,10 +11,13 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -23,6 +26,7 @@ from hypercomm.compat.megatron import table, version
 from hypercomm.compat.module_state import CurrentState, ModuleState
 from hypercomm.errors import ConfigurationError, StateError
 from hypercomm.grid import HyperCommGrid
+from hypercomm.grid.arguments import GroupArguments
 from hypercomm.grid.grid import GridView
 from hypercomm.layout.checks import as_ordered, check_choice
 from hypercomm.layout.text import shown
@@ -47,7 +51,8 @@ _RANKS = [row.ranks for row in table.TABLE if row.ranks]
 _OTHERS = (STAGE, STAGES, "_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER", _LIST)
 GLOBALS: dict[str, Callable[[], Any]] = {
     **dict.fromkeys((*table.ROWS, *_RANKS, *OVERRIDES, *_OTHERS), lambda: None),
-    "_HYBRID_DP_CP_GROUPS": dict,
+    table.HYBRID: dict,
+    table.DYNAMIC: dict,
 }
 """Every global of Megatron's parallel_state, with a function that returns its empty value."""
 
@@ -61,13 +66,11 @@ _NEED_A_JOB = (table.TP, table.PP, table.MP, table.EXPERT_TP)
 """Groups whose size and rank are an error without torch.distributed; those of others are 0."""
 
 
-FACTS = {
-    f"{name}_{fact}": (name, fact, f"_MPU{stem}_{fact}")
+_GROUPS = {
+    name: f"_MPU{name.removeprefix('_INTRA_PARTIAL').partition('_GROUP')[0]}"
     for name in (*table.ROWS, table.EXPERT_ALL_GATHER.name, NO_PART)
-    for stem in [name.removeprefix("_INTRA_PARTIAL").partition("_GROUP")[0]]
-    for fact in (SIZE, RANK)
 }
-"""The facts that a state has beside its globals: the group, what it is, what overrides it."""
+"""Each global that holds a group, with the prefix of the globals that override its facts."""
 
 
 def words_of(name: str) -> str:
@@ -133,6 +136,11 @@ def destroy_users_of_groups() -> None:
 # ---- NCCL, SHARP and UCC -----------------------------------------------------------------------
 
 NcclConfig = dict[str, dict[str, Any]]
+CreateFunction = Callable[
+    [table.Configuration, list[Mapping[str, int]], list[table.WantedGroup], list[GroupArguments]],
+    "list[ProcessGroup | None]",
+]
+"""Creates groups in layouts of some sizes, and returns the calling rank's group of each."""
 
 _COLLNET = "NCCL_COLLNET_ENABLE"
 _PRIORITY = "is_high_priority_stream"
@@ -170,11 +178,44 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any
     return options
 
 
-def options_by_key(config: table.Configuration) -> dict[str, Any]:
+def overwrite_nccl_comm_cfgs(
+    nccl_comm_cfgs: NcclConfig, pg_name: str, key_value_pair: tuple[str, Any]
+) -> None:
+    """Set one option of one group in an NCCL configuration.
+
+    Example:
+        >>> config = {}
+        >>> overwrite_nccl_comm_cfgs(config, "dp", ("max_ctas", 8))
+        >>> config
+        {'dp': {'max_ctas': 8}}
+    """
+    key, value = key_value_pair
+    nccl_comm_cfgs.setdefault(pg_name, {})[key] = value
+
+
+@attrs.frozen
+class Functions:
+    """The functions that a state calls to create groups; `parallel_state` gives its own.
+
+    Attributes:
+        get_nccl_options: Returns the options of a group.
+        overwrite_nccl_comm_cfgs: Sets one option in a configuration.
+        create: Creates groups; default: the grid of the state creates them.
+    """
+
+    get_nccl_options: Callable[..., Any] = get_nccl_options
+    overwrite_nccl_comm_cfgs: Callable[..., None] = overwrite_nccl_comm_cfgs
+    create: CreateFunction | None = None
+
+
+def options_by_key(
+    config: table.Configuration, functions: Functions | None = None
+) -> dict[str, Any]:
     """Return the options of groups by key, from the file of a configuration and its priorities.
 
     Equal options are one object, so that groups with them can be shared. Options that the backend
-    of WORLD does not take are left out with a warning in the log.
+    of WORLD does not take are left out with a warning in the log. If a program has replaced
+    `get_nccl_options`, it is called for every key.
 
     Raises:
         OSError, YAMLError: The file cannot be read.
@@ -183,20 +224,27 @@ def options_by_key(config: table.Configuration) -> dict[str, Any]:
         NotInitializedError: There are options, but no job, whose backend decides if they have an
             effect.
     """
+    functions = functions or Functions()
     path, preferred = config.nccl_communicator_config_path, config.high_priority_stream_groups
-    options: NcclConfig = {} if path is None else _read(path)
+    content: NcclConfig = {} if path is None else _read(path)
     for key in as_ordered(preferred, "high_priority_stream_groups") if preferred else ():
-        overwrite_nccl_comm_cfgs(options, key, (_PRIORITY, True))
+        functions.overwrite_nccl_comm_cfgs(content, key, (_PRIORITY, True))
+    for key in content:
+        check_choice("a group of the NCCL configuration", key, table.NCCL_KEYS, ConfigurationError)
+    options: dict[str, Any] = dict(content)
+    if functions.get_nccl_options is not get_nccl_options:
+        given = {key: functions.get_nccl_options(key, content) for key in table.NCCL_KEYS}
+        options = {key: own for key, own in given.items() if own is not None}
     if not options:
         return {}
-    for key in options:
-        check_choice("a group of the NCCL configuration", key, table.NCCL_KEYS, ConfigurationError)
     backend = torchdist.default_backend()
     if not any(map(torchdist.takes_options, torchdist.single_backends(backend))):
         logger.warning("NCCL options of groups %s have no effect on %r", [*options], backend)
         return {}
-    made = {repr(own): get_nccl_options(key, options) for key, own in options.items()}
-    return {key: made[repr(own)] for key, own in options.items()}
+    if functions.get_nccl_options is not get_nccl_options:
+        return options
+    made = {repr(own): get_nccl_options(key, content) for key, own in content.items()}
+    return {key: made[repr(own)] for key, own in content.items()}
 
 
 def _read(path: str) -> NcclConfig:
@@ -211,21 +259,6 @@ def _read(path: str) -> NcclConfig:
     if not isinstance(content, dict):
         raise ConfigurationError(f"{path} must map groups to options, got {shown(content)}")
     return content
-
-
-def overwrite_nccl_comm_cfgs(
-    nccl_comm_cfgs: NcclConfig, pg_name: str, key_value_pair: tuple[str, Any]
-) -> None:
-    """Set one option of one group in an NCCL configuration.
-
-    Example:
-        >>> config = {}
-        >>> overwrite_nccl_comm_cfgs(config, "dp", ("max_ctas", 8))
-        >>> config
-        {'dp': {'max_ctas': 8}}
-    """
-    key, value = key_value_pair
-    nccl_comm_cfgs.setdefault(pg_name, {})[key] = value
 
 
 def _set_environment(pipeline_backend: str | None) -> None:
@@ -257,8 +290,9 @@ class ParallelState(ModuleState):
         configuration: The arguments that it was created from; None while it is empty.
         grids: The "dense" grid, and its view "expert" of the expert layers; none in an empty state.
         answers_gtp: Whether data parallel getters return groups with GTP peers by default.
-        values: The value of each global, and of each of the `FACTS` about its real groups, which
-            is None where a getter must ask.
+        values: The value of each global.
+        facts: The size and the calling rank's position of each group, by fact and by global, if it
+            is known without a call: of a process group of torch, or set by a caller.
 
     Example:
         >>> from hypercomm.testing import fake_world
@@ -274,39 +308,42 @@ class ParallelState(ModuleState):
         self.configuration: table.Configuration | None = None
         self.grids: dict[str, GridView] = {}
         self.answers_gtp = "gtp_remat" in version.changes()
+        self._own: list[ProcessGroup] = []
         super().reset()
 
     def fill(self, values: Mapping[str, Any]) -> None:
         """Set several globals, and update the facts about their groups."""
-        self.values.update(values)
-        facts: dict[str, int | None] = {}
-        for key, (name, fact, override) in FACTS.items():
+        super().fill(values)
+        self.facts: dict[str, dict[str, int]] = {SIZE: {}, RANK: {}}
+        for name, override in _GROUPS.items():
             group: Any = self.values.get(name)
-            given = self.values.get(override)
-            # Not of a mock, whose answers may change.
-            if given is None and issubclass(type(group), ProcessGroup):
-                given = group.size() if fact == SIZE else group.rank()
-            is_lone = group is None and name in (table.GTP_GROUP, table.EXPERT_GTP_GROUP)
-            facts[key] = 0 if given is None and is_lone else given
-        super().fill(facts)
+            for fact, known in self.facts.items():
+                given = self.values.get(f"{override}_{fact}")
+                # The methods of a mock may return another value at each call.
+                if given is None and issubclass(type(group), ProcessGroup):
+                    given = group.size() if fact == SIZE else group.rank()
+                if given is not None:
+                    known[name] = given
 
-    def ask(self, key: str) -> Any:
-        """Return a fact, also of a mock, of no group, or without torch.distributed.
+    def find(self, name: str, fact: str, get_group: Callable[[], ProcessGroup | None]) -> Any:
+        """Return the size of a group, or the calling rank's position, as Megatron finds it.
 
-        Raises:
-            StateError: There is no group.
+        Args:
+            name: The global that holds the group.
+            fact: `SIZE` or `RANK`.
+            get_group: Returns the group.
         """
-        name, fact, _ = FACTS[key]
-        group, known = self.values.get(name), self.values[key]
-        if known is not None:
-            return known
+        given = self.values.get(f"{_GROUPS[name]}_{fact}")
+        if given is not None:
+            return given
         if name not in _NEED_A_JOB and not dist.is_initialized():
             return 0
-        if group is not None:
-            return group.size() if fact == SIZE else group.rank()
-        if name == table.EXPERT_TP:
-            return self.values[FACTS[f"{table.TP}_{fact}"][2]]
-        raise self.missing(name)
+        if name == table.EXPERT_TP and self.values.get(name) is None:
+            return self.values[f"{_GROUPS[table.TP]}_{fact}"]
+        group = get_group()
+        if group is None:  # there are no GTP peers
+            return 0
+        return group.size() if fact == SIZE else group.rank()
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
         """Create all groups of a configuration; a failure leaves everything unchanged.
@@ -314,10 +351,13 @@ class ParallelState(ModuleState):
         Takes the arguments of `parallel_state.initialize_model_parallel`, and raises the same
         errors.
         """
-        configuration = table.Configuration(*args, **kwargs)
+        self.begin(table.Configuration(*args, **kwargs), Functions())
+
+    def begin(self, configuration: table.Configuration, functions: Functions) -> None:
+        """Create all groups of a configuration by some functions; errors as for `initialize`."""
         names = (*table.ROWS, "_GLOBAL_MEMORY_BUFFER")
         layouts = self.check_new(names, "destroy_model_parallel", configuration.layouts)
-        options = options_by_key(configuration)
+        options = options_by_key(configuration, functions)
         wanted = list(table.rows(configuration, layouts, options))
         with contextlib.ExitStack() as undo:
             undo.callback(os.environ.update, dict(os.environ))
@@ -325,7 +365,16 @@ class ParallelState(ModuleState):
             _set_environment(configuration.pipeline_model_parallel_comm_backend)
             grid = undo.enter_context(HyperCommGrid(layouts.dense, name="megatron"))
             grid.register_view(table.EXPERT, layouts.expert.shape, layouts.expert.dim_names)
-            groups = _create(grid, wanted, configuration)
+            if functions.create is None:
+                groups = _create(lambda _, asked: grid.create_pgs(asked), wanted, configuration)
+            else:
+                undo.callback(self._restore_list, copy(self.values[_LIST]))
+                listed = self.values[_LIST] or []
+                with current.use(self):
+                    sizes = [layout.sizes for layout in layouts]
+                    create = partial(functions.create, configuration, sizes)
+                    groups = _create(create, wanted, configuration)
+                self._own = [group for group in self.values[_LIST] or [] if group not in listed]
             undo.pop_all()
         self.configuration, self.grid = configuration, grid
         self.strict = configuration.strict
@@ -338,6 +387,19 @@ class ParallelState(ModuleState):
         self.fill(values | _values_of(wanted, groups))
         self.list_groups(groups)
         current.keep(self)
+
+    def _restore_list(self, listed: list[ProcessGroup | None] | None) -> None:
+        """Destroy the groups that were listed since, in reverse order."""
+        created, self.values[_LIST] = self.values[_LIST] or [], listed
+        torchdist.destroy(group for group in reversed(created) if group not in (listed or [None]))
+        torchdist.forget_non_members()
+
+    def destroy(self) -> None:
+        """Destroy the groups that the state created, and empty it; may be called twice."""
+        created = self._own
+        super().destroy()
+        torchdist.destroy(reversed(created))
+        torchdist.forget_non_members()
 
     def list_groups(self, groups: Iterable[ProcessGroup | None]) -> None:
         """Register groups whose timeout `update_pg_timeout` is to change."""
@@ -380,34 +442,35 @@ class ParallelState(ModuleState):
 
 
 def _create(
-    grid: HyperCommGrid, wanted: list[table.WantedGroup], config: table.Configuration
+    create: Callable[[list[table.WantedGroup], list[GroupArguments]], list[ProcessGroup | None]],
+    wanted: list[table.WantedGroup],
+    config: table.Configuration,
 ) -> list[ProcessGroup | None]:
     """Create all groups in one call, except that the one with SHARP is created on its own.
 
     NCCL uses SHARP for the first communicator, which exists only after its first collective.
     """
     sharp = _SHARP[config.sharp_enabled_group or "dp"] if config.use_sharp else None
-    requests: list[dict[str, Any]] = []
-    timeout = config.timeout
+    requests: list[GroupArguments] = []
     for each in wanted:
-        requests.append({**each.arguments, "timeout": timeout})
+        requests.append({**each.arguments, "timeout": config.timeout})
         if "share" not in each.arguments or each.name == sharp:
-            name = each.name.lstrip("_").replace("GROUPS", "GROUP")
-            numbered = name if each.part is None else each.row.numbered(name, each.part)
-            requests[-1]["group_desc"] = numbered
+            requests[-1]["group_desc"] = each.description
     if sharp is None:
-        return grid.create_pgs(requests)
+        return create(wanted, requests)
     place = [each.name for each in wanted].index(sharp)
-    before = grid.create_pgs(requests[:place])
+    after = place + 1
+    before = create(wanted[:place], requests[:place])
     os.environ[_COLLNET] = "1"
-    (group,) = grid.create_pgs([requests[place] | {"share": "never"}])
+    requests[place]["share"] = "never"
+    (group,) = create(wanted[place:after], requests[place:after])
     if group is not None:
         device = [torch.cuda.current_device()] if torch.cuda.is_available() else None
         dist.barrier(group=group, device_ids=device)
         if device is not None:
             torch.cuda.synchronize()
     del os.environ[_COLLNET]
-    return [*before, group, *grid.create_pgs(requests[place + 1 :])]
+    return [*before, group, *create(wanted[after:], requests[after:])]
 
 
 def _values_of(

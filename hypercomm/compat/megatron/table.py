@@ -84,6 +84,8 @@ class Configuration:
     high_priority_stream_groups: Sequence[str] | None = None
     sharp_enabled_group: str | None = None
     hybrid_context_parallel: bool = attrs.field(default=False, converter=bool, kw_only=True)
+    dynamic_context_parallel: bool = attrs.field(default=False, converter=bool, kw_only=True)
+    min_dynamic_context_parallel_size: int = attrs.field(default=1, kw_only=True)
     create_all_gather_group: bool = attrs.field(default=False, converter=bool, kw_only=True)
     gtp_remat_size: int = attrs.field(default=1, kw_only=True)
     expert_gtp_remat_size: int = attrs.field(default=1, kw_only=True)
@@ -96,6 +98,12 @@ class Configuration:
     def __attrs_post_init__(self) -> None:
         name = "num_distributed_optimizer_instances"
         instances = positive(self.num_distributed_optimizer_instances, name)
+        positive(self.min_dynamic_context_parallel_size, "min_dynamic_context_parallel_size")
+        if self.hybrid_context_parallel and self.dynamic_context_parallel:
+            raise ConfigurationError(
+                "hybrid_context_parallel and dynamic_context_parallel are names of one feature in "
+                "two branches of Megatron; give one of them"
+            )
         check_duration(self.timeout)
         check_choice("share", self.share, SHARES)
         if instances > 1 and self.has_gtp:
@@ -200,9 +208,6 @@ class Configuration:
 
 _DEFAULTS = {field.name: field.default for field in attrs.fields(Configuration) if field.init}
 
-# A TypeError names the function that the arguments were given to.
-Configuration.__init__.__qualname__ = "initialize_model_parallel"
-
 
 def order_layout(
     order: str, sizes: Mapping[str, int], rank_offset: int, anchor: str | None = None
@@ -248,121 +253,6 @@ def inject_gtp(order_str: str, after: str = "tp") -> str:
         return order_str
     place = next((names.index(dim) + 1 for dim in (after, "tp") if dim in names), 0)
     return "-".join([*names[:place], GTP, *names[place:]])
-
-
-# ---- Megatron's enumerations of groups -----------------------------------------------------------
-
-
-def generate_masked_orthogonal_rank_groups(
-    world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]
-) -> list[list[int]]:
-    """Enumerate the groups over the dims that a mask marks, the first dim varying fastest.
-
-    Args:
-        world_size: The number of ranks; if the sizes multiply to more, later groups are left out.
-        parallel_size: The size of each dim.
-        mask: For each dim, whether the groups span it.
-
-    Returns:
-        A list of the ranks of each group, ascending.
-
-    Raises:
-        LayoutError: A size is not a positive int, or the lengths differ.
-        ConfigurationError: The sizes multiply to fewer ranks than `world_size`.
-
-    Example:
-        >>> generate_masked_orthogonal_rank_groups(8, [2, 2, 2], [False, False, True])
-        [[0, 4], [1, 5], [2, 6], [3, 7]]
-    """
-    names = [f"d{axis}" for axis in range(len(mask))]
-    # A dim of size 1 more lets a mask mark no dim at all: then each rank is a group.
-    layout = RankLayout([*parallel_size, 1], [*names, "one"])
-    spanned = [name for name, marked in zip(names, mask, strict=True) if marked]
-    groups = layout.groups(*spanned, "one")
-    count = world_size // groups.group_size
-    if count > len(groups):
-        raise ConfigurationError(
-            f"{layout.size} ranks of parallel_size {list(parallel_size)} do not fill {world_size=}"
-        )
-    return groups.to_array()[:count].tolist()  # type: ignore[no-any-return]
-
-
-@attrs.define(slots=False, eq=False)
-class RankGenerator:
-    """Enumerates the groups of ranks of one factorisation, by dims such as "tp-dp".
-
-    Args:
-        tp: Tensor parallel size.
-        ep: Expert parallel size.
-        dp: Data parallel size.
-        pp: Pipeline parallel size.
-        cp: Context parallel size; this or `ep` is 1.
-        order: The dims, the first one varying fastest; those of size 1 may be left out.
-        rank_offset: The smallest rank.
-        gtp_remat: Number of GTP peers. It is a dim if it is larger than 1, and always from
-            megatron-core 0.19 on.
-
-    Raises:
-        ConfigurationError: Both `ep` and `cp` are larger than 1, or the order leaves out a size.
-        UnknownDimError: The order names an unknown dim.
-
-    Example:
-        >>> RankGenerator(tp=2, ep=1, dp=2, pp=2, cp=1, order="tp-dp-pp").get_ranks("tp-pp")
-        [[0, 1, 4, 5], [2, 3, 6, 7]]
-
-    Source: names, signatures and behaviour follow `megatron.core.parallel_state`.
-    """
-
-    tp: int
-    ep: int
-    dp: int
-    pp: int
-    cp: int
-    order: str
-    rank_offset: int = 0
-    gtp_remat: int = 1
-
-    def __attrs_post_init__(self) -> None:
-        self.name_to_size = {
-            dim: positive(getattr(self, dim), f"the size of dim {dim!r}") for dim in DIMS
-        }
-        if self.gtp_remat == 1 and "gtp_remat" not in version.changes():
-            del self.name_to_size[GTP]
-        if self.ep > 1 and self.cp > 1:
-            raise ConfigurationError(
-                f"ep={self.ep} and cp={self.cp} cannot both be larger than 1 in one RankGenerator"
-            )
-        self._layout = order_layout(self.order, self.name_to_size, self.rank_offset)
-        self.world_size, self.ordered_size = self._layout.size, list(self._layout.shape)
-        self.order = "-".join(self._layout.dim_names)
-
-    def get_mask(self, order: str, token: str) -> list[bool]:
-        """Return for each dim of `order` whether `token` names it.
-
-        Raises:
-            UnknownDimError: `token` names a dim that `order` does not.
-        """
-        dims, wanted = order.split("-"), token.split("-")
-        for dim in wanted:
-            if dim not in dims:
-                raise UnknownDimError(f"unknown dim {dim!r} in {token!r}; the order has {dims}")
-        return [dim in wanted for dim in dims]
-
-    def get_ranks(self, token: str) -> list[list[int]]:
-        """Enumerate the groups over the dims that `token` names, such as "tp-dp"."""
-        return self._layout.groups(*dict.fromkeys(token.split("-"))).to_lists()
-
-    def get_gtp_ranks(self, gtp_remat_size: int) -> list[list[int]]:
-        """Enumerate the groups of GTP peers.
-
-        Raises:
-            ConfigurationError: `gtp_remat_size` is not that of the generator.
-        """
-        if gtp_remat_size != self.gtp_remat:
-            raise ConfigurationError(
-                f"gtp_remat_size must be that of the generator, {self.gtp_remat}"
-            )
-        return self.get_ranks(GTP)
 
 
 # ---- names --------------------------------------------------------------------------------------
@@ -479,6 +369,21 @@ def hybrid_sizes(_: Configuration, replicas: int) -> list[int]:
     return [2**power for power in range(1, int(math.log2(replicas)))]
 
 
+def dynamic_sizes(config: Configuration, replicas: int) -> list[int]:
+    """List the group sizes of dynamic context parallelism: powers of 2 from the smallest one on.
+
+    >>> dynamic_sizes(Configuration(min_dynamic_context_parallel_size=2), 16)
+    [2, 4, 8]
+    """
+    if replicas % 2:
+        raise ConfigurationError(
+            f"dynamic_context_parallel needs an even number of dp-cp ranks, got {replicas}"
+        )
+    least = config.min_dynamic_context_parallel_size
+    powers = [2**power for power in range(int(math.log2(replicas)))]
+    return [power for power in powers if power >= least]
+
+
 # ---- the table ----------------------------------------------------------------------------------
 
 
@@ -542,6 +447,8 @@ MP, EP = "_MODEL_PARALLEL_GROUP", "_EXPERT_MODEL_PARALLEL_GROUP"
 TP_CP, TP_EP = "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"
 GTP_GROUP, EXPERT_GTP_GROUP = "_GTP_WEIGHT_REMAT_GROUP", "_EXPERT_GTP_WEIGHT_REMAT_GROUP"
 EXPERT_MP = "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"
+HIERARCHY, DYNAMIC = "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", "_DYNAMIC_DP_CP_GROUPS"
+HYBRID, ONE_INSTANCE = "_HYBRID_DP_CP_GROUPS", "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP"
 _INSTANCES = "num_distributed_optimizer_instances"
 
 
@@ -554,8 +461,10 @@ TABLE = (
            option="create_all_gather_group", overlaps=True),
     _dense("dp-cp", "intra_dp_cp", "intra_dp_cp", INTRA_DP_CP,
            gloo=True, option=_INSTANCES, derive=one_instance, otherwise=(DP_CP,)),
-    _dense("dp-cp", "dp_cp", None, "_HYBRID_DP_CP_GROUPS",
+    _dense("dp-cp", "dp_cp", None, HYBRID,
            parts=hybrid_sizes, derive=hybrid, option="hybrid_context_parallel", part=""),
+    _dense("dp-cp", "dp_cp", None, DYNAMIC,
+           parts=dynamic_sizes, derive=hybrid, option="dynamic_context_parallel", part=""),
     _dense("dp", "dp", "dp", DP, "_DATA_PARALLEL_GLOBAL_RANKS", gloo=True),
     _dense("gtp_remat", "gtp_remat", "gtp_remat", GTP_GROUP,
            "_GTP_WEIGHT_REMAT_GLOBAL_RANKS", gtp=True, option="gtp_remat_size"),
@@ -565,7 +474,7 @@ TABLE = (
     _dense("gtp_remat-dp-cp", "gtp_remat_dp_cp", None, INTRA_DP_CP + WITH_GTP, gtp=True,
            option=_INSTANCES, otherwise=(INTRA_DP_CP, DP_CP + WITH_GTP)),
     _dense("cp", "cp", "cp", CP, "_CONTEXT_PARALLEL_GLOBAL_RANKS"),
-    _dense("cp", "hcp", "hcp", "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS",
+    _dense("cp", "hcp", "hcp", HIERARCHY,
            parts=lambda config, _: range(len(config.hierarchical_context_parallel_sizes or ())),
            derive=hierarchy, option="hierarchical_context_parallel_sizes", part="L"),
     _dense("tp-gtp_remat-pp", "mp", "mp", MP, "_MODEL_PARALLEL_GLOBAL_RANKS"),
@@ -596,7 +505,7 @@ TABLE = (
     _expert("gtp_remat-dp", "ep_gtp_remat_dp", None, INTRA_EXPERT_DP + WITH_GTP, gtp=True,
             option=_INSTANCES, otherwise=(INTRA_EXPERT_DP, EXPERT_DP + WITH_GTP)),
     _expert("tp-gtp_remat-ep-dp-pp", "intra_dist_opt_instance", "intra_dist_opt",
-            "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", derive=whole_instance),
+            ONE_INSTANCE, derive=whole_instance),
 )
 # fmt: on
 
@@ -678,6 +587,12 @@ class WantedGroup:
     part: Any
     name: str
     arguments: GroupArguments
+
+    @property
+    def description(self) -> str:
+        """The name that Megatron gives the process group."""
+        name = self.name.lstrip("_").replace("GROUPS", "GROUP")
+        return name if self.part is None else self.row.numbered(name, self.part)
 
 
 def rows(

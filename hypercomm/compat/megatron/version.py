@@ -16,8 +16,9 @@ from hypercomm.errors import ConfigurationError
 
 Version: TypeAlias = tuple[int, int, int]
 
+OLDEST: Version = (0, 16, 0)
 NEWEST: Version = (0, 20, 0)
-"""The newest megatron-core whose names and behaviour are known here."""
+"""The oldest and the newest megatron-core whose names and behaviour are known here."""
 
 CHANGES: dict[str, Version] = {
     # A field of a collection that was not set is None. Before: an AttributeError.
@@ -56,7 +57,7 @@ def set(version: str | None) -> None:  # noqa: A001 - `version.set(...)` is how 
             release candidate counts as its release.
 
     Raises:
-        ConfigurationError: It is not a version.
+        ConfigurationError: It is not a version, or one that is not known here.
     """
     global _chosen  # noqa: PLW0603 - one setting for the process
     if version is None:
@@ -68,6 +69,11 @@ def set(version: str | None) -> None:  # noqa: A001 - `version.set(...)` is how 
                 f"version must be one of megatron-core, such as '0.16.1' or '0.19', got {version!r}"
             )
         major, minor, patch = (int(number or 0) for number in found.groups())
+        if not OLDEST[:2] <= (major, minor) <= NEWEST[:2]:
+            known = " to ".join(f"{first}.{second}" for first, second, _ in (OLDEST, NEWEST))
+            raise ConfigurationError(
+                f"hypercomm knows megatron-core {known}, got version {version!r}"
+            )
         _chosen = major, minor, patch
     changes.cache_clear()
 

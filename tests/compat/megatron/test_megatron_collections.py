@@ -472,3 +472,14 @@ def test_wrong_modules(names, language_model):
         MultiModuleProcessGroupCollection(
             {name: ProcessGroupCollection() for name in names}, language_model
         )
+
+
+# A class of this metaclass has a size that is set by a method, as in Megatron.
+@pytest.mark.parametrize("module", [our_config, their_config])
+def test_helper(module):
+    class Helper(metaclass=module.ProcessGroupHelperMeta):
+        other = 1
+
+    Helper.other = 2
+    with pytest.raises(AttributeError, match="set_virtual_pipeline_model_parallel_size"):
+        Helper.virtual_pipeline_model_parallel_size = 2

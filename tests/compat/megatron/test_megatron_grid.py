@@ -128,3 +128,41 @@ def test_world_size(monkeypatch):
         assert ours.HyperCommGrid([2, 4], ["tp", "dp"]).size == 8
     layout = hypercomm.RankLayout([2, 4], ["tp", "dp"])
     assert ours.HyperCommGrid(layout, world_size=8)._pgs == {}
+
+
+# Programs match the words of these errors, in Megatron's as in ours.
+@pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (([2, 2], ["ep", "dp"]), "the grid size is 8"),
+        (([2, 2], ["ep", "dp"]), "but the grid size"),
+        (([8, 0], ["ep", "dp"]), "shape must be positive ints"),
+        (([-1, 8], ["ep", "dp"]), "shape must be positive ints"),
+        (([4, 2], ["ep", "pp"], ["pp", "pp"]), "duplicate shared_dims"),
+        (([4, 2], ["ep", "cp"], ["cp"]), "Shared dim 'cp' .* is not in the base view"),
+        (([4, 2], ["ep", "dp"], ["pp"]), "Shared dim 'pp' .* is not in the view's dim_names"),
+        (([4, 2], ["ep", "pp"], ["pp"]), None),
+        (([2, 2, 2], ["ep", "ep", "dp"]), "duplicate dim_names"),
+        (([2, 2, 2], ["ep", "dp"]), r"len\(shape\).* != len\(dim_names\)"),
+        (([2, 4], ["tp", "dp"], ["tp"]), None),
+        (([4, 2], ["tp", "pp"], ["tp"]), "different membership across views"),
+    ],
+)
+def test_errors_of_views(module, arguments, words, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    grid = module.HyperCommGrid(SHAPE, NAMES)
+    if words is None:
+        grid.register_view("other", *arguments)
+    else:
+        with pytest.raises(ValueError, match=words) as caught:
+            grid.register_view("other", *arguments)
+        assert module is theirs or isinstance(caught.value, HyperCommError)
+
+
+# A group in which the rank is not is None, or torch's marker.
+def test_members():
+    with fake_world(4, 1):
+        assert ours._is_process_group_member(dist.new_group([0, 1]))
+        assert not ours._is_process_group_member(dist.new_group([2, 3]))
+        assert not ours._is_process_group_member(None)

@@ -1,7 +1,10 @@
 """The names, signatures and free functions of Megatron's parallel_state, and the bad calls."""
 
+import contextlib
 import inspect
+import itertools
 from datetime import timedelta
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -9,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron_facts import GLOBALS, LONG, forget, ours, plain, read_globals, theirs
+from megatron_facts import GLOBALS, LONG, following, forget, ours, plain, read_globals, theirs
 
 from hypercomm import errors
 from hypercomm.compat.megatron import ParallelState
@@ -25,13 +28,10 @@ def no_state_is_left():
     forget(theirs)
 
 
-UNUSED = {"create_hierarchical_groups", "create_hybrid_dp_cp_groups"}
-"""What Megatron calls in its own parallel_state alone."""
-
 functions = [
     name
     for name, value in vars(theirs).items()
-    if inspect.isfunction(value) and value.__module__ == theirs.__name__ and name not in UNUSED
+    if inspect.isfunction(value) and value.__module__ == theirs.__name__
 ]
 
 
@@ -208,6 +208,11 @@ BAD = [
     ({"distributed_timeout_minutes": 0}, errors.GroupOptionsError),
     ({"local_world_size": 32}, errors.WorldSizeError),
     ({"share": "all"}, errors.GroupOptionsError),
+    ({"min_dynamic_context_parallel_size": 0}, errors.LayoutError),
+    (
+        {"dynamic_context_parallel": True, "hybrid_context_parallel": True},
+        errors.ConfigurationError,
+    ),
     ({"high_priority_stream_groups": "dp"}, errors.LayoutError),
 ]
 
@@ -223,7 +228,8 @@ def test_bad_initialisation(arguments, kind):
                 **{LONG.get(key, key): arguments[key] for key in arguments}
             )
         assert type(caught.value) is kind
-        assert str(next(iter(arguments.values()))) in str(caught.value)
+        name, value = next(iter(arguments.items()))
+        assert (LONG.get(name, name) if value is True else str(value)) in str(caught.value)
         assert read_globals(ours) == rest
         assert set(dist.distributed_c10d._world.pg_map) == groups
         ours.initialize_model_parallel()
@@ -266,3 +272,92 @@ def test_outside():
         assert not ours.is_initialized()
         with pytest.raises(AssertionError, match="rank 6 is in none of these groups"):
             ours.get_tensor_model_parallel_rank()
+
+
+# The development branch has groups of each power of 2 of neighbours, from the smallest size on.
+@pytest.mark.parametrize("least", [1, 2, 4])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_dynamic_context_parallel(least, replaced):
+    ranks = list(range(1, 16, 2))  # tp=2: the data and context parallel ranks of rank 5
+    expected = {
+        size: tuple(ranks[2 // size * size :][:size]) for size in (1, 2, 4) if size >= least
+    }
+    honest = ours.create_group
+    with fake_world(16, 5):
+        patch = mock.patch.object(ours, "create_group", side_effect=honest)
+        with patch if replaced else contextlib.nullcontext():
+            ours.initialize_model_parallel(
+                2,
+                dynamic_context_parallel=True,
+                min_dynamic_context_parallel_size=least,
+                create_gloo_process_groups=False,
+            )
+        assert {
+            size: plain(group) for size, group in ours._DYNAMIC_DP_CP_GROUPS.items()
+        } == expected
+        for size, members in expected.items():
+            group = ours.get_dynamic_data_context_parallel_groups(group_size=size)
+            assert plain(group) == members
+        whole = ours.get_dynamic_data_context_parallel_groups(group_size=8)
+        assert whole is ours._DATA_PARALLEL_GROUP_WITH_CP
+        with pytest.raises(KeyError, match="group_size=3 in _DYNAMIC_DP_CP_GROUPS"):
+            ours.get_dynamic_data_context_parallel_groups(group_size=3)
+        ours.destroy_model_parallel()
+        assert ours._DYNAMIC_DP_CP_GROUPS == {}
+        ours.initialize_model_parallel(2)
+        with pytest.raises(KeyError, match="initialise with dynamic_context_parallel=True"):
+            ours.get_dynamic_data_context_parallel_groups(group_size=2)
+
+
+# The functions that create such groups can be called on their own; every rank is in one of a size.
+def test_groups_by_size():
+    for rank in range(6):
+        with fake_world(6, rank):
+            own = ours.create_dynamic_dp_cp_groups(rank, range(6), None)
+            assert {size: plain(group) for size, group in own.items()} == {
+                1: (rank,),
+                2: tuple(range(rank // 2 * 2, rank // 2 * 2 + 2)),
+            }
+            hybrid = ours.create_hybrid_dp_cp_groups(rank, range(6), None)
+            assert {size: plain(group) for size, group in hybrid.items()} == {2: plain(own[2])}
+            levels, gloo = ours.create_hierarchical_groups(rank, range(6), [2, 3])
+            assert [plain(group) for group in levels] == [
+                plain(own[2]),
+                tuple(range(rank % 2, 6, 2)),
+            ]
+            assert gloo == [None, None]
+            assert ours.create_hierarchical_groups(rank, [4, 5], [2]) == ([], []) or rank > 3
+
+
+# Arguments without a name have the order of the release that is followed.
+@pytest.mark.parametrize(
+    ("release", "flags"),
+    [
+        ("0.18.2", ("partial_data_parallel", "independent_all_gather")),
+        ("0.19.2", ("with_gtp_remat", "partial_data_parallel")),
+    ],
+)
+def test_arguments_by_place(release, flags):
+    sizes = {"num_distributed_optimizer_instances": 2, "context_parallel_size": 2}
+    with following(release), fake_world(16, 3):
+        ours.initialize_model_parallel(**sizes, create_all_gather_group=True)
+        for getter in (
+            ours.get_data_parallel_group,
+            ours.get_data_parallel_world_size,
+            ours.get_data_parallel_rank,
+        ):
+            takes = [name for name in flags if name in inspect.signature(getter).parameters]
+            for values in itertools.product([False, True], repeat=len(takes)):
+                expected = getter(True, **dict(zip(takes, values, strict=True)))
+                assert getter(True, *values) == expected
+        first = flags[0].replace("partial_data", "partial_expert_data")
+        for getter in (
+            partial(ours.get_expert_data_parallel_group, True),
+            ours.get_expert_data_parallel_world_size,
+            ours.get_expert_data_parallel_rank,
+        ):
+            assert getter(True) == getter(**{first: True})
+            assert getter(False) == getter(**{first: False})
+        with pytest.raises(TypeError, match="without a name"):
+            ours.get_data_parallel_group(True, True, True, True)
+        ours.destroy_model_parallel()

@@ -1,0 +1,7 @@
+"""`python -m hypercomm.compat.ezpz train.py`: runs a program of ezpz unedited."""
+
+from hypercomm.compat import program
+from hypercomm.compat.ezpz import install
+
+if __name__ == "__main__":
+    program.run(install, "hypercomm.compat.ezpz")

@@ -1,0 +1,7 @@
+"""`python -m hypercomm.compat.megatron pretrain_gpt.py`: runs a Megatron program unedited."""
+
+from hypercomm.compat import program
+from hypercomm.compat.megatron import install
+
+if __name__ == "__main__":
+    program.run(install, "hypercomm.compat.megatron")

@@ -1,0 +1,168 @@
+"""`python -m hypercomm.compat.megatron script.py` runs a script as `python script.py` does."""
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+from launched import run_python
+
+MEGATRON, EZPZ = "hypercomm.compat.megatron", "hypercomm.compat.ezpz"
+QUIET = {"TORCHDYNAMO_DISABLE": "1", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+PRETRAINING = Path(__file__).parent / "megatron" / "pretraining"
+
+PROGRAM = """
+import os, pickle, sys
+
+class Data: ...
+
+def fail():
+    raise KeyError("in the program")
+
+if __name__ == "__main__":
+    assert vars(sys.modules["__main__"]) is globals()
+    assert type(pickle.loads(pickle.dumps(Data()))) is Data
+    print(sys.argv, sys.path[0], __file__, __package__)
+    import near
+    print(near.__file__)
+    match sys.argv[1]:
+        case "fail":
+            fail()
+        case "import":
+            import near.nothing
+        case "exit":
+            sys.exit(7)
+        case "text":
+            sys.exit("a last word")
+        case "hook":
+            sys.excepthook = lambda kind, error, trace: print("hooked", kind, error)
+            fail()
+"""
+
+
+@pytest.fixture(name="folder")
+def programs(tmp_path):
+    """A folder with programs; a small Megatron is next to them."""
+    for name, text in {
+        "program.py": PROGRAM,
+        "near.py": "",
+        "syntax.py": "x = = 1\n",
+        "package/__init__.py": "",
+        "package/__main__.py": PROGRAM,
+        "megatron/core/__init__.py": "import megatron.core.parallel_state as mpu",
+        "megatron/core/parallel_state.py": "theirs = True",
+        "which.py": """
+            from megatron.core import mpu, parallel_state
+            print(mpu.__name__, mpu is parallel_state)
+        """,
+        "twice.py": """
+            from hypercomm.compat.megatron import install
+            install()
+            from megatron.core import mpu
+            print(mpu.__name__)
+        """,
+        "tp.py": "import ezpz.tp; print(ezpz.tp.__name__)",
+        "early/sitecustomize.py": "import megatron.core",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+    return tmp_path
+
+
+# Arguments, paths, output, exit code and traceback are the same as with `python`, whether the
+# program succeeds, fails, cannot be imported, or has a syntax error.
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["program.py", "well", "-m", "--out=1"],
+        ["program.py", "fail"],
+        ["program.py", "import"],
+        ["program.py", "text"],
+        ["program.py", "hook"],
+        ["syntax.py"],
+        ["-m", "program", "fail"],
+        ["-m", "package", "exit"],
+        ["-m", "package", "well", "-m", "other"],
+    ],
+    ids=" ".join,
+)
+def test_like_python(folder, words):
+    found = run_python("-m", MEGATRON, *words, folder=folder)
+    expected = run_python(*words, folder=folder)
+    assert (found.returncode, found.stdout) == (expected.returncode, expected.stdout)
+    assert found.stderr.splitlines()[-1:] == expected.stderr.splitlines()[-1:]
+    if words[0] != "-m":  # there, Python's traceback has the frames of runpy
+        assert found.stderr == expected.stderr
+    assert "compat" not in found.stderr
+
+
+# The names are ours in the program, even if another Megatron is next to it.
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-m", MEGATRON, "which.py"],
+        ["-m", MEGATRON, "-m", "which"],
+        ["-m", MEGATRON, "-m", MEGATRON, "which.py"],
+        ["-m", MEGATRON, "twice.py"],
+    ],
+    ids=" ".join,
+)
+def test_names_are_ours(folder, words, tmp_path_factory):
+    elsewhere = folder if words[-1] == "which" else tmp_path_factory.mktemp("elsewhere")
+    words = [folder / word if word.endswith(".py") else word for word in words]
+    done = run_python(*words, folder=elsewhere)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("hypercomm.compat.megatron.parallel_state")
+
+
+def test_ezpz(folder):
+    done = run_python("-m", EZPZ, "tp.py", folder=folder)
+    assert done.stdout == "hypercomm.compat.ezpz\n", done.stderr
+
+
+# A program that cannot be found is an error in one line.
+@pytest.mark.parametrize(
+    ("words", "code", "problem"),
+    [
+        ([], 2, f"usage: python -m {MEGATRON} (SCRIPT | -m MODULE) [arguments]"),
+        (["-m"], 2, f"usage: python -m {MEGATRON} (SCRIPT | -m MODULE) [arguments]"),
+        (["--help"], 2, f"usage: python -m {MEGATRON} (SCRIPT | -m MODULE) [arguments]"),
+        (["nothing.py"], 2, f"{MEGATRON}: there is no script 'nothing.py'"),
+        (["-m", "nothing"], 1, "ImportError: No module named nothing"),
+    ],
+)
+def test_no_program(folder, words, code, problem):
+    done = run_python("-m", MEGATRON, *words, folder=folder)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr == f"{problem}\n"
+
+
+# A sitecustomize may import Megatron before install() can: this is an error, not a silent mixture.
+def test_too_late(folder):
+    path = f"{folder / 'early'}:{folder}:{Path.cwd()}"
+    done = run_python("-m", MEGATRON, "which.py", folder=folder, PYTHONPATH=path)
+    assert done.returncode == 2
+    assert "megatron.core was imported before install()" in done.stderr
+    assert "sitecustomize" in done.stderr
+    assert done.stdout == ""
+
+
+def losses_of(*words):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    sizes = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    script = PRETRAINING / "pretrain_small.py"
+    done = run_python(*torchrun, *words, script, *sizes, "--train-iters", "3", seconds=300, **QUIET)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, re.findall(r"step \d loss (\S+)", done.stdout)
+
+
+# A program like pretrain_gpt.py, unedited and on four ranks, has the losses that it has without us.
+@pytest.mark.clients
+def test_pretraining():
+    plain, expected = losses_of()
+    printed, found = losses_of("-m", MEGATRON)
+    assert "megatron.core.parallel_state pretrain_small.py __main__" in plain
+    assert f"{MEGATRON}.parallel_state pretrain_small.py __main__" in printed
+    assert found == expected
+    assert len(set(found)) == 3
