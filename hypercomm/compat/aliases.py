@@ -75,6 +75,10 @@ class _Aliases(MetaPathFinder, Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(self.homes[spec.name])
         spec.loader_state = module.__spec__
+        own = list(getattr(module, "__path__", []))
+        if own:  # importlib sets the path of a module that has none
+            theirs = spec.submodule_search_locations or []
+            module.__path__ = list(dict.fromkeys([*own, *theirs]))
         return module
 
     def exec_module(self, module: ModuleType) -> None:
