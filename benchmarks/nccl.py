@@ -63,7 +63,7 @@ def install(folder: Path, limit_s: float) -> tuple[str, Row]:
     venv.create(folder, with_pip=True)
     python = str(folder / "bin" / "python")
     wanted = [f"{CHECKOUT}[cli,testing]", "pytest-timeout"]
-    run([python, "-m", "pip", "install", "-q", *wanted], limit_s)
+    run([python, "-m", "pip", "install", "-q", "--no-compile", *wanted], limit_s)
     size = sum(file.lstat().st_size for file in folder.rglob("*"))
     return python, {"seconds": time.monotonic() - began, "bytes": size}
 
