@@ -18,7 +18,7 @@ def modules(monkeypatch):
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield SimpleNamespace(
-        **{name: importlib.import_module(name) for name in ("measure", "page", "staleness")}
+        **{name: importlib.import_module(name) for name in ("measure", "nccl", "page", "staleness")}
     )
     for name in {path.stem for path in BENCHMARKS.glob("*.py")} & (set(sys.modules) - before):
         del sys.modules[name]
@@ -71,3 +71,49 @@ def test_what_became_worse(modules, tmp_path, first, second, verdicts):
     worse = modules.staleness.worse_than(page, measure, said.append)
     assert [line.rpartition(": ")[2] for line in said] == verdicts
     assert len(worse) == (verdicts[-1] == "worse")
+
+
+# A part that fails does not end the others; one without a meaning on gloo, or without time, is
+# skipped with the reason.
+def test_parts_of_nccl(modules, monkeypatch):
+    nccl = modules.nccl
+
+    def good(backend, folder, limit_s):
+        assert not folder.exists()
+        yield {"what": "it", "by": backend, "value": limit_s, "unit": "s"}
+
+    def bad(*_):
+        yield {"what": "before", "value": "a fact"}
+        raise RuntimeError("a reason")
+
+    needs = next(iter(nccl.NEEDS_CARD))
+    assert {*nccl.NEEDS_CARD} < {*nccl.PARTS}
+    parts = {"versions": (good, 7), "bad": (bad, 7), needs: (good, 7), "last": (good, 7)}
+    monkeypatch.setattr(nccl, "PARTS", parts)
+    found = nccl.measure("gloo", [*parts], 60)
+    assert [part["outcome"] for part in found] == ["ok", "failed", "skipped", "ok"]
+    assert found[1]["why"] == "RuntimeError: a reason"
+    assert [part["outcome"] for part in nccl.measure("nccl", [needs], 60)] == ["ok"]
+    late = nccl.measure("gloo", ["last"], 5)
+    assert (late[0]["outcome"], late[0]["rows"]) == ("skipped", [])
+    assert "left of the time" in late[0]["why"]
+    text = nccl.as_text({"parts": [*found, *late], "not on one card": nccl.NOT_ON_ONE_CARD})
+    for word in ("a fact", "a reason", nccl.NEEDS_CARD[needs], "7 s", *nccl.NOT_ON_ONE_CARD):
+        assert word in text
+
+
+# Without torch that sees a card, the other parts are left out.
+def test_no_card(modules, monkeypatch):
+    def none(*_):
+        yield {"what": "card", "value": "none"}
+        raise RuntimeError("torch sees no card")
+
+    monkeypatch.setitem(modules.nccl.PARTS, "versions", (none, 7))
+    found = modules.nccl.measure("nccl", ["versions", "check", "abort"], 60)
+    assert [part["outcome"] for part in found] == ["failed"]
+
+
+# The page names each part.
+def test_page_of_nccl(modules):
+    page = (BENCHMARKS.parent / "docs" / "explanation" / "nccl.md").read_text()
+    assert [name for name in modules.nccl.PARTS if f"`{name}`" not in page] == []
