@@ -35,6 +35,7 @@ from hypercomm.errors import CreationError, HyperCommError
 from hypercomm.layout.text import format_coords
 from hypercomm.process_groups.agreement.records import (
     AGREED,
+    AGREED_TEXT,
     WIDTH,
     Delete,
     Entries,
@@ -123,8 +124,9 @@ def propose(
         refusal: The outcome of a round that this rank begins and cannot take part in.
     """
     record = Record(0, first, refusal)
-    text = yield Exchange(key, "", record.encode())
-    while text != record.encode():
+    own = record.encode()
+    text = yield Exchange(key, "", own)
+    while text != own:
         found = Record.decode(key, text)
         missed = found.failed_since(left)
         if missed is not None and missed.outcome and missed.outcome.token not in reported:
@@ -142,8 +144,9 @@ def propose(
         if refusal is not None and found.round > left and first.rank in found.outcome.absent:
             return Ticket(key, found, size)  # the others do not wait for this rank any more
         record = attrs.evolve(found.next(first), outcome=refusal)
-        text = yield Exchange(key, text, record.encode())
-        if text == record.encode():
+        own = record.encode()
+        text = yield Exchange(key, text, own)
+        if text == own:
             yield from _delete_before(Ticket(key, found, size))
     return Ticket(key, record, size)
 
@@ -165,11 +168,12 @@ def decide(ticket: Ticket, outcome: Outcome) -> Steps[Outcome]:
     """End a round, unless another rank has; return the outcome that holds, and wake all ranks."""
     record = ticket.record
     while True:
-        wanted = attrs.evolve(record, outcome=outcome)
-        text = yield Exchange(ticket.key, record.encode(), wanted.encode())
-        if text == wanted.encode():
+        expected = record.encode()
+        wanted = attrs.evolve(record, outcome=outcome).encode()
+        text = yield Exchange(ticket.key, expected, wanted)
+        if text == wanted:
             break
-        if text == record.encode():
+        if text == expected:
             raise CreationError(f"the store has lost its key {ticket.key!r}; restart the job")
         record = Record.decode(ticket.key, text)
         found = record.outcome_of(ticket.round)
@@ -528,7 +532,7 @@ class Member:
             if stale:
                 yield Delete(stale)
             text = yield from self._wait(tree, key)
-            if text != _GO:
+            if text not in (_GO, AGREED_TEXT):
                 outcome = Outcome.decode(key, text)
                 if outcome.kind != "agreed":
                     raise EndedCallError(outcome)

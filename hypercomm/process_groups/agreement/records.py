@@ -123,8 +123,7 @@ class Stored:
 
     def encode(self) -> str:
         """Return the text that the key holds."""
-        fields: Any = self
-        return json.dumps(attrs.asdict(fields), separators=(",", ":"))
+        return _encoder.encode(self)
 
     @classmethod
     def decode(cls, key: str, text: str) -> Self:
@@ -336,6 +335,7 @@ class Entries(Stored):
 
 _TYPES: dict[type, dict[str, tuple[type, ...]]] = {
     Outcome: {
+        "kind": (str,),
         "text": (str,),
         "missing": (int,),
         "absent": (int,),
@@ -372,6 +372,16 @@ _TYPES: dict[type, dict[str, tuple[type, ...]]] = {
     Entries: {"lines": (str,)},
 }
 """The types of the fields of each value; of a tuple, the types of its items."""
+
+
+def _fields_of(value: object) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in _TYPES[type(value)]}
+
+
+_encoder = json.JSONEncoder(separators=(",", ":"), default=_fields_of)
+
+AGREED_TEXT = AGREED.encode()
+"""What the `end` key of a round holds that all ranks agreed in."""
 
 
 # ---- the keys of a round -------------------------------------------------------------------------
