@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from hypercomm.errors import WorldSizeError
+from hypercomm.compat.layouts import TORCHTITAN_VIEWS, torchtitan_layouts
 from hypercomm.grid.arguments import GroupArguments, SetArguments
 from hypercomm.grid.grid_set import GridSet
-from hypercomm.layout import RankLayout
-from hypercomm.layout.checks import check_choice, positive
+from hypercomm.layout.checks import as_world_size, check_choice
 from hypercomm.layout.parsing import OPEN
 from hypercomm.process_groups.world import size_of_world
 
@@ -26,21 +25,12 @@ __all__ = ["torchtitan_grids", "torchtitan_meshes"]
 SpmdBackend = Literal["partial_dtensor", "spmd_types"]
 
 _GRID = "training"
-_VIEWS = {
-    "dataloading": ("pp", "batch", "cp", "tp"),
-    "loss": ("pp", "loss", "tp"),
-    "dense": ("pp", "dp_replicate", "fsdp", "tp"),
-    "sparse": ("pp", "dp_replicate", "efsdp", "ep"),
-    "spmd": ("pp", "dp", "cp", "tp"),
-}
-"""The views of the grid, the last dim varying fastest; one dim of each takes the open size."""
-
 _MESHES: dict[str, dict[str, tuple[str | None, tuple[str, ...]]]] = {
     "partial_dtensor": {
-        "dataloading": ("dataloading", _VIEWS["dataloading"]),
+        "dataloading": ("dataloading", TORCHTITAN_VIEWS["dataloading"]),
         "loss": ("loss", ("loss",)),
-        "dense": ("dense", _VIEWS["dense"]),
-        "sparse": ("sparse", _VIEWS["sparse"]),
+        "dense": ("dense", TORCHTITAN_VIEWS["dense"]),
+        "sparse": ("sparse", TORCHTITAN_VIEWS["sparse"]),
     }
 }
 _MESHES["spmd_types"] = _MESHES["partial_dtensor"] | {
@@ -91,17 +81,19 @@ def torchtitan_grids(
         >>> print(grid.layout, grid.view("sparse").layout, sep="; ")
         tp=2,cp=2,dp_shard=2,dp_replicate=2,pp=1; ep=4,efsdp=2,dp_replicate=2,pp=1
     """
-    given = {"tp": tp, "cp": cp, "dp_shard": dp_shard, "dp_replicate": dp_replicate, "pp": pp}
     total = size_of_world(world_size)
-    layout = RankLayout(given, world_size=total)
-    if (inner := layout.size_of("tp", "cp", "dp_shard")) % positive(ep, "ep"):
-        raise WorldSizeError(f"ep={ep} must divide dp_shard * cp * tp = {inner} ({layout})")
-    grids = GridSet({_GRID: layout}, requires="tiled", world_size=total, **arguments)
-    sizes = layout.sizes | {"ep": ep}
-    for name, dims in _VIEWS.items():
-        order = list(reversed(dims))
-        shared = [dim for dim in order if dim in given]
-        grids[_GRID].register_view(name, [sizes.get(dim, OPEN) for dim in order], order, shared)
+    views = torchtitan_layouts(
+        dp_replicate=dp_replicate,
+        dp_shard=dp_shard,
+        cp=cp,
+        tp=tp,
+        pp=pp,
+        ep=ep,
+        world_size=as_world_size(total),
+    )
+    grids = GridSet({_GRID: views.base}, requires="tiled", world_size=total, **arguments)
+    for name, view in views.items():
+        grids[_GRID].register_view(name, view.layout.sizes, shared_dims=view.shared_dims)
     return grids
 
 
