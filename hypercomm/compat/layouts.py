@@ -1,19 +1,32 @@
-"""The layouts of Megatron's and torchtitan's models, from sizes alone: nothing here imports torch.
+"""The layouts of other frameworks, from sizes alone: nothing here imports torch.
 
 `megatron_grids` and `torchtitan_grids` make grids of these, and launch files are read with them.
-Source: `megatron.core.parallel_state`, and `torchtitan.distributed.parallel_dims` of torchtitan
-0.3.0, `ParallelDims.build_mesh`: which sizes multiply to which.
+
+Sources, for which sizes multiply to which: `megatron.core.parallel_state`; `ParallelDims` of
+torchtitan 0.3.0; accelerate, `parallelism_config.py`; DeepSpeed 0.19.8, `deepspeed/utils/groups.py`
+and `__init__.py`; verl, `workers/engine/fsdp`; NeMo-RL, `models/automodel/setup.py`; and
+`distributed/parallel_state.py` of vLLM and SGLang.
 """
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from hypercomm.errors import ConfigurationError, UnknownDimError, WorldSizeError
+import attrs
+
+from hypercomm.errors import (
+    ConfigurationError,
+    HyperCommError,
+    LayoutError,
+    UnknownDimError,
+    WorldSizeError,
+)
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import positive
-from hypercomm.layout.parsing import OPEN, close_sizes, parse_order
+from hypercomm.layout.parsing import OPEN, close_sizes, divisors, known_size, parse_order
 from hypercomm.layout.views import Views
 
 EXPERT = "expert"
@@ -257,4 +270,194 @@ def torchtitan_layouts(
         order = list(reversed(dims))
         shared = [dim for dim in order if dim in given]
         views.register(name, [sizes.get(dim, OPEN) for dim in order], order, shared)
+    return views
+
+
+# ---- other frameworks ---------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Kind:
+    """How the sizes of a framework become layouts; the first dim varies fastest.
+
+    Attributes:
+        dims: The dims of the layout.
+        rest: The dim that takes the remaining ranks unless it is given.
+        views: The dims of other factorisations, by name; one that is not given takes the rest.
+        defaults: The sizes that are not 1 if they are not given.
+        is_exact: Whether the sizes must multiply to the world, unless all are 1.
+    """
+
+    dims: tuple[str, ...]
+    rest: str
+    views: Mapping[str, tuple[str, ...]] = {}
+    defaults: Mapping[str, int] = {}
+    is_exact: bool = False
+
+
+KINDS = {
+    "accelerate": Kind(
+        ("tp", "sp", "cp", "dp_shard", "dp_replicate"), "dp_replicate", is_exact=True
+    ),
+    "automodel": Kind(("tp", "cp", "dp", "dp_replicate"), "dp", {"expert": ("ep", "ep_shard")}),
+    "deepspeed": Kind(
+        ("tp", "sp", "dp"), "dp", {"hpz": ("hpz", "hpz_replicas"), "expert": ("ep", "expt_dp")}
+    ),
+    "fsdp": Kind(("fsdp", "ddp"), "ddp", {"sequence": ("sp", "dp")}, {"fsdp": OPEN}),
+    "sglang": Kind(
+        ("tp", "pp", "dp", "engines"),
+        "engines",
+        {"expert": ("moe_tp", "ep", "pp", "dp", "engines")},
+    ),
+    "sglang attention": Kind(
+        ("tp", "pp", "engines"),
+        "engines",
+        {
+            "attention": ("attn_tp", "attn_dp", "pp", "engines"),
+            "expert": ("moe_tp", "ep", "pp", "engines"),
+        },
+    ),
+    "swift": Kind(("sp", "dp"), "dp"),
+    "vllm": Kind(("tp", "pp", "dp", "engines"), "engines", {"expert": ("ep", "engines")}),
+}
+"""The layouts of frameworks that have no function above."""
+
+_CHOICES = {
+    *("dp_attention", "expert_parallel", "mesh", "mesh_names", "order", "pp_before_dp"),
+    *("sequence_parallel", "stage"),
+}
+"""What `framework_layouts` takes in addition to sizes, or ignores."""
+
+ENGINES = ("vllm", "sglang")
+"""The kinds of inference engines."""
+
+MESH = "mesh"
+"""The kind of a DeviceMesh whose sizes are given."""
+
+_ORDERS = {False: "tp-cp-ep-dp-pp", True: "tp-cp-ep-pp-dp"}
+
+
+def framework_layouts(kind: str, sizes: Mapping[str, Any], world_size: int | None) -> Views:
+    """Return the layout of one module of a framework, with its other factorisations as views.
+
+    Args:
+        kind: "megatron", "torchtitan", "mesh" or one of `KINDS`.
+        sizes: The sizes that are given, by dim. Also the choices "order" and "pp_before_dp" of
+            Megatron, "dp_attention" of SGLang and "expert_parallel" of vLLM, the texts "mesh" and
+            "mesh_names", and "engine", the GPUs of an inference engine.
+        world_size: The number of ranks; None if it is unknown. An inference engine needs none.
+
+    Raises:
+        HyperCommError: The sizes do not fit the world; names the nearest that do.
+
+    Example:
+        >>> views = framework_layouts("sglang", {"tp": 16, "dp": 4, "dp_attention": 1}, None)
+        >>> print(views.base, views["attention"], sep="; ")
+        tp=16,pp=1; attn_tp=4,attn_dp=4,pp=1 sharing pp
+        >>> framework_layouts("megatron", {"tp": 3, "pp": 2}, 8)
+        Traceback (most recent call last):
+        hypercomm.errors.WorldSizeError: tp=3,pp=2,cp=1,dp=-1 needs a multiple of 6 ranks, as 6 \
+        and 12; the world has 8; tp=2 would fit
+    """
+    try:
+        return _framework_layouts(kind, sizes, world_size)
+    except HyperCommError as error:
+        fitting = _fitting(kind, sizes, world_size)
+        hint = f"; {' or '.join(fitting)} would fit" if fitting else ""
+        raise type(error)(f"{error}{hint}") from error
+
+
+def _fitting(kind: str, sizes: Mapping[str, Any], world_size: int | None) -> list[str]:
+    """Return for each size the nearest that fits if the others stay, as in "tp=2"."""
+    found = []
+    given = {name: size for name, size in sizes.items() if name not in _CHOICES and size != 1}
+    if kind == "megatron" and "ep" in given:
+        given.setdefault("expt_tp", sizes.get("tp", 1))
+    for name, before in given.items():
+        for size in sorted(divisors(world_size or 1), key=lambda size: abs(size - before)):
+            with contextlib.suppress(HyperCommError):
+                _framework_layouts(kind, {**sizes, name: size}, world_size)
+                found.append(f"{name}={size}")
+                break
+    return found if world_size else []
+
+
+def _framework_layouts(kind: str, sizes: Mapping[str, Any], world_size: int | None) -> Views:
+    given = {name: size for name, size in sizes.items() if isinstance(size, int)}
+    used = {*_CHOICES, *_sizes_of(kind)}
+    if unused := [
+        f"{name}={size}" for name, size in given.items() if size > 1 and name not in used
+    ]:
+        raise LayoutError(f"{' and '.join(unused)} is not a size of {kind} layouts")
+    if kind == MESH:
+        shape = re.findall(r"-?[0-9]+", sizes["mesh"])
+        names = re.findall(r"\w+", sizes.get("mesh_names", ""))
+        names = names or [f"dim{axis}" for axis in range(len(shape))]
+        layout = dict(zip(reversed(names), map(int, reversed(shape)), strict=False))
+        return Views(RankLayout(layout, world_size=world_size))
+    if kind == "sglang" and "dp_attention" in given:
+        kind, given["attn_dp"] = "sglang attention", given.pop("dp", 1)
+    row = KINDS.get(kind)
+    if row and (world_size is not None or row.rest == "engines" or _is_whole(row, given)):
+        return _of_kind(row, _of_engine(kind, given), world_size)
+    if world_size is None:
+        factor = RankLayout({name: given.get(name, 1) for name in ("tp", "sp", "cp", "pp")}).size
+        raise WorldSizeError(
+            f"the number of ranks is not given; give it as --world-size (world_size=), a multiple "
+            f"of {factor}"
+        )
+    if kind == "torchtitan":
+        known = torchtitan_layouts.__kwdefaults__ or {}
+        own = {name: size for name, size in given.items() if name in known}
+        return torchtitan_layouts(**own, world_size=world_size)
+    order = sizes.get("order") or _ORDERS["pp_before_dp" in sizes]
+    return megatron_layouts(given, order, world_size)
+
+
+def _sizes_of(kind: str) -> set[str]:
+    """Return the sizes that a kind of module has."""
+    if kind in KINDS:
+        row = KINDS[kind]
+        return {"engine", *row.dims, *(dim for dims in row.views.values() for dim in dims)}
+    return {*NAMES.values(), *(torchtitan_layouts.__kwdefaults__ or {})} - {
+        "megatron": {"dp_replicate", "dp_shard"},
+        "torchtitan": {"expt_tp"},
+    }.get(kind, set())
+
+
+def _is_whole(row: Kind, sizes: Mapping[str, int]) -> bool:
+    """Return whether the sizes alone give the number of ranks."""
+    own = {dim: sizes.get(dim, 1) for dim in row.dims}
+    return row.rest in sizes or (row.is_exact and known_size(own) > 1)
+
+
+def _of_engine(kind: str, given: Mapping[str, int]) -> dict[str, int]:
+    """Return sizes with those that inference engines infer: tp of its GPUs, dp of its experts."""
+    sizes = dict(given)
+    if "engine" in sizes and "tp" not in sizes:
+        parts = {"tp": OPEN, "pp": sizes.get("pp", 1)}
+        sizes["tp"] = RankLayout(parts, world_size=sizes["engine"]).size_of("tp")
+    if kind == "vllm" and sizes.get("ep", 1) > 1 and "dp" not in sizes:
+        parts = {"tp": sizes.get("tp", 1), "dp": OPEN}
+        sizes["dp"] = RankLayout(parts, world_size=sizes["ep"]).size_of("dp")
+    return sizes
+
+
+def _of_kind(row: Kind, sizes: Mapping[str, int], world_size: int | None) -> Views:
+    """Return the layouts of a row of `KINDS`."""
+    given = {dim: sizes.get(dim, row.defaults.get(dim, 1)) for dim in row.dims}
+    if OPEN not in given.values() and not _is_whole(row, sizes):
+        given[row.rest] = OPEN
+        if world_size is None:
+            del given[row.rest]
+    views = Views(RankLayout(given, world_size=world_size))
+    for name, dims in row.views.items():
+        own = [dim for dim in dims if dim not in row.dims]
+        if any(sizes.get(dim, 1) > 1 for dim in own) or (
+            own == ["ep"] and "expert_parallel" in sizes
+        ):
+            every = {**dict.fromkeys(own, OPEN), **sizes, **views.base.sizes}
+            there = [dim for dim in dims if dim in given or dim in own]
+            shared = [dim for dim in there if dim in given]
+            views.register(name, [every[dim] for dim in there], there, shared)
     return views

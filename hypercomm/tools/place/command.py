@@ -8,10 +8,12 @@ import click
 
 from hypercomm.cli import options
 from hypercomm.cli.printing import print_json, write
+from hypercomm.tools.launch_files.command import with_files
 from hypercomm.tools.place.live import machine
 from hypercomm.tools.place.placing import place
 
 
+@with_files("sizes")
 @click.command("place", short_help="Show which groups cross hosts and domains, and a better order.")
 @options.sizes
 @click.option(
