@@ -102,6 +102,10 @@ def module_and_size(path: Sequence[str]) -> tuple[str, str]:
     return module, SIZES.get(name, "")
 
 
+OWN = {"fsdp"}
+"""The sizes that no module takes from another."""
+
+
 class Framework(NamedTuple):
     """A framework, and how its files are recognised.
 

@@ -252,7 +252,8 @@ class _Reading:
             own = self._world(label, module)[0] if name else None
             parent = self.framework.parents.get(label, "")
             own_sizes = self._sizes(label, module, is_world=False)
-            given = {**self.framework.defaults, **sizes.get(parent, {}), **own_sizes}
+            taken = {n: size for n, size in sizes.get(parent, {}).items() if n not in known.OWN}
+            given = {**self.framework.defaults, **taken, **own_sizes}
             sizes[label] = given
             kind = self._kind(module)
             self.problems += [f"{label}: {text}" for text in known.apply_rules(kind, given)]

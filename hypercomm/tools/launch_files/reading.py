@@ -215,17 +215,15 @@ class _Script:
             line += token[0].count("\n")
             word = _unquoted(token[0]) if kind == "word" else ""
             found = _FLAG.fullmatch(word)
+            is_value = bool(flag and word and not found)
             if flag and kind != "space":
-                is_value = word and not found
                 self._add(flag[0], word if is_value else "true", flag[1])
                 flag = None
-                if is_value:
-                    continue
             if token[0].startswith("#SBATCH"):
                 self.read(token[0].removeprefix("#SBATCH").partition(" #")[0], here, depth)
             elif found and found[2] is None:
                 flag = found[1], here
-            elif pair := found or _OVERRIDE.fullmatch(word):
+            elif pair := found or _OVERRIDE.fullmatch("" if is_value else word):
                 self._add(pair[1], pair[2], here)
             elif pair := _ASSIGNMENT.fullmatch(word):
                 self.variables[pair[1]] = self._add(pair[1], pair[2], here, is_variable=True)
