@@ -128,13 +128,14 @@ class Framework(NamedTuple):
     defaults: Mapping[str, int] = {}
 
 
+_SWIFT = "(?:sft|pt|rlhf|export|infer|rollout)"
 _SIZE = r"(?:tensor|pipeline|expert)[-_]model[-_]parallel[-_]size"
 FRAMEWORKS = (
     Framework("verl", r"\bactor_rollout_ref\b", "fsdp", "vllm", ("actor",), {"ref": "actor"}),
     Framework("NeMo-RL", r"\b(?:megatron|dtensor)_cfg\b", "automodel", defaults={"expt_tp": 1}),
     Framework("slime", r"--(?:actor-num-gpus|rollout-num-gpus)", "megatron", "sglang"),
-    Framework("ms-swift", r"(?m)^\s*megatron \w", "megatron", defaults={"expt_tp": 1}),
-    Framework("ms-swift", r"(?m)^\s*swift \w", "swift"),
+    Framework("ms-swift", rf"(?:^|\s)megatron {_SWIFT}\b", "megatron", defaults={"expt_tp": 1}),
+    Framework("ms-swift", rf"(?:^|\s)swift {_SWIFT}\b", "swift"),
     Framework("torchtitan", r"_parallel_(?:\w+_)?degree\b", "torchtitan", modules=("training",)),
     Framework(
         "accelerate",
