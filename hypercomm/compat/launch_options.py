@@ -1,4 +1,4 @@
-"""What launch files call their sizes, how a framework is recognised, and what it ignores.
+"""The names of sizes in launch files, the marks of frameworks, and the options that they ignore.
 
 Sources of the names: Megatron-LM, `megatron/training/arguments.py`; torchtitan, `config/`;
 accelerate, `parallelism_config.py`; DeepSpeed 0.19.8, `__init__.py` and `runtime/`; verl,
@@ -81,11 +81,11 @@ _TRANSPARENT = re.compile(
 """The parts of a key that name no module."""
 
 SERVING = re.compile(r"\brollout|generation|inference|vllm|sglang|trtllm")
-"""What the keys of an inference engine contain."""
+"""The words in keys of an inference engine."""
 
 
 def module_and_size(path: Sequence[str]) -> tuple[str, str]:
-    """Return the module of a key, "" for that of the whole file, and the size that it sets, or "".
+    """Return the module of a key and the size that it sets; "" stands for the file, or for no size.
 
     Example:
         >>> module_and_size(("actor_rollout_ref", "ref", "megatron", "tensor_model_parallel_size"))
@@ -116,7 +116,7 @@ class Framework(NamedTuple):
         serving: The kind of its inference engines.
         modules: The modules that exist even if no size of theirs is given.
         parents: For a module the one whose sizes are its defaults.
-        defaults: The sizes whose default is not that of the kind.
+        defaults: The sizes that have another default in this framework.
     """
 
     name: str
@@ -129,8 +129,12 @@ class Framework(NamedTuple):
 
 
 _SWIFT = "(?:sft|pt|rlhf|export|infer|rollout)"
+_VERL_MEGATRON = (
+    r"(?s)\A(?=.*\bactor_rollout_ref\b).*(?:ppo_megatron_trainer|\bstrategy[=:]\s*megatron)"
+)
 _SIZE = r"(?:tensor|pipeline|expert)[-_]model[-_]parallel[-_]size"
 FRAMEWORKS = (
+    Framework("verl", _VERL_MEGATRON, "megatron", "vllm", ("actor",), {"ref": "actor"}),
     Framework("verl", r"\bactor_rollout_ref\b", "fsdp", "vllm", ("actor",), {"ref": "actor"}),
     Framework("NeMo-RL", r"\b(?:megatron|dtensor)_cfg\b", "automodel", defaults={"expt_tp": 1}),
     Framework("slime", r"--(?:actor-num-gpus|rollout-num-gpus)", "megatron", "sglang"),
@@ -144,7 +148,7 @@ FRAMEWORKS = (
         modules=("training",),
     ),
     Framework("Megatron-Bridge", r"megatron[._-]bridge", "megatron"),
-    Framework("NeMo", rf"(?s)\bexp_manager\b.*{_SIZE}|megatron_gpt_\w+\.py", "megatron"),
+    Framework("NeMo", rf"(?s)\A(?=.*\bexp_manager\b).*{_SIZE}|megatron_gpt_\w+\.py", "megatron"),
     Framework("SGLang", r"\bsglang\b", "sglang", "sglang"),
     Framework("vLLM", r"\bvllm\b", "vllm"),
     Framework("DeepSpeed", r"zero_optimization|\bauto[te]p_size\b", "deepspeed"),
@@ -157,7 +161,7 @@ FRAMEWORKS = (
 
 
 class Rule(NamedTuple):
-    """A combination of sizes that a framework ignores, refuses or completes.
+    """A combination of sizes that a framework ignores, rejects or completes.
 
     Attributes:
         kind: The kind of the module.

@@ -81,9 +81,9 @@ def megatron_layouts(
 
     Args:
         sizes: Some of tp, cp, pp, ep, expt_tp, gtp_remat and expt_gtp_remat, as for
-            `megatron_grids`; default: 1, and for expt_tp that of tp.
+            `megatron_grids`; default: 1, and for expt_tp the size of tp.
         order: The order of the dims, the first varying fastest.
-        world_size: The number of ranks; dp gets those that remain.
+        world_size: The number of ranks; dp gets the remaining ones.
         anchor: The dim after which gtp_remat is inserted if the order does not name it.
 
     Raises:
@@ -122,7 +122,7 @@ def layouts_of(
         sizes: Each of `SIZES`; expert_tensor_parallel_size may be None.
         order: The order of the dims.
         world_size: The number of ranks.
-        names: The names of sizes in error messages, if they are not those of the arguments.
+        names: The names of sizes in error messages; default: the names of the arguments.
         rank_offset: The smallest rank.
         anchor: The dim after which gtp_remat is inserted in the dense layers.
 
@@ -326,7 +326,7 @@ _CHOICES = {
     *("dp_attention", "expert_parallel", "mesh", "mesh_names", "order", "pp_before_dp"),
     *("sequence_parallel", "stage"),
 }
-"""What `framework_layouts` takes in addition to sizes, or ignores."""
+"""Choices of `framework_layouts` that are not sizes."""
 
 ENGINES = ("vllm", "sglang")
 """The kinds of inference engines."""
@@ -345,7 +345,7 @@ def framework_layouts(kind: str, sizes: Mapping[str, Any], world_size: int | Non
         sizes: The sizes that are given, by dim. Also the choices "order" and "pp_before_dp" of
             Megatron, "dp_attention" of SGLang and "expert_parallel" of vLLM, the texts "mesh" and
             "mesh_names", and "engine", the GPUs of an inference engine.
-        world_size: The number of ranks; None if it is unknown. An inference engine needs none.
+        world_size: The number of ranks, or None. An inference engine does not need it.
 
     Raises:
         HyperCommError: The sizes do not fit the world; names the nearest that do.
@@ -428,7 +428,7 @@ def _is_whole(row: Kind, sizes: Mapping[str, int]) -> bool:
 
 
 def _of_engine(kind: str, given: Mapping[str, int]) -> dict[str, int]:
-    """Return sizes with those that inference engines infer: tp of its GPUs, dp of its experts."""
+    """Add the sizes that inference engines infer: tp from its GPUs, dp from its experts."""
     sizes = dict(given)
     if "engine" in sizes and "tp" not in sizes:
         parts = {"tp": OPEN, "pp": sizes.get("pp", 1)}

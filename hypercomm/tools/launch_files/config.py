@@ -37,12 +37,12 @@ class LaunchConfig:
 
     Attributes:
         framework: The framework whose file it is.
-        world_size: The number of ranks; None if the file does not give it.
-        gpus_per_node: The ranks on each host; None if the file does not give it.
+        world_size: The number of ranks, or None.
+        gpus_per_node: The number of ranks on each host, or None.
         views: For each module ("training", or such as "actor" and "rollout") its layout, with
             other factorisations of the same ranks, such as "expert".
         sources: Where each size is given, as in "training.tp" and "world.nodes".
-        problems: What is wrong, as sentences that name the file and line where they can.
+        problems: The problems, as sentences with the file and line where there is one.
 
     Example:
         >>> config = read_config("torchrun --nproc-per-node 8 pretrain_gpt.py "
@@ -137,7 +137,7 @@ def read_config(
     Args:
         path_or_text: The path of a shell script, or of a YAML, TOML or JSON file, or the text of
             one.
-        world_size: The number of ranks; default: that of the file.
+        world_size: The number of ranks; default: from the file.
 
     Returns:
         The framework, the layouts, where each size is given, and the problems.
@@ -201,7 +201,7 @@ def _load(given: str | os.PathLike[str]) -> tuple[str, Path]:
 
 
 def _settings(text: str, path: Path, depth: int = 0) -> list[Source]:
-    """Return the settings of a file, after those of the files that its `defaults` name."""
+    """Return the settings of a file; the files that its `defaults` name are read first."""
     settings = read_settings(text, path.name, os.environ)
     for one in [one for one in settings if one.path == ("defaults",)]:
         base = path.parent / one.value
@@ -326,7 +326,7 @@ class _Reading:
         return given
 
     def _value(self, label: str, size: str, one: Source) -> int | str | None:
-        """Return the value of a size or choice; None if it has none, perhaps with a problem."""
+        """Return the value of a size or choice, or None; add a problem unless it means no value."""
         text = one.value.strip().lower()
         if size in known.SWITCHES:
             return 1 if text in ("true", "1", "yes", "on") else None
@@ -348,7 +348,7 @@ class _Reading:
         return None
 
     def _world(self, label: str, module: _Module) -> tuple[int | None, int | None]:
-        """Return the number of ranks, and that of those on each node; None: not given."""
+        """Return the number of ranks and the number on each node, or None."""
         sizes = self._sizes(label, module, is_world=True)
         given = {name: size for name, size in sizes.items() if size > 0}
         per_node = given.get("gpus_per_node") or given.get("gpus") or given.get("tasks_per_node")

@@ -18,7 +18,7 @@ from hypercomm import _required
 from hypercomm.compat.launch_options import SLURM
 from hypercomm.errors import LayoutError
 
-_MOST_NODES = 50_000
+_MOST_NODES = 20_000
 """Values of a tree; aliases of YAML can stand for billions."""
 
 _MOST_PASSES = 6
@@ -74,7 +74,7 @@ def read_settings(text: str, file: str, environment: Mapping[str, str]) -> list[
 
     Args:
         text: The text.
-        file: The name of the file, whose suffix says what it is; "" if there is none.
+        file: The name of the file, whose suffix selects the form; "" for a text.
         environment: The values of variables that a script does not set.
 
     Raises:

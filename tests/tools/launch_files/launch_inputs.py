@@ -1,9 +1,8 @@
 """Small inputs with the parallel parts of real launch files, and what upstream makes of them.
 
-Each names the public repository and the file whose parallel part it retypes, in words of its own:
-the flags, keys and variables that set sizes, in the form of the file, and nothing else. The
-expected sizes are read off the file by hand; the tests derive the ranks of groups from them with
-upstream's code.
+Each names a public repository and a file, and retypes the parallel part of this file: the flags,
+keys and variables that set sizes, in the form of the file. The expected sizes are read off the file
+by hand; the tests derive the ranks of groups from them with upstream's code.
 """
 
 from dataclasses import dataclass, field
@@ -376,7 +375,7 @@ python3 -m verl.trainer.main_ppo \\
         8,
         {
             "actor": Megatron(tp=2, pp=2),
-            "ref": Megatron(tp=2, pp=2),  # pp is that of the actor
+            "ref": Megatron(tp=2, pp=2),  # pp is taken from the actor
             "rollout": VLLM(tp=4, engines=2),
         },
     ),

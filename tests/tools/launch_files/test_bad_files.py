@@ -1,4 +1,4 @@
-"""What is wrong with a launch file: each problem names the place and what would have worked."""
+"""Problems of launch files: each names the place and a value that would have worked."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ def within(quiet_s):
     assert time.monotonic() - begin < late_s(quiet_s)
 
 
-# A file that is no launch file raises, and says why.
+# Another file than a launch file raises an error with the reason.
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -71,7 +71,7 @@ def test_a_large_file(tmp_path):
 def test_a_bomb():
     lines = ["a0: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
-    with within(3), pytest.raises(LayoutError, match="more than 50,000 values"):
+    with within(3), pytest.raises(LayoutError, match="more than 20,000 values"):
         read_config("\n".join([*lines, "tensor_model_parallel_size: 8"]))
 
 
@@ -115,7 +115,7 @@ def test_hostile_texts(hostile):
         read_settings(hostile * (20_000 // len(hostile)), "a.sh", {})
 
 
-# What a value lacks: a variable, a command that is not run, a number.
+# Values with a variable that is not set, a command that is not run, or without a number.
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -206,7 +206,7 @@ def test_the_world():
         read_config(huge)
 
 
-# What a framework ignores or refuses.
+# Options that a framework ignores or rejects.
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

@@ -61,7 +61,7 @@ def test_problems(tmp_path, in_process):
     assert "tp=3,cp=1,dp=2,pp=1  6 ranks" in done.stdout
 
 
-# Modules have a table each; diff compares those that both files have, and takes sizes, too.
+# Each module has a table; diff compares the modules of both files, and takes sizes, too.
 def test_diff_and_modules(tmp_path, run, in_process):
     file = tmp_path / "verl.sh"
     file.write_text(

@@ -245,7 +245,17 @@ def test_grids_of_torchtitan():
     assert ours["training"].views == preset["training"].views
 
 
-# Each size has its file, line, key and text; those that the file does not give say so.
+# verl's trainer for Megatron, by the name of its configuration; torchtitan's sizes as flags.
+def test_frameworks_by_their_marks():
+    text = "python -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer"
+    rollout = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+    config = read_config(f"{text} {rollout} trainer.n_gpus_per_node=8 trainer.nnodes=1")
+    check_megatron(config, "actor", Megatron(), 8)
+    text = "NGPU=8 ./run_train.sh --parallelism.tensor_parallel_degree 4"
+    check_meshes(read_config(text), "training", titan_meshes(Titan(tp=4), 8), 8)
+
+
+# Each size has its file, line, key and text; a size that is not in the file has none of them.
 def test_sources(tmp_path):
     file = tmp_path / "run.sh"
     launch = "torchrun --nproc_per_node 8 train.py"
@@ -271,7 +281,7 @@ def test_environment(monkeypatch):
     assert str(read_config(text).layouts["training"]) == "tp=8,cp=1,dp=1,pp=1"
 
 
-# Lines of YAML, TOML and JSON are those of the values.
+# A value of YAML, TOML or JSON has its line.
 @pytest.mark.parametrize(
     ("name", "text", "line"),
     [
@@ -303,8 +313,8 @@ def test_defaults_of_hydra(tmp_path):
     assert "defaults base.yaml is not read" in read_config(tmp_path / "own.yaml", 8).problems[0]
 
 
-# The answer takes half a second of a quiet machine, process start included, and no torch: twice
-# that of the processor, as other tests run.
+# The answer takes half a second on a quiet machine, process start included, and does not load
+# torch. The bound is twice as large, because other tests run.
 def test_no_torch(tmp_path):
     file = tmp_path / "run.sh"
     file.write_text("torchrun --nproc-per-node 8 train.py --tensor-model-parallel-size 2\n")
