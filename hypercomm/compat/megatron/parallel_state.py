@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from hypercomm.compat.layouts import Layouts, inject_gtp
 from hypercomm.compat.megatron import state as _states
 from hypercomm.compat.megatron import table
 from hypercomm.compat.megatron.install import MegatronNotReplacedWarning
@@ -46,7 +47,7 @@ _state = current.get
 
 RankGenerator = table.RankGenerator
 generate_masked_orthogonal_rank_groups = table.generate_masked_orthogonal_rank_groups
-_inject_gtp_remat_axis = table.inject_gtp
+_inject_gtp_remat_axis = inject_gtp
 default_embedding_ranks = table.default_embedding_ranks
 default_position_embedding_ranks = table.default_position_embedding_ranks
 get_nccl_options = _states.get_nccl_options
@@ -619,7 +620,7 @@ def create_all_gather_groups(
             "create_all_gather_groups() needs groups; call initialize_model_parallel() first"
         )
     config = attrs.evolve(state.configuration, create_all_gather_group=True)
-    layouts = table.Layouts(*[grid.layout for grid in state.grids.values()])
+    layouts = Layouts(*[grid.layout for grid in state.grids.values()])
     rows = [table.ROWS[table.DP_CP_AG]]
     if for_expert_parallelism and layouts.expert.size_of("ep") > 1:
         rows.append(table.EXPERT_ALL_GATHER)

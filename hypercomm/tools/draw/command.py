@@ -9,10 +9,12 @@ from hypercomm.cli.printing import console
 from hypercomm.layout import RankMapping
 from hypercomm.layout.difference import LayoutDifference, difference
 from hypercomm.tools.draw.drawing import draw as draw_picture
+from hypercomm.tools.launch_files.command import with_files
 from hypercomm.tools.place.command import on_option
 from hypercomm.tools.place.live import machine
 
 
+@with_files("sizes", "after")
 @click.command(short_help="Draw a layout, a change of layout or a mapping.")
 @click.argument("sizes")
 @click.argument("after", required=False)
