@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from hypercomm import RankLayout, RankMapping, draw
+from hypercomm import RankLayout, RankMapping, draw, read_config
 from hypercomm.layout.difference import difference
 
 FOLDER = Path(__file__).parent / "pictures"
@@ -136,6 +136,12 @@ def _mapping() -> Drawing:
     return draw(RankMapping(encoder, llm, along="dp"))
 
 
+def _launch_file() -> Drawing:
+    sizes = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    config = read_config(f"torchrun --nnodes 2 --nproc-per-node 8 train.py {sizes}")
+    return draw(config.layouts["training"], on=config.gpus_per_node)
+
+
 PICTURES: dict[str, Callable[[], Drawing]] = {
     "groups": Groups,  # README.md, index.md
     "cube": _cube,  # tutorials/first_hour.md, start/concepts.md, how-to/draw.md
@@ -143,6 +149,7 @@ PICTURES: dict[str, Callable[[], Drawing]] = {
     "cluster": _cluster,  # how-to/draw.md
     "change": _change,  # how-to/plan.md, how-to/draw.md
     "loss": _loss,  # tutorials/elastic.md
+    "launch_file": _launch_file,  # how-to/launch_files.md
     "mapping": _mapping,  # tutorials/encoder_and_llm.md, how-to/draw.md
 }
 """The drawing of each file; a comment names the pages that show it."""

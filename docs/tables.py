@@ -28,6 +28,7 @@ PUBLIC = (
     "hypercomm.testing.properties",
     "hypercomm.tools.blame",
     "hypercomm.tools.draw",
+    "hypercomm.tools.launch_files",
     "hypercomm.tools.place",
     "hypercomm.training",
 )

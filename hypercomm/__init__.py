@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from hypercomm.process_groups.world import World as World
     from hypercomm.testing.worlds import fake_world as fake_world
     from hypercomm.tools.draw import draw as draw
+    from hypercomm.tools.launch_files import LaunchConfig as LaunchConfig
+    from hypercomm.tools.launch_files import read_config as read_config
     from hypercomm.tools.place import live_topology as live_topology
     from hypercomm.tools.place import place as place
     from hypercomm.tools.place import read_topology as read_topology
@@ -74,6 +76,7 @@ _HOMES = {
     "live_topology": "hypercomm.tools.place",
     "megatron_grids": "hypercomm.compat.megatron.presets",
     "place": "hypercomm.tools.place",
+    "read_config": "hypercomm.tools.launch_files",
     "read_topology": "hypercomm.tools.place",
     "renew_world": "hypercomm.launch",
     "run_ranks": "hypercomm.launch",
@@ -85,6 +88,7 @@ _RARE = {
     "GroupKey": "hypercomm.process_groups.spec",
     "Joined": "hypercomm.launch",
     "JoinedWorld": "hypercomm.launch",
+    "LaunchConfig": "hypercomm.tools.launch_files",
     "Renewed": "hypercomm.launch",
     "megatron_requests": "hypercomm.compat.megatron.presets",
     "torchtitan_grids": "hypercomm.compat.torchtitan",
@@ -108,6 +112,7 @@ _ELSEWHERE = {
 _PACKAGES = {
     "torch": "torch",
     "rich": "'hypercomm[cli]'",
+    "tomli": "'hypercomm[cli]'",
     "resvg_py": "'hypercomm[draw]'",
     **dict.fromkeys(("hostlist", "yaml"), "'hypercomm[place]'"),
     **dict.fromkeys(("cloudpickle", "hypothesis", "pytest"), "'hypercomm[testing]'"),

@@ -7,6 +7,7 @@ A page's blocks are read from its fences, in order:
 * `{ .python .example }` includes an example: MkDocs finds it, tests/test_examples.py runs it.
 * `text` titled "Output" is what the Python block before it prints.
 * `console` has commands of ours behind `$`, and below each what it prints.
+* A block that is only shown and has the name of a file as its title is written to that file first.
 
 A comment before a fence changes that: `<!-- figures -->` compares without numbers, and
 `<!-- clients -->` leaves the block to tests of that mark, `<!-- elsewhere -->` to one of its own.
@@ -114,6 +115,8 @@ def run_page(path, folder, *, clients=False):
     blocks = blocks_of(path)
     for place, block in enumerate(blocks):
         is_ours = clients == ("clients" in block.notes) and "elsewhere" not in block.notes
+        if block.language in SHOWN and Path(block.title).suffix:
+            (Path(folder) / block.title).write_text(block.text)
         if block.language not in RUN or not is_ours:
             continue
         after = blocks[place + 1] if place + 1 < len(blocks) else None

@@ -27,7 +27,7 @@ _COMMANDS = {
     "plan": ("hypercomm.tools.plan:plan", "Show a layout and its groups."),
     "draw": ("hypercomm.tools.draw.command:draw", "Draw a layout, a change or a mapping."),
     "place": ("hypercomm.tools.place.command:place_command", "Place a layout on a machine."),
-    "diff": ("hypercomm.cli.diff:diff", "Compare the groups of two layouts."),
+    "diff": ("hypercomm.tools.launch_files.command:diff", "Compare the groups of two layouts."),
     "check": ("hypercomm.cli.check:check", "Run every group of a layout on real ranks."),
     "doctor": ("hypercomm.cli.doctor:doctor", "Show what is installed and what works."),
     "blame": ("hypercomm.tools.blame.command:blame", "Find the rank that a hung job waits for."),

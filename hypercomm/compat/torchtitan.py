@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from hypercomm.errors import WorldSizeError
+from hypercomm.compat.layouts import TORCHTITAN_VIEWS, torchtitan_layouts
 from hypercomm.grid.arguments import GroupArguments, SetArguments, check_keywords
 from hypercomm.grid.grid_set import GridSet
-from hypercomm.layout import RankLayout
-from hypercomm.layout.checks import check_choice, positive
-from hypercomm.layout.parsing import OPEN, short_names
+from hypercomm.layout.checks import as_world_size, check_choice
+from hypercomm.layout.parsing import short_names
 from hypercomm.process_groups.world import size_of_world
 
 if TYPE_CHECKING:
@@ -26,9 +25,6 @@ __all__ = ["torchtitan_grids", "torchtitan_meshes"]
 SpmdBackend = Literal["partial_dtensor", "spmd_types"]
 
 _GRID = "training"
-_SIZES = {"tp": 1, "cp": 1, "dp_shard": OPEN, "dp_replicate": 1, "pp": 1, "ep": 1}
-"""The sizes of a model, with their defaults: the dims of the grid, and ep."""
-
 _NAMES = {
     "data_parallel_replicate_degree": "dp_replicate",
     "data_parallel_shard_degree": "dp_shard",
@@ -39,21 +35,12 @@ _NAMES = {
 }
 """The names here of torchtitan's sizes."""
 
-_VIEWS = {
-    "dataloading": ("pp", "batch", "cp", "tp"),
-    "loss": ("pp", "loss", "tp"),
-    "dense": ("pp", "dp_replicate", "fsdp", "tp"),
-    "sparse": ("pp", "dp_replicate", "efsdp", "ep"),
-    "spmd": ("pp", "dp", "cp", "tp"),
-}
-"""The views of the grid, the last dim varying fastest; one dim of each takes the open size."""
-
 _MESHES: dict[str, dict[str, tuple[str | None, tuple[str, ...]]]] = {
     "partial_dtensor": {
-        "dataloading": ("dataloading", _VIEWS["dataloading"]),
+        "dataloading": ("dataloading", TORCHTITAN_VIEWS["dataloading"]),
         "loss": ("loss", ("loss",)),
-        "dense": ("dense", _VIEWS["dense"]),
-        "sparse": ("sparse", _VIEWS["sparse"]),
+        "dense": ("dense", TORCHTITAN_VIEWS["dense"]),
+        "sparse": ("sparse", TORCHTITAN_VIEWS["sparse"]),
     }
 }
 _MESHES["spmd_types"] = _MESHES["partial_dtensor"] | {
@@ -117,26 +104,15 @@ def torchtitan_grids(
         >>> print(grid.layout, grid.view("sparse").layout, sep="; ")
         tp=2,cp=2,dp_shard=2,dp_replicate=2,pp=1; ep=4,efsdp=2,dp_replicate=2,pp=1
     """
-    given = {name: value for name, value in locals().items() if name in {*_SIZES, *_NAMES}}
+    given = {name: value for name, value in locals().items() if name in {*_NAMES, *_NAMES.values()}}
     known = [*(torchtitan_grids.__kwdefaults__ or {}), *SetArguments.__annotations__]
     check_keywords("torchtitan_grids", arguments, known)
     short, _ = short_names("torchtitan_grids", given, _NAMES)
-    sizes = _SIZES | short
-    experts = positive(sizes.pop("ep"), "ep")
-    total = size_of_world(world_size)
-    layout = RankLayout(sizes, world_size=total)
-    if (inner := layout.size_of("tp", "cp", "dp_shard")) % experts:
-        rest = f"; dp_shard={layout.size_of('dp_shard')} is what {total} ranks leave"
-        raise WorldSizeError(
-            f"ep={experts} must divide dp_shard * cp * tp = {inner} ({layout})"
-            f"{rest if sizes['dp_shard'] == OPEN else ''}"
-        )
-    grids = GridSet({_GRID: layout}, requires="tiled", world_size=total, **arguments)
-    sizes = layout.sizes | {"ep": experts}
-    for name, dims in _VIEWS.items():
-        order = list(reversed(dims))
-        shared = [dim for dim in order if dim in layout.dim_names]
-        grids[_GRID].register_view(name, [sizes.get(dim, OPEN) for dim in order], order, shared)
+    total = as_world_size(size_of_world(world_size))
+    views = torchtitan_layouts(**short, world_size=total)
+    grids = GridSet({_GRID: views.base}, requires="tiled", world_size=total, **arguments)
+    for name, view in views.items():
+        grids[_GRID].register_view(name, view.layout.sizes, shared_dims=view.shared_dims)
     return grids
 
 

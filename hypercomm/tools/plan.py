@@ -20,6 +20,7 @@ from hypercomm.launchers import find_number
 from hypercomm.layout import RankLayout
 from hypercomm.layout.parsing import OPEN, close_sizes, parse_sizes
 from hypercomm.layout.text import counted, format_coords, format_range
+from hypercomm.tools.launch_files.command import with_files
 from hypercomm.tools.place.command import on_option
 from hypercomm.tools.place.live import machine
 from hypercomm.tools.place.placing import units_of_groups
@@ -32,6 +33,7 @@ _MOST_RANKS = 2**24
 """Ranks that are enumerated in a fraction of a second for each combination."""
 
 
+@with_files("sizes")
 @click.command(short_help="Show coordinates and groups of a layout of any size.")
 @options.sizes
 @click.option(

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from hypercomm.compat.layouts import DIMS, GTP, Layouts, inject_gtp, order_layout
 from hypercomm.compat.megatron import state as _states
 from hypercomm.compat.megatron import table, version
 from hypercomm.compat.megatron.install import MegatronNotReplacedWarning
@@ -55,7 +56,7 @@ _state = current.get
 _NAMES = globals()
 """The functions of this module, some of which a program may have replaced."""
 
-_inject_gtp_remat_axis = table.inject_gtp
+_inject_gtp_remat_axis = inject_gtp
 default_embedding_ranks = table.default_embedding_ranks
 default_position_embedding_ranks = table.default_position_embedding_ranks
 get_nccl_options = _states.get_nccl_options
@@ -828,15 +829,15 @@ class RankGenerator:
 
     def __attrs_post_init__(self) -> None:
         self.name_to_size = {
-            dim: positive(getattr(self, dim), f"the size of dim {dim!r}") for dim in table.DIMS
+            dim: positive(getattr(self, dim), f"the size of dim {dim!r}") for dim in DIMS
         }
         if self.gtp_remat == 1 and "gtp_remat" not in version.changes():
-            del self.name_to_size[table.GTP]
+            del self.name_to_size[GTP]
         if self.ep > 1 and self.cp > 1:
             raise ConfigurationError(
                 f"ep={self.ep} and cp={self.cp} cannot both be larger than 1 in one RankGenerator"
             )
-        layout = table.order_layout(self.order, self.name_to_size, self.rank_offset)
+        layout = order_layout(self.order, self.name_to_size, self.rank_offset)
         self.world_size, self.ordered_size = layout.size, list(layout.shape)
         self.order = "-".join(layout.dim_names)
 
@@ -868,7 +869,7 @@ class RankGenerator:
             raise ConfigurationError(
                 f"gtp_remat_size must be that of the generator, {self.gtp_remat}"
             )
-        return self.get_ranks(table.GTP)
+        return self.get_ranks(GTP)
 
 
 # ---- groups outside the state -----------------------------------------------------------------
@@ -1003,7 +1004,7 @@ def create_all_gather_groups(
     config = attrs.evolve(state.configuration, create_all_gather_group=True)
     if timeout is not None:
         config = attrs.evolve(config, distributed_timeout_minutes=timeout / timedelta(minutes=1))
-    layouts = table.Layouts(*[grid.layout for grid in state.grids.values()])
+    layouts = Layouts(*[grid.layout for grid in state.grids.values()])
     asked = [table.ROWS[table.DP_CP_AG]]
     if for_expert_parallelism and get_expert_model_parallel_world_size() > 1:
         asked.append(table.EXPERT_ALL_GATHER)
@@ -1068,14 +1069,14 @@ def _sizes_of_getters() -> list[dict[str, int]]:
         for names in (_DENSE, _EXPERT)
     )
     for sizes in (dense, expert):  # the sizes of data parallel include the peers
-        sizes["dp"] //= sizes[table.GTP]
+        sizes["dp"] //= sizes[GTP]
     return [dense, expert]
 
 
 _SHARED = {"pp": "pipeline_model_parallel", "dp": "data_parallel", "tp": "tensor_model_parallel"}
-_DENSE = {**_SHARED, "cp": "context_parallel", table.GTP: "gtp_weight_remat"}
+_DENSE = {**_SHARED, "cp": "context_parallel", GTP: "gtp_weight_remat"}
 _EXPERT = {"pp": _SHARED["pp"], "dp": "expert_data_parallel", "tp": "expert_tensor_parallel"}
-_EXPERT |= {"ep": "expert_model_parallel", table.GTP: "expert_gtp_weight_remat"}
+_EXPERT |= {"ep": "expert_model_parallel", GTP: "expert_gtp_weight_remat"}
 """The getters of the sizes of Megatron's dims."""
 
 
@@ -1128,12 +1129,12 @@ def _create_by_functions(
 
 def _generator(config: table.Configuration, sizes: Mapping[str, int], after: str) -> RankGenerator:
     """Return the generator of a layout's groups, by the functions of this module."""
-    given = {dim: sizes.get(dim, 1) for dim in table.DIMS}
+    given = {dim: sizes.get(dim, 1) for dim in DIMS}
     order = config.order
     if config.has_gtp or "gtp_remat" in config.changes:
         order = _inject_gtp_remat_axis(order, after=after)
     else:
-        del given[table.GTP]
+        del given[GTP]
     return RankGenerator(**given, order=order, rank_offset=config.rank_offset)
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
-from hypercomm.compat.megatron import table
+from hypercomm.compat.layouts import DIMS, EXPERT, GTP, NAMES, Layouts, megatron_layouts
+from hypercomm.compat.megatron import table, version
 from hypercomm.compat.megatron.process_groups_config import ProcessGroupCollection
 from hypercomm.compat.megatron.state import options_by_key
 from hypercomm.errors import GridDestroyedError, LayoutError, UnknownDimError
 from hypercomm.grid import HyperCommGrid
 from hypercomm.grid.arguments import GroupArguments, SetArguments, Share, check_keywords
 from hypercomm.grid.grid_set import GridSet
-from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_world_size
 from hypercomm.layout.parsing import short_names
 from hypercomm.layout.text import did_you_mean, shown
@@ -21,17 +21,6 @@ from hypercomm.process_groups.world import size_of_world
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing has it from Python 3.11 on
-
-_EXPERT_DIMS = {"tp": "expt_tp", "dp": "expt_dp", table.GTP: f"expt_{table.GTP}"}
-"""The names here of the dims that both the dense and the expert layers have."""
-
-_NAMES = {argument: dim for dim, argument in table.DENSE_SIZES.items()} | {
-    argument: _EXPERT_DIMS.get(dim, dim) for dim, argument in table.EXPERT_SIZES.items()
-}
-"""The names here of Megatron's sizes."""
-
-_SIZES = {name: None if name == "expt_tp" else 1 for name in _NAMES.values()}
-"""The sizes of a model, with their defaults."""
 
 
 def megatron_grids(
@@ -100,40 +89,33 @@ def megatron_grids(
         training tp=2,cp=1,dp=4,pp=2 experts expt_tp=2,ep=2,expt_dp=2,pp=2
         inference tp=4,cp=1,dp=4,pp=1 experts expt_tp=4,ep=1,expt_dp=4,pp=1
     """
-    sizes = {name: value for name, value in locals().items() if name in {*_SIZES, *_NAMES}}
+    sizes = {name: value for name, value in locals().items() if name in {*NAMES, *NAMES.values()}}
     known = [*(megatron_grids.__kwdefaults__ or {}), *SetArguments.__annotations__]
     check_keywords("megatron_grids", arguments, known)
     total, models = as_world_size(size_of_world(world_size)), {"training": sizes}
     if inference is not None:
         for dim in inference:
-            if dim not in {*_SIZES, *_NAMES}:
+            if dim not in {*NAMES, *NAMES.values()}:
                 raise UnknownDimError(
-                    f"inference has no dim {shown(dim)}, but {list(_SIZES)}"
-                    f"{did_you_mean(dim, (*_SIZES, *_NAMES))}"
+                    f"inference has no dim {shown(dim)}, but {list(NAMES.values())}"
+                    f"{did_you_mean(dim, (*NAMES.values(), *NAMES))}"
                 )
         models["inference"] = dict(inference)
-    layouts = {label: _layouts(sizes, order, total) for label, sizes in models.items()}
+    anchor = "cp" if "cp_before_gtp_remat" in version.changes() else "tp"
+    layouts = {}
+    for label, given in models.items():
+        short, names = short_names("megatron_grids", given, NAMES)
+        layouts[label] = megatron_layouts(short, order, total, anchor, names)
     grids = GridSet(
-        {label: dense for label, (dense, _) in layouts.items()},
+        {label: views.base for label, views in layouts.items()},
         requires="tiled" if inference is None else "colocated",
         world_size=total,
         **arguments,
     )
-    for label, (_, expert) in layouts.items():
-        grids[label].register_view(table.EXPERT, expert.shape, expert.dim_names, ["pp"])
+    for label, views in layouts.items():
+        expert = views[EXPERT]
+        grids[label].register_view(EXPERT, expert.layout.sizes, shared_dims=expert.shared_dims)
     return grids
-
-
-def _layouts(given: Mapping[str, int | None], order: str, world_size: int) -> table.Layouts:
-    """Return the layouts of a model's dense and expert layers, from sizes by either name."""
-    short, names = short_names("megatron_grids", given, _NAMES)
-    sizes: dict[str, Any] = {**_SIZES, **short}
-    by_argument = {argument: sizes[name] for argument, name in _NAMES.items()}
-    layouts = table.Configuration(**by_argument, order=order).layouts(world_size, names)
-    dense, expert = (dict(layout.sizes) for layout in layouts)
-    del dense["ep"], expert["cp"]
-    experts = {_EXPERT_DIMS.get(dim, dim): size for dim, size in expert.items()}
-    return table.Layouts(RankLayout(dense), RankLayout(experts))
 
 
 # ---- all groups of a grid -----------------------------------------------------------------------
@@ -197,11 +179,11 @@ def megatron_requests(
         ['dp', ('tp', 'pp'), 'tp', 'pp', ('tp', 'dp')]
     """
     check_keywords("megatron_requests", choices, MegatronChoices.__annotations__)
-    view = table.EXPERT if table.EXPERT in grid.views else None
-    layouts = table.Layouts(grid.layout, grid.views.get(table.EXPERT, grid.layout))
+    view = EXPERT if EXPERT in grid.views else None
+    layouts = Layouts(grid.layout, grid.views.get(EXPERT, grid.layout))
     sides: tuple[table.Side, table.Side] = ("dense", "expert" if view else "dense")
     for layout, side in zip(layouts, sides, strict=True):
-        if not table.own_dims(layout, "-".join(table.DIMS), side):
+        if not table.own_dims(layout, "-".join(DIMS), side):
             raise LayoutError(
                 f"the {side} layout {layout} has none of Megatron's dims tp, cp, ep, dp and pp; "
                 f"rename() its dims"
@@ -209,9 +191,9 @@ def megatron_requests(
     configuration = table.Configuration(
         **choices,
         create_gloo_process_groups=False,
-        gtp_remat_size=layouts.dense.size_of(table.GTP, default=1),
+        gtp_remat_size=layouts.dense.size_of(GTP, default=1),
         expert_gtp_remat_size=layouts.expert.size_of(
-            *table.own_dims(layouts.expert, table.GTP, "expert"), default=1
+            *table.own_dims(layouts.expert, GTP, "expert"), default=1
         ),
     )
     options = options_by_key(configuration)
@@ -300,6 +282,6 @@ def collections_of(grids: GridSet) -> dict[str, ProcessGroupCollection]:
             raise GridDestroyedError(
                 f"grid {name!r} ({grid.layout}) was destroyed, and has no groups to collect"
             )
-        expert = None if table.EXPERT in grid.views else grid
+        expert = None if EXPERT in grid.views else grid
         collections[name] = ProcessGroupCollection.from_grid(grid, expert)
     return collections

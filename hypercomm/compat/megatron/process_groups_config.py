@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from hypercomm.compat.layouts import EXPERT, GTP
 from hypercomm.compat.megatron import table, version
 from hypercomm.compat.megatron.state import ParallelState, current
 from hypercomm.errors import ConfigurationError, UnknownDimError, UnknownFieldError
@@ -157,8 +158,8 @@ class ProcessGroupCollection:
             ...     print(collection.tp.size(), collection.dp_cp.size(), collection.tp_dp_cp.size())
             2 4 8
         """
-        if expert is None and isinstance(grid, HyperCommGrid) and table.EXPERT in grid.views:
-            expert = grid.view(table.EXPERT)
+        if expert is None and isinstance(grid, HyperCommGrid) and EXPERT in grid.views:
+            expert = grid.view(EXPERT)
         held: dict[str, dict[Any, Group]] = {}
         used = []
         for row in table.FIELD_ROWS.values():
@@ -166,7 +167,7 @@ class ProcessGroupCollection:
             groups = {} if source is None else _groups_of(source, row)
             if groups:
                 held[row.name] = groups
-            elif row.gtp and source and table.own_dims(source.layout, table.GTP, row.grid):
+            elif row.gtp and source and table.own_dims(source.layout, GTP, row.grid):
                 continue  # the group of the peers was not created
             elif row.gtp and not row.otherwise:
                 held[row.name] = {None: None}  # there are no peers

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from hypercomm.compat.layouts import EXPERT
 from hypercomm.compat.megatron import table, version
 from hypercomm.compat.module_state import CurrentState, ModuleState
 from hypercomm.errors import ConfigurationError, StateError
@@ -364,7 +365,7 @@ class ParallelState(ModuleState):
             undo.callback(os.environ.clear)  # called before update
             _set_environment(configuration.pipeline_model_parallel_comm_backend)
             grid = undo.enter_context(HyperCommGrid(layouts.dense, name="megatron"))
-            grid.register_view(table.EXPERT, layouts.expert.shape, layouts.expert.dim_names)
+            grid.register_view(EXPERT, layouts.expert.shape, layouts.expert.dim_names)
             if functions.create is None:
                 groups = _create(lambda _, asked: grid.create_pgs(asked), wanted, configuration)
             else:
@@ -378,7 +379,7 @@ class ParallelState(ModuleState):
             undo.pop_all()
         self.configuration, self.grid = configuration, grid
         self.strict = configuration.strict
-        self.grids = {"dense": grid, "expert": grid.view(table.EXPERT)}
+        self.grids = {"dense": grid, "expert": grid.view(EXPERT)}
         self.answers_gtp = configuration.has_gtp or "gtp_remat" in configuration.changes
         values: dict[str, Any] = {"_GLOBAL_MEMORY_BUFFER": GlobalMemoryBuffer()}
         if configuration.virtual_pipeline_model_parallel_size is not None:

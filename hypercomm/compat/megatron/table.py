@@ -11,48 +11,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import compress
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import attrs
 import numpy as np
 
+from hypercomm.compat.layouts import EXPERT, GTP, SIZES, Layouts, layouts_of
 from hypercomm.compat.megatron import version
-from hypercomm.errors import ConfigurationError, LayoutError, UnknownDimError
+from hypercomm.errors import ConfigurationError, LayoutError
 from hypercomm.grid.arguments import SHARES, GroupArguments, Share
 from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.layout.checks import as_world_size, check_choice, check_duration, positive
 from hypercomm.layout.groups import groups_of_rows
-from hypercomm.layout.parsing import OPEN, close_sizes, parse_order
-
-GTP = "gtp_remat"
-"""The dim of generalized tensor parallelism: peers share each weight and gather it to use it."""
-
-DIMS = ("tp", "pp", "dp", "ep", "cp", GTP)
-"""The dims that an order may name, in the order in which Megatron appends those that it omits."""
-
-
-class Layouts(NamedTuple):
-    """The two factorisations of one span of ranks."""
-
-    dense: RankLayout
-    expert: RankLayout
-
 
 RanksFunction = Callable[[list[int]], Sequence[int]]
-
-DENSE_SIZES = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-    GTP: "gtp_remat_size",
-}
-EXPERT_SIZES = {
-    "tp": "expert_tensor_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    GTP: "expert_gtp_remat_size",
-}
-"""The argument with the size of each dim, except dp, which gets the remaining ranks."""
 
 
 @attrs.frozen
@@ -142,56 +114,21 @@ class Configuration:
         self._check_sharp()
         if self.local_world_size is not None:
             world_size = as_world_size(self.local_world_size, "local_world_size")
-        dense = self._sizes(DENSE_SIZES, names or {}, world_size)
-        expert = self._sizes(EXPERT_SIZES, names or {}, world_size)
+        sizes = {argument: getattr(self, argument) for argument in SIZES}
+        anchor = "cp" if "cp_before_gtp_remat" in self.changes else "tp"
+        layouts = layouts_of(
+            sizes, self.order, world_size, names=names, rank_offset=self.rank_offset, anchor=anchor
+        )
         if (stages := self.virtual_pipeline_model_parallel_size) is not None:
             positive(stages, "virtual_pipeline_model_parallel_size")
-            if dense["pp"] == 1:
+            if layouts.dense.size_of("pp") == 1:
                 raise ConfigurationError(
                     f"virtual_pipeline_model_parallel_size={stages} needs at least 2 stages, got 1"
                 )
-        anchor = "cp" if "cp_before_gtp_remat" in self.changes else "tp"
-        layouts = Layouts(
-            order_layout(self.order, {**dense, "ep": 1}, self.rank_offset, anchor),
-            order_layout(self.order, {**expert, "cp": 1}, self.rank_offset, "ep"),
-        )
-        self._check_pipelines(layouts)
         if (backend := self.pipeline_model_parallel_comm_backend) is not None:
             name = "pipeline_model_parallel_comm_backend"
             check_choice(name, backend, ("nccl", "ucc"), ConfigurationError)
         return layouts
-
-    def _sizes(
-        self, arguments: Mapping[str, str], names: Mapping[str, str], world_size: int
-    ) -> dict[str, int]:
-        """Return the sizes by dim, which must divide the world; dp gets the remaining ranks."""
-        sizes, called, room = {}, {}, ""
-        for dim, argument in arguments.items():
-            given, name = getattr(self, argument), names.get(argument, argument)
-            if given is None and dim == "tp":
-                given, source = self.tensor_model_parallel_size, DENSE_SIZES["tp"]
-                taken = f"{name}={given} taken from {names.get(source, source)}"
-                room = f"the world has {world_size}; {taken}"
-            size = positive(given, name)
-            if size > 1 or dim != GTP:
-                sizes[dim] = called[name] = size
-        return {**sizes, "dp": close_sizes({**called, "dp": OPEN}, world_size, room)["dp"]}
-
-    def _check_pipelines(self, layouts: Layouts) -> None:
-        """Raise unless dense and expert layers have the same pipelines, as Megatron requires.
-
-        If pp is not last in the order, their data parallel sizes must be equal too.
-        """
-        dense, expert = layouts
-        is_last = self.order.lower().endswith("pp") or dense.size_of("pp") == 1
-        have_same_dp = is_last or dense.size_of("dp") == expert.size_of("dp")
-        if dense.groups("pp") != expert.groups("pp") or not have_same_dp:
-            inner = dense.size_of("tp", "cp", GTP, default=1)
-            raise ConfigurationError(
-                f"with order {self.order!r}, {dense} and the experts' {expert} must have the same "
-                f"pipelines and data parallel size; put pp last in the order, or choose sizes of "
-                f"tp, ep and {GTP} for the experts that multiply to {inner}"
-            )
 
     def _check_sharp(self) -> None:
         group, instances = self.sharp_enabled_group, self.num_distributed_optimizer_instances
@@ -209,56 +146,7 @@ class Configuration:
 _DEFAULTS = {field.name: field.default for field in attrs.fields(Configuration) if field.init}
 
 
-def order_layout(
-    order: str, sizes: Mapping[str, int], rank_offset: int, anchor: str | None = None
-) -> RankLayout:
-    """Return the layout of sizes in an order of Megatron's dims, which may omit those of size 1.
-
-    Args:
-        order: The dims, the first one varying fastest.
-        sizes: Their sizes; the dim gtp_remat exists only if it has a size here.
-        rank_offset: The smallest rank.
-        anchor: The dim after which gtp_remat is inserted if the order does not name it; default:
-            the order must name it.
-
-    Raises:
-        UnknownDimError: The order names another dim.
-        ConfigurationError: It omits a dim larger than 1.
-
-    Example:
-        >>> str(order_layout("pp-tp", dict(tp=2, pp=4, dp=1, ep=1, cp=1), 0))
-        'pp=4,tp=2,dp=1,ep=1,cp=1'
-    """
-    named = inject_gtp(order, anchor) if GTP in sizes and anchor is not None else order
-    names = parse_order(named.lower() if isinstance(named, str) else named)
-    for name in names:
-        if name not in DIMS:
-            raise UnknownDimError(f"unknown dim {name!r} in order {order!r}; Megatron has {DIMS}")
-    for name, size in sizes.items():
-        if size > 1 and name not in names:
-            where = f"order {order!r} does not name it; add it to the order"
-            raise ConfigurationError(f"dim {name!r} has size {size}, but {where}")
-    ordered = [name for name in dict.fromkeys((*names, *DIMS)) if name in sizes]
-    return RankLayout({name: sizes[name] for name in ordered}, rank_offset=rank_offset)
-
-
-def inject_gtp(order_str: str, after: str = "tp") -> str:
-    """Return an order with `gtp_remat` inserted after a dim, else after tp, else first.
-
-    >>> inject_gtp("tp-cp-ep-dp-pp"), inject_gtp("tp-cp-ep-dp-pp", after="ep"), inject_gtp("dp-pp")
-    ('tp-gtp_remat-cp-ep-dp-pp', 'tp-cp-ep-gtp_remat-dp-pp', 'gtp_remat-dp-pp')
-    """
-    names = order_str.split("-") if isinstance(order_str, str) else []
-    if not names or GTP in order_str.lower().split("-"):
-        return order_str
-    place = next((names.index(dim) + 1 for dim in (after, "tp") if dim in names), 0)
-    return "-".join([*names[:place], GTP, *names[place:]])
-
-
 # ---- names --------------------------------------------------------------------------------------
-
-EXPERT = "expert"
-"""The view of a grid over the dims of the expert layers."""
 
 GLOO = "_GLOO"
 """Suffix of the global that holds the gloo group of a data parallel group."""

@@ -8,11 +8,13 @@ from hypercomm.cli.diff import read
 from hypercomm.cli.printing import console
 from hypercomm.layout.difference import LayoutDifference, difference
 from hypercomm.tools.draw.drawing import draw as draw_picture
+from hypercomm.tools.launch_files.command import with_files
 from hypercomm.tools.place.command import on_option
 from hypercomm.tools.place.live import machine
 from hypercomm.transfers.mapping import RankMapping
 
 
+@with_files("sizes", "after")
 @click.command(short_help="Draw a layout, a change of layout or a mapping.")
 @click.argument("sizes")
 @click.argument("after", required=False)

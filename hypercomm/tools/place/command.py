@@ -9,6 +9,7 @@ import click
 
 from hypercomm.cli import options
 from hypercomm.cli.printing import print_json, write
+from hypercomm.tools.launch_files.command import with_files
 from hypercomm.tools.place.live import machine
 from hypercomm.tools.place.placing import place
 
@@ -29,6 +30,7 @@ def on_option(*default: str) -> Callable[[_Command], _Command]:
     )
 
 
+@with_files("sizes")
 @click.command("place", short_help="Show which groups cross hosts and domains, and a better order.")
 @options.sizes
 @on_option()

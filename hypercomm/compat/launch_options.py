@@ -1,0 +1,260 @@
+"""The names of sizes in launch files, the marks of frameworks, and the options that they ignore.
+
+Sources of the names: Megatron-LM, `megatron/training/arguments.py`; torchtitan, `config/`;
+accelerate, `parallelism_config.py`; DeepSpeed 0.19.8, `__init__.py` and `runtime/`; verl,
+`trainer/config`; slime, `utils/arguments.py`; NeMo-RL, `examples/configs`; vLLM and SGLang, their
+command lines.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+_NAMES = {
+    "tp": "tensor_model_parallel_size tensor_parallel_size tensor_parallel_degree tp_size tp "
+    "autotp_size",
+    "pp": "pipeline_model_parallel_size pipeline_parallel_size pipeline_parallel_degree pp_size pp",
+    "cp": "context_parallel_size context_parallel_degree cp_size cp",
+    "ep": "expert_model_parallel_size expert_parallel_size expert_parallel_degree ep_size ep "
+    "autoep_size",
+    "expt_tp": "expert_tensor_parallel_size expert_tensor_parallel_degree etp_size etp",
+    "dp": "data_parallel_size dp_size dp",
+    "dp_replicate": "data_parallel_replicate_degree dp_replicate_size",
+    "dp_shard": "data_parallel_shard_degree dp_shard_size",
+    "sp": "sequence_parallel_size ulysses_sequence_parallel_size sp_size",
+    "fsdp": "fsdp_size",
+    "hpz": "zero_hpz_partition_size",
+    "engine": "num_gpus_per_engine",
+    "stage": "stage zero_stage",
+    "order": "order",
+    "mesh": "device_mesh mesh_shape",
+    "mesh_names": "mesh_dim_names",
+    "pp_before_dp": "use_tp_pp_dp_mapping",
+    "sequence_parallel": "sequence_parallel",
+    "dp_attention": "enable_dp_attention",
+    "expert_parallel": "enable_expert_parallel",
+    "nodes": "nnodes num_nodes actor_num_nodes num_machines",
+    "slurm_nodes": "nodes",
+    "gpus_per_node": "nproc_per_node n_gpus_per_node gpus_per_node actor_num_gpus_per_node",
+    "gpus": "ngpu num_gpus devices gres",
+    "tasks_per_node": "ntasks_per_node",
+    "ranks": "num_processes",
+    "tasks": "ntasks",
+}
+SIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
+"""The size or choice of each key."""
+
+TEXTS = {"order": r"[a-z]+(-[a-z]+)+", "mesh": r"[\d,\s()\[\]]+", "mesh_names": r".+"}
+"""The choices that are texts, with their form."""
+
+SWITCHES = {"pp_before_dp", "sequence_parallel", "dp_attention", "expert_parallel"}
+PARALLEL = {*list(_NAMES)[: list(_NAMES).index("stage")], "mesh"}
+"""The sizes that make a module; the other ones describe the world or the choices."""
+
+WORLD = set(list(_NAMES)[list(_NAMES).index("nodes") :])
+
+WEAK = {"gpus", "slurm_nodes", "stage"}
+"""The sizes whose keys mean something else where they hold no number."""
+
+SLURM = {
+    "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "gres": ("SLURM_GPUS_ON_NODE",),
+    "gpus_per_node": ("SLURM_GPUS_PER_NODE",),
+    "ntasks_per_node": ("SLURM_NTASKS_PER_NODE",),
+    "ntasks": ("SLURM_NTASKS",),
+}
+"""The variables that SLURM sets from each of its options."""
+
+_PREFIX = re.compile(r"(vllm|sglang|rollout|encoder|teacher|critic|parallelism_config)_(\w+)")
+"""A flag of one part of the program, such as `--vllm-tensor-parallel-size`."""
+
+_PARTS = {"vllm": "rollout", "sglang": "rollout", "parallelism_config": "parallelism"}
+"""The part of a key that a prefix stands for, if it is another."""
+
+_TRANSPARENT = re.compile(
+    r"\d+|actor_rollout_ref|cluster|colocated|config|distributed|engine|env|expert_parallel|"
+    r"megatron|model|parallelism|resources|strategy|tensor_parallel|trainer|zero_optimization|"
+    r"\w+_(args|cfg|config|kwargs)"
+)
+"""The parts of a key that name no module."""
+
+SERVING = re.compile(r"\brollout|generation|inference|vllm|sglang|trtllm")
+"""The words in keys of an inference engine."""
+
+
+def module_and_size(path: Sequence[str]) -> tuple[str, str]:
+    """Return the module of a key and the size that it sets; "" stands for the file, or for no size.
+
+    Example:
+        >>> module_and_size(("actor_rollout_ref", "ref", "megatron", "tensor_model_parallel_size"))
+        ('ref', 'tp')
+        >>> module_and_size(("sglang_dp_size",)), module_and_size(("seed",))
+        (('rollout', 'dp'), ('', ''))
+    """
+    *parts, name = path
+    prefix = _PREFIX.fullmatch(name)
+    if name not in SIZES and prefix and prefix[2] in SIZES:
+        parts.append(_PARTS.get(prefix[1], prefix[1]))
+        name = prefix[2]
+    module = ".".join(part for part in parts if not _TRANSPARENT.fullmatch(part))
+    return module, SIZES.get(name, "")
+
+
+OWN = {"fsdp"}
+"""The sizes that no module takes from another."""
+
+
+class Framework(NamedTuple):
+    """A framework, and how its files are recognised.
+
+    Attributes:
+        name: Its name.
+        mark: The pattern of what its files contain.
+        kind: The kind of its modules, for `framework_layouts`.
+        serving: The kind of its inference engines.
+        modules: The modules that exist even if no size of theirs is given.
+        parents: For a module the one whose sizes are its defaults.
+        defaults: The sizes that have another default in this framework.
+    """
+
+    name: str
+    mark: str
+    kind: str
+    serving: str = "vllm"
+    modules: tuple[str, ...] = ()
+    parents: Mapping[str, str] = {}
+    defaults: Mapping[str, int] = {}
+
+
+_SWIFT = "(?:sft|pt|rlhf|export|infer|rollout)"
+_VERL_MEGATRON = (
+    r"(?s)\A(?=.*\bactor_rollout_ref\b).*(?:ppo_megatron_trainer|\bstrategy[=:]\s*megatron)"
+)
+_SIZE = r"(?:tensor|pipeline|expert)[-_]model[-_]parallel[-_]size"
+FRAMEWORKS = (
+    Framework("verl", _VERL_MEGATRON, "megatron", "vllm", ("actor",), {"ref": "actor"}),
+    Framework("verl", r"\bactor_rollout_ref\b", "fsdp", "vllm", ("actor",), {"ref": "actor"}),
+    Framework("NeMo-RL", r"\b(?:megatron|dtensor)_cfg\b", "automodel", defaults={"expt_tp": 1}),
+    Framework("slime", r"--(?:actor-num-gpus|rollout-num-gpus)", "megatron", "sglang"),
+    Framework("ms-swift", rf"(?:^|\s)megatron {_SWIFT}\b", "megatron", defaults={"expt_tp": 1}),
+    Framework("ms-swift", rf"(?:^|\s)swift {_SWIFT}\b", "swift"),
+    Framework("torchtitan", r"_parallel_(?:\w+_)?degree\b", "torchtitan", modules=("training",)),
+    Framework(
+        "accelerate",
+        r"parallelism_config|compute_environment|num_machines",
+        "accelerate",
+        modules=("training",),
+    ),
+    Framework("Megatron-Bridge", r"megatron[._-]bridge", "megatron"),
+    Framework("NeMo", rf"(?s)\A(?=.*\bexp_manager\b).*{_SIZE}|megatron_gpt_\w+\.py", "megatron"),
+    Framework("SGLang", r"\bsglang\b", "sglang", "sglang"),
+    Framework("vLLM", r"\bvllm\b", "vllm"),
+    Framework("DeepSpeed", r"zero_optimization|\bauto[te]p_size\b", "deepspeed"),
+    Framework("Megatron-LM", rf"{_SIZE}|context[-_]parallel[-_]size|(?i:megatron)", "megatron"),
+    Framework("FSDP2", r"\bdevice_mesh\b|\bmesh_shape\b", "mesh"),
+    Framework("DeepSpeed", r"\bsequence_parallel_size\b", "deepspeed"),
+    Framework("Megatron-LM", r"(?m)\b(?:TP|PP)(?:_SIZE)?=", "megatron"),
+)
+"""The first framework whose mark is in a file is taken."""
+
+
+class Rule(NamedTuple):
+    """A combination of sizes that a framework ignores, rejects or completes.
+
+    Attributes:
+        kind: The kind of the module.
+        applies: Whether the sizes have it; a size that is not given is 1.
+        problem: The problem.
+        drops: The sizes that are ignored.
+    """
+
+    kind: str
+    applies: Callable[[Mapping[str, Any]], bool]
+    problem: str
+    drops: tuple[str, ...] = ()
+
+
+RULES = (
+    Rule(
+        "megatron",
+        lambda given: "expt_tp" not in given and given["tp"] > 1 and given["ep"] > 1,
+        "the tensor parallel size of the experts is not given, and is taken from tp={tp}",
+    ),
+    Rule(
+        "megatron",
+        lambda given: "sequence_parallel" in given and given["tp"] == 1,
+        "sequence_parallel is ignored, because tp=1",
+    ),
+    Rule(
+        "megatron",
+        lambda given: "dp" in given,
+        "Megatron has no option for dp={dp}: dp takes the remaining ranks",
+        ("dp",),
+    ),
+    Rule(
+        "megatron",
+        lambda given: "order" in given,
+        "Megatron's command line has no --order, which initialize_model_parallel takes; "
+        "--use-tp-pp-dp-mapping places pp before dp",
+    ),
+    Rule(
+        "torchtitan",
+        lambda given: given["expt_tp"] > 1,
+        "torchtitan 0.3 has no expert_tensor_parallel_degree: it does not cut experts by tp",
+        ("expt_tp",),
+    ),
+    Rule(
+        "deepspeed",
+        lambda given: given["sp"] > 1 and "dp" not in given,
+        "DeepSpeed 0.19 makes groups of sequence_parallel_size={sp} only if data_parallel_size is "
+        "given too, or an mpu",
+    ),
+    Rule(
+        "deepspeed",
+        lambda given: given["hpz"] > 1 and given["stage"] != 3,
+        "zero_hpz_partition_size={hpz} is ignored: it needs ZeRO stage 3",
+        ("hpz",),
+    ),
+    Rule(
+        "deepspeed",
+        lambda given: given["ep"] > 1 and given["tp"] > 1,
+        "DeepSpeed folds autoep_size={ep} into the tensor parallel ranks; this is not shown",
+        ("ep",),
+    ),
+    Rule(
+        "automodel",
+        lambda given: given["ep"] > 1 and given["tp"] > 1,
+        "Automodel's mesh of experts with tp={tp} is not shown",
+        ("ep",),
+    ),
+    Rule(
+        "vllm",
+        lambda given: ("expert_parallel" in given or given["ep"] > 1) and given["pp"] > 1,
+        "each stage cuts its experts over its tp and dp ranks; the experts have no layout here",
+        ("ep", "expert_parallel"),
+    ),
+)
+
+
+class _Given(dict[str, Any]):
+    """The sizes of a module; one that is missing is 1."""
+
+    def __missing__(self, name: str) -> int:
+        return 1
+
+
+def apply_rules(kind: str, sizes: dict[str, Any]) -> list[str]:
+    """Drop the sizes that a framework ignores, and return what is wrong.
+
+    Example:
+        >>> sizes = {"tp": 2, "dp": 4}
+        >>> apply_rules("megatron", sizes), sizes
+        (['Megatron has no option for dp=4: dp takes the remaining ranks'], {'tp': 2})
+    """
+    given = _Given(sizes)
+    found = [rule for rule in RULES if rule.kind == kind and rule.applies(given)]
+    for size in [size for rule in found for size in rule.drops]:
+        sizes.pop(size, None)
+    return [rule.problem.format_map(given) for rule in found]

@@ -1,0 +1,472 @@
+"""The layouts of other frameworks, from sizes alone: nothing here imports torch.
+
+`megatron_grids` and `torchtitan_grids` make grids of these, and launch files are read with them.
+
+Sources, for which sizes multiply to which: `megatron.core.parallel_state`; `ParallelDims` of
+torchtitan 0.3.0; accelerate, `parallelism_config.py`; DeepSpeed 0.19.8, `deepspeed/utils/groups.py`
+and `__init__.py`; verl, `workers/engine/fsdp`; NeMo-RL, `models/automodel/setup.py`; and
+`distributed/parallel_state.py` of vLLM and SGLang.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import attrs
+
+from hypercomm.errors import (
+    ConfigurationError,
+    HyperCommError,
+    LayoutError,
+    UnknownDimError,
+    WorldSizeError,
+)
+from hypercomm.layout import RankLayout
+from hypercomm.layout.checks import positive
+from hypercomm.layout.parsing import OPEN, close_sizes, divisors, known_size, parse_order
+from hypercomm.layout.views import Views
+
+EXPERT = "expert"
+"""The view of a grid over the dims of the expert layers."""
+
+GTP = "gtp_remat"
+"""The dim of generalized tensor parallelism: peers share each weight and gather it to use it."""
+
+DIMS = ("tp", "pp", "dp", "ep", "cp", GTP)
+"""The dims that an order may name, in the order in which Megatron appends those that it omits."""
+
+
+class Layouts(NamedTuple):
+    """The two factorisations of one span of ranks."""
+
+    dense: RankLayout
+    expert: RankLayout
+
+
+DENSE_SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    GTP: "gtp_remat_size",
+}
+EXPERT_SIZES = {
+    "tp": "expert_tensor_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    GTP: "expert_gtp_remat_size",
+}
+"""The argument with the size of each dim, except dp, which gets the remaining ranks."""
+
+SIZES = tuple(dict.fromkeys([*DENSE_SIZES.values(), *EXPERT_SIZES.values()]))
+
+_EXPERT_DIMS = {"tp": "expt_tp", "dp": "expt_dp", GTP: f"expt_{GTP}"}
+"""The names here of the dims that both the dense and the expert layers have."""
+
+NAMES = {argument: dim for dim, argument in DENSE_SIZES.items()} | {
+    argument: _EXPERT_DIMS.get(dim, dim) for dim, argument in EXPERT_SIZES.items()
+}
+"""The names here of Megatron's sizes."""
+
+
+# ---- Megatron -----------------------------------------------------------------------------------
+
+
+def megatron_layouts(
+    sizes: Mapping[str, int | None],
+    order: str,
+    world_size: int,
+    anchor: str = "tp",
+    names: Mapping[str, str] = NAMES,
+) -> Views:
+    """Return the layout of a model's dense layers, with the view "expert" of its experts.
+
+    Args:
+        sizes: Some of tp, cp, pp, ep, expt_tp, gtp_remat and expt_gtp_remat, as for
+            `megatron_grids`; default: 1, and for expt_tp the size of tp.
+        order: The order of the dims, the first varying fastest.
+        world_size: The number of ranks; dp gets the remaining ones.
+        anchor: The dim after which gtp_remat is inserted if the order does not name it.
+        names: The names of Megatron's arguments in error messages.
+
+    Raises:
+        LayoutError, ConfigurationError, UnknownDimError, WorldSizeError: As for `megatron_grids`.
+
+    Example:
+        >>> views = megatron_layouts({"tp": 2, "ep": 4}, "tp-cp-ep-dp-pp", 16)
+        >>> print(views.base, views["expert"], sep="; ")
+        tp=2,cp=1,dp=8,pp=1; expt_tp=2,ep=4,expt_dp=2,pp=1 sharing pp
+    """
+    given = {
+        argument: sizes.get(name, None if name == "expt_tp" else 1)
+        for argument, name in NAMES.items()
+    }
+    layouts = layouts_of(given, order, world_size, names=names, anchor=anchor)
+    dense, expert = (dict(layout.sizes) for layout in layouts)
+    del dense["ep"], expert["cp"]
+    views = Views(RankLayout(dense))
+    experts = {_EXPERT_DIMS.get(dim, dim): size for dim, size in expert.items()}
+    views.register(EXPERT, experts, shared_dims=["pp"])
+    return views
+
+
+def layouts_of(
+    sizes: Mapping[str, int | None],
+    order: str,
+    world_size: int,
+    *,
+    names: Mapping[str, str] | None = None,
+    rank_offset: int = 0,
+    anchor: str = "tp",
+) -> Layouts:
+    """Check Megatron's sizes, and return the dense and the expert layout.
+
+    Args:
+        sizes: Each of `SIZES`; expert_tensor_parallel_size may be None.
+        order: The order of the dims.
+        world_size: The number of ranks.
+        names: The names of sizes in error messages; default: the names of the arguments.
+        rank_offset: The smallest rank.
+        anchor: The dim after which gtp_remat is inserted in the dense layers.
+
+    Raises:
+        LayoutError: A size is not a positive int, or the order cannot be read.
+        WorldSizeError: The sizes do not divide the world; names sizes that would.
+        ConfigurationError, UnknownDimError: The order omits a dim, or names an unknown one, or
+            dense and expert layers have different pipelines.
+    """
+    dense = _with_dp(sizes, DENSE_SIZES, names or {}, world_size)
+    expert = _with_dp(sizes, EXPERT_SIZES, names or {}, world_size)
+    layouts = Layouts(
+        order_layout(order, {**dense, "ep": 1}, rank_offset, anchor),
+        order_layout(order, {**expert, "cp": 1}, rank_offset, "ep"),
+    )
+    _check_pipelines(layouts, order)
+    return layouts
+
+
+def _with_dp(
+    sizes: Mapping[str, Any], arguments: Mapping[str, str], names: Mapping[str, str], total: int
+) -> dict[str, int]:
+    """Return the sizes by dim, which must divide the world; dp gets the remaining ranks."""
+    found, called, room = {}, {}, ""
+    for dim, argument in arguments.items():
+        given, name = sizes[argument], names.get(argument, argument)
+        if given is None and dim == "tp":
+            source = DENSE_SIZES["tp"]
+            given = sizes[source]
+            taken = f"{name}={given} taken from {names.get(source, source)}"
+            room = f"the world has {total}; {taken}"
+        size = positive(given, name)
+        if size > 1 or dim != GTP:
+            found[dim] = called[name] = size
+    return {**found, "dp": close_sizes({**called, "dp": OPEN}, total, room)["dp"]}
+
+
+def _check_pipelines(layouts: Layouts, order: str) -> None:
+    """Raise unless dense and expert layers have the same pipelines, as Megatron requires.
+
+    If pp is not last in the order, their data parallel sizes must be equal too.
+    """
+    dense, expert = layouts
+    is_last = order.lower().endswith("pp") or dense.size_of("pp") == 1
+    have_same_dp = is_last or dense.size_of("dp") == expert.size_of("dp")
+    if dense.groups("pp") != expert.groups("pp") or not have_same_dp:
+        inner = dense.size_of("tp", "cp", GTP, default=1)
+        raise ConfigurationError(
+            f"with order {order!r}, {dense} and the experts' {expert} must have the same "
+            f"pipelines and data parallel size; put pp last in the order, or choose sizes of "
+            f"tp, ep and {GTP} for the experts that multiply to {inner}"
+        )
+
+
+def order_layout(
+    order: str, sizes: Mapping[str, int], rank_offset: int, anchor: str | None = None
+) -> RankLayout:
+    """Return the layout of sizes in an order of Megatron's dims, which may omit those of size 1.
+
+    Args:
+        order: The dims, the first one varying fastest.
+        sizes: Their sizes; the dim gtp_remat exists only if it has a size here.
+        rank_offset: The smallest rank.
+        anchor: The dim after which gtp_remat is inserted if the order does not name it; default:
+            the order must name it.
+
+    Raises:
+        UnknownDimError: The order names another dim.
+        ConfigurationError: It omits a dim larger than 1.
+
+    Example:
+        >>> str(order_layout("pp-tp", dict(tp=2, pp=4, dp=1, ep=1, cp=1), 0))
+        'pp=4,tp=2,dp=1,ep=1,cp=1'
+    """
+    named = inject_gtp(order, anchor) if GTP in sizes and anchor is not None else order
+    names = parse_order(named.lower() if isinstance(named, str) else named)
+    for name in names:
+        if name not in DIMS:
+            raise UnknownDimError(f"unknown dim {name!r} in order {order!r}; Megatron has {DIMS}")
+    for name, size in sizes.items():
+        if size > 1 and name not in names:
+            where = f"order {order!r} does not name it; add it to the order"
+            raise ConfigurationError(f"dim {name!r} has size {size}, but {where}")
+    ordered = [name for name in dict.fromkeys((*names, *DIMS)) if name in sizes]
+    return RankLayout({name: sizes[name] for name in ordered}, rank_offset=rank_offset)
+
+
+def inject_gtp(order_str: str, after: str = "tp") -> str:
+    """Return an order with `gtp_remat` inserted after a dim, else after tp, else first.
+
+    >>> inject_gtp("tp-cp-ep-dp-pp"), inject_gtp("tp-cp-ep-dp-pp", after="ep"), inject_gtp("dp-pp")
+    ('tp-gtp_remat-cp-ep-dp-pp', 'tp-cp-ep-gtp_remat-dp-pp', 'gtp_remat-dp-pp')
+    """
+    names = order_str.split("-") if isinstance(order_str, str) else []
+    if not names or GTP in order_str.lower().split("-"):
+        return order_str
+    place = next((names.index(dim) + 1 for dim in (after, "tp") if dim in names), 0)
+    return "-".join([*names[:place], GTP, *names[place:]])
+
+
+# ---- torchtitan ---------------------------------------------------------------------------------
+
+TORCHTITAN_VIEWS = {
+    "dataloading": ("pp", "batch", "cp", "tp"),
+    "loss": ("pp", "loss", "tp"),
+    "dense": ("pp", "dp_replicate", "fsdp", "tp"),
+    "sparse": ("pp", "dp_replicate", "efsdp", "ep"),
+    "spmd": ("pp", "dp", "cp", "tp"),
+}
+"""The views of the grid, the last dim varying fastest; one dim of each takes the open size."""
+
+
+def torchtitan_layouts(
+    *,
+    dp_replicate: int = 1,
+    dp_shard: int = OPEN,
+    cp: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    world_size: int,
+) -> Views:
+    """Return the layout of one of torchtitan's models, whose views are its meshes.
+
+    Args:
+        dp_replicate: As for `torchtitan_grids`; so are the other sizes.
+        dp_shard: Default: the remaining ranks of the world.
+        cp: Context parallel size.
+        tp: Tensor parallel size.
+        pp: Pipeline parallel size.
+        ep: Expert parallel size, a divisor of dp_shard * cp * tp.
+        world_size: Number of ranks.
+
+    Raises:
+        LayoutError: A size is not a positive int.
+        WorldSizeError: The sizes do not multiply to the world, or `ep` does not divide.
+
+    Example:
+        >>> print(torchtitan_layouts(tp=2, cp=2, ep=4, world_size=16)["sparse"].layout)
+        ep=4,efsdp=4,dp_replicate=1,pp=1
+    """
+    given = {"tp": tp, "cp": cp, "dp_shard": dp_shard, "dp_replicate": dp_replicate, "pp": pp}
+    experts = positive(ep, "ep")
+    layout = RankLayout(given, world_size=world_size)
+    if (inner := layout.size_of("tp", "cp", "dp_shard")) % experts:
+        rest = f"; dp_shard={layout.size_of('dp_shard')} is what {world_size} ranks leave"
+        raise WorldSizeError(
+            f"ep={experts} must divide dp_shard * cp * tp = {inner} ({layout})"
+            f"{rest if dp_shard == OPEN else ''}"
+        )
+    views, sizes = Views(layout), layout.sizes | {"ep": experts}
+    for name, dims in TORCHTITAN_VIEWS.items():
+        order = list(reversed(dims))
+        shared = [dim for dim in order if dim in given]
+        views.register(name, [sizes.get(dim, OPEN) for dim in order], order, shared)
+    return views
+
+
+# ---- other frameworks ---------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Kind:
+    """How the sizes of a framework become layouts; the first dim varies fastest.
+
+    Attributes:
+        dims: The dims of the layout.
+        rest: The dim that takes the remaining ranks unless it is given.
+        views: The dims of other factorisations, by name; one that is not given takes the rest.
+        defaults: The sizes that are not 1 if they are not given.
+        is_exact: Whether the sizes must multiply to the world, unless all are 1.
+    """
+
+    dims: tuple[str, ...]
+    rest: str
+    views: Mapping[str, tuple[str, ...]] = {}
+    defaults: Mapping[str, int] = {}
+    is_exact: bool = False
+
+
+KINDS = {
+    "accelerate": Kind(
+        ("tp", "sp", "cp", "dp_shard", "dp_replicate"), "dp_replicate", is_exact=True
+    ),
+    "automodel": Kind(("tp", "cp", "dp", "dp_replicate"), "dp", {"expert": ("ep", "ep_shard")}),
+    "deepspeed": Kind(
+        ("tp", "sp", "dp"), "dp", {"hpz": ("hpz", "hpz_replicas"), "expert": ("ep", "expt_dp")}
+    ),
+    "fsdp": Kind(("fsdp", "ddp"), "ddp", {"sequence": ("sp", "dp")}, {"fsdp": OPEN}),
+    "sglang": Kind(
+        ("tp", "pp", "dp", "engines"),
+        "engines",
+        {"expert": ("moe_tp", "ep", "pp", "dp", "engines")},
+    ),
+    "sglang attention": Kind(
+        ("tp", "pp", "engines"),
+        "engines",
+        {
+            "attention": ("attn_tp", "attn_dp", "pp", "engines"),
+            "expert": ("moe_tp", "ep", "pp", "engines"),
+        },
+    ),
+    "swift": Kind(("sp", "dp"), "dp"),
+    "vllm": Kind(("tp", "pp", "dp", "engines"), "engines", {"expert": ("ep", "engines")}),
+}
+"""The layouts of frameworks that have no function above."""
+
+_CHOICES = {
+    *("dp_attention", "expert_parallel", "mesh", "mesh_names", "order", "pp_before_dp"),
+    *("sequence_parallel", "stage"),
+}
+"""Choices of `framework_layouts` that are not sizes."""
+
+ENGINES = ("vllm", "sglang")
+"""The kinds of inference engines."""
+
+MESH = "mesh"
+"""The kind of a DeviceMesh whose sizes are given."""
+
+_ORDERS = {False: "tp-cp-ep-dp-pp", True: "tp-cp-ep-pp-dp"}
+
+
+def framework_layouts(kind: str, sizes: Mapping[str, Any], world_size: int | None) -> Views:
+    """Return the layout of one module of a framework, with its other factorisations as views.
+
+    Args:
+        kind: "megatron", "torchtitan", "mesh" or one of `KINDS`.
+        sizes: The sizes that are given, by dim. Also the choices "order" and "pp_before_dp" of
+            Megatron, "dp_attention" of SGLang and "expert_parallel" of vLLM, the texts "mesh" and
+            "mesh_names", and "engine", the GPUs of an inference engine.
+        world_size: The number of ranks, or None. An inference engine does not need it.
+
+    Raises:
+        HyperCommError: The sizes do not fit the world; names the nearest that do.
+
+    Example:
+        >>> views = framework_layouts("sglang", {"tp": 16, "dp": 4, "dp_attention": 1}, None)
+        >>> print(views.base, views["attention"], sep="; ")
+        tp=16,pp=1; attn_tp=4,attn_dp=4,pp=1 sharing pp
+    """
+    try:
+        return _framework_layouts(kind, sizes, world_size)
+    except HyperCommError as error:
+        fitting = _fitting(kind, sizes, world_size)
+        hint = f"; {' or '.join(fitting)} would fit" if fitting else ""
+        raise type(error)(f"{error}{hint}") from error
+
+
+def _fitting(kind: str, sizes: Mapping[str, Any], world_size: int | None) -> list[str]:
+    """Return for each size the nearest that fits if the others stay, as in "tp=2"."""
+    found = []
+    given = {name: size for name, size in sizes.items() if name not in _CHOICES and size != 1}
+    if kind == "megatron" and "ep" in given:
+        given.setdefault("expt_tp", sizes.get("tp", 1))
+    for name, before in given.items():
+        for size in sorted(divisors(world_size or 1), key=lambda size: abs(size - before)):
+            with contextlib.suppress(HyperCommError):
+                _framework_layouts(kind, {**sizes, name: size}, world_size)
+                found.append(f"{name}={size}")
+                break
+    return found if world_size else []
+
+
+def _framework_layouts(kind: str, sizes: Mapping[str, Any], world_size: int | None) -> Views:
+    given = {name: size for name, size in sizes.items() if isinstance(size, int)}
+    used = {*_CHOICES, *_sizes_of(kind)}
+    if unused := [
+        f"{name}={size}" for name, size in given.items() if size > 1 and name not in used
+    ]:
+        raise LayoutError(f"{' and '.join(unused)} is not a size of {kind} layouts")
+    if kind == MESH:
+        shape = re.findall(r"-?[0-9]+", sizes["mesh"])
+        names = re.findall(r"\w+", sizes.get("mesh_names", ""))
+        names = names or [f"dim{axis}" for axis in range(len(shape))]
+        layout = dict(zip(reversed(names), map(int, reversed(shape)), strict=False))
+        return Views(RankLayout(layout, world_size=world_size))
+    if kind == "sglang" and "dp_attention" in given:
+        kind, given["attn_dp"] = "sglang attention", given.pop("dp", 1)
+    row = KINDS.get(kind)
+    if row and (world_size is not None or row.rest == "engines" or _is_whole(row, given)):
+        return _of_kind(row, _of_engine(kind, given), world_size)
+    if world_size is None:
+        factor = RankLayout({name: given.get(name, 1) for name in ("tp", "sp", "cp", "pp")}).size
+        raise WorldSizeError(
+            f"the number of ranks is not given; give it as --world-size (world_size=), a multiple "
+            f"of {factor}"
+        )
+    if kind == "torchtitan":
+        known = torchtitan_layouts.__kwdefaults__ or {}
+        own = {name: size for name, size in given.items() if name in known}
+        return torchtitan_layouts(**own, world_size=world_size)
+    order = sizes.get("order") or _ORDERS["pp_before_dp" in sizes]
+    return megatron_layouts(given, order, world_size)
+
+
+def _sizes_of(kind: str) -> set[str]:
+    """Return the sizes that a kind of module has."""
+    if kind in KINDS:
+        row = KINDS[kind]
+        return {"engine", *row.dims, *(dim for dims in row.views.values() for dim in dims)}
+    return {*NAMES.values(), *(torchtitan_layouts.__kwdefaults__ or {})} - {
+        "megatron": {"dp_replicate", "dp_shard"},
+        "torchtitan": {"expt_tp"},
+    }.get(kind, set())
+
+
+def _is_whole(row: Kind, sizes: Mapping[str, int]) -> bool:
+    """Return whether the sizes alone give the number of ranks."""
+    own = {dim: sizes.get(dim, 1) for dim in row.dims}
+    return row.rest in sizes or (row.is_exact and known_size(own) > 1)
+
+
+def _of_engine(kind: str, given: Mapping[str, int]) -> dict[str, int]:
+    """Add the sizes that inference engines infer: tp from its GPUs, dp from its experts."""
+    sizes = dict(given)
+    if "engine" in sizes and "tp" not in sizes:
+        parts = {"tp": OPEN, "pp": sizes.get("pp", 1)}
+        sizes["tp"] = RankLayout(parts, world_size=sizes["engine"]).size_of("tp")
+    if kind == "vllm" and sizes.get("ep", 1) > 1 and "dp" not in sizes:
+        parts = {"tp": sizes.get("tp", 1), "dp": OPEN}
+        sizes["dp"] = RankLayout(parts, world_size=sizes["ep"]).size_of("dp")
+    return sizes
+
+
+def _of_kind(row: Kind, sizes: Mapping[str, int], world_size: int | None) -> Views:
+    """Return the layouts of a row of `KINDS`."""
+    given = {dim: sizes.get(dim, row.defaults.get(dim, 1)) for dim in row.dims}
+    if OPEN not in given.values() and not _is_whole(row, sizes):
+        given[row.rest] = OPEN
+        if world_size is None:
+            del given[row.rest]
+    views = Views(RankLayout(given, world_size=world_size))
+    for name, dims in row.views.items():
+        own = [dim for dim in dims if dim not in row.dims]
+        if any(sizes.get(dim, 1) > 1 for dim in own) or (
+            own == ["ep"] and "expert_parallel" in sizes
+        ):
+            every = {**dict.fromkeys(own, OPEN), **sizes, **views.base.sizes}
+            there = [dim for dim in dims if dim in given or dim in own]
+            shared = [dim for dim in there if dim in given]
+            views.register(name, [every[dim] for dim in there], there, shared)
+    return views

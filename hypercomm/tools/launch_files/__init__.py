@@ -1,0 +1,7 @@
+"""Launch files of other frameworks: their sizes, layouts, and what is wrong with them."""
+
+from hypercomm.tools.launch_files.config import LaunchConfig as LaunchConfig
+from hypercomm.tools.launch_files.config import read_config as read_config
+from hypercomm.tools.launch_files.reading import Source as Source
+
+__all__ = ["LaunchConfig", "Source", "read_config"]

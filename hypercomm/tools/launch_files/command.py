@@ -1,0 +1,95 @@
+"""The commands plan, place, draw and diff for launch files, in place of sizes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from hypercomm.cli.diff import diff as diff_sizes
+from hypercomm.cli.printing import print_json, write
+from hypercomm.layout.text import aligned, counted
+from hypercomm.tools.launch_files.config import LaunchConfig, is_launch_file, read_config
+
+_WORLD_SIZE = click.Option(
+    ["--world-size"], type=click.IntRange(min=1), help="The number of ranks, for a launch file."
+)
+_HELP = (
+    "In place of sizes, a launch file of Megatron, torchtitan, verl, DeepSpeed, vLLM or others is "
+    "read, and what is wrong with it is shown; the exit code is 1 if there is something."
+)
+
+
+def with_files(*arguments: str) -> Callable[[click.Command], click.Command]:
+    """Return a decorator that lets a command take launch files in place of sizes.
+
+    Args:
+        arguments: The names of the command's arguments that hold sizes.
+    """
+
+    def decorate(command: click.Command) -> click.Command:
+        run = command.callback
+        assert run is not None  # noqa: S101 - it is a function that was decorated
+        names = {parameter.name for parameter in command.params}
+        own = [] if "world_size" in names else [_WORLD_SIZE]
+
+        @functools.wraps(run)
+        def read(**given: Any) -> int:
+            world_size = given["world_size"] if not own else given.pop("world_size")
+            files = [name for name in arguments if given[name] and is_launch_file(given[name])]
+            if not files:
+                return run(**given) or 0
+            configs = {name: read_config(Path(given[name]), world_size) for name in files}
+            if given.get("as_json"):
+                found = [config.to_dict() for config in configs.values()]
+                print_json(found if len(found) > 1 else found[0])
+                return int(any(config.problems for config in configs.values()))
+            for name, config in configs.items():
+                write(_report(given[name], config))
+            first = configs[files[0]]
+            for module in first.views if not given.get("output") else [*first.views][:1]:
+                if all(module in config.views for config in configs.values()):
+                    write(f"\n{module}\n")
+                    run(**_call(given, configs, module))
+            return int(any(config.problems for config in configs.values()))
+
+        return click.Command(
+            command.name,
+            callback=read,
+            params=[*command.params, *own],
+            help=f"{command.help}\n\n{_HELP}",
+            short_help=command.short_help,
+        )
+
+    return decorate
+
+
+def _report(path: str, config: LaunchConfig) -> str:
+    """Return the framework, the sizes with their sources, and the problems."""
+    size = config.world_size
+    ranks = "the number of ranks is not given" if size is None else counted(size, "rank")
+    rows = [(name, str(one.value), str(one)) for name, one in config.sources.items()]
+    lines = [f"{path}: {config.framework}; {ranks}", *aligned(rows)]
+    return "\n".join([*lines, *(f"problem: {text}" for text in config.problems)]) + "\n"
+
+
+def _call(given: dict[str, Any], configs: dict[str, LaunchConfig], module: str) -> dict[str, Any]:
+    """Return the arguments of a command for one module; hosts have the size of the first file's."""
+    call = given | {name: str(config.layouts[module]) for name, config in configs.items()}
+    context, first = click.get_current_context(), next(iter(configs.values()))
+    if "world_size" in call:
+        call["world_size"] = None
+    if "views" in call:
+        views = first.views[module].items()
+        call["views"] = [*(f"{name}:{view.layout}" for name, view in views), *call["views"]]
+    is_default = context.get_parameter_source("on") is ParameterSource.DEFAULT
+    if is_default and first.gpus_per_node:
+        call["on"] = (str(first.gpus_per_node),)
+    return call
+
+
+diff = with_files("before", "after")(diff_sizes)

@@ -1,0 +1,359 @@
+"""read_config() and LaunchConfig: the layouts of a launch file, and what is wrong with it."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from hypercomm.compat import launch_options as known
+from hypercomm.compat.layouts import ENGINES, MESH, framework_layouts
+from hypercomm.errors import HyperCommError, LayoutError, UnknownDimError
+from hypercomm.layout import RankLayout
+from hypercomm.layout.checks import as_world_size
+from hypercomm.layout.text import shown
+from hypercomm.layout.views import Views
+from hypercomm.tools.launch_files.reading import Source, read_settings, resolved
+
+if TYPE_CHECKING:
+    from hypercomm.grid.grid_set import GridSet
+
+_MOST_BASES = 8
+"""The files of a chain of `defaults`."""
+
+_LARGEST = 2**18
+"""The bytes of a launch file; a larger file is something else."""
+
+
+@attrs.frozen
+class LaunchConfig:
+    """The layouts that a launch file asks for, as `read_config` returns them.
+
+    Attributes:
+        framework: The framework whose file it is.
+        world_size: The number of ranks, or None.
+        gpus_per_node: The number of ranks on each host, or None.
+        views: For each module ("training", or such as "actor" and "rollout") its layout, with
+            other factorisations of the same ranks, such as "expert".
+        sources: Where each size is given, as in "training.tp" and "world.nodes".
+        problems: The problems, as sentences with the file and line where there is one.
+
+    Example:
+        >>> config = read_config("torchrun --nproc-per-node 8 pretrain_gpt.py "
+        ...     "--tensor-model-parallel-size 2 --expert-model-parallel-size 2")
+        >>> for name, layout in config.layouts.items():
+        ...     print(name, layout)
+        training tp=2,cp=1,dp=4,pp=1
+        training:expert expt_tp=2,ep=2,expt_dp=2,pp=1
+        >>> config.framework, config.world_size, str(config.source("ep"))
+        ('Megatron-LM', 8, 'line 1 --expert-model-parallel-size 2')
+    """
+
+    framework: str
+    world_size: int | None
+    gpus_per_node: int | None
+    views: Mapping[str, Views]
+    sources: Mapping[str, Source]
+    problems: tuple[str, ...]
+
+    @property
+    def layouts(self) -> dict[str, RankLayout]:
+        """Each layout by its name: "training", and "training:expert" for a view of it."""
+        found: dict[str, RankLayout] = {}
+        for module, views in self.views.items():
+            found[module] = views.base
+            found |= {f"{module}:{name}": view.layout for name, view in views.items()}
+        return found
+
+    def source(self, size: str) -> Source:
+        """Return where a size is given.
+
+        Args:
+            size: As in "tp", of the first module that has it, or "rollout.tp".
+
+        Raises:
+            UnknownDimError: No module has such a size.
+        """
+        for name, source in self.sources.items():
+            if size in (name, name.rpartition(".")[2]):
+                return source
+        raise UnknownDimError(f"no size {shown(size)}; there are {list(self.sources)}")
+
+    def grids(self, *modules: str, **arguments: Any) -> GridSet:
+        r"""Make a grid for each module, with its views; no process group is created.
+
+        Args:
+            modules: The names of the modules; default: all.
+            arguments: As for `GridSet`.
+
+        Raises:
+            LayoutError: The file does not give the layout of a module; lists the problems.
+            WorldSizeError: A module has more ranks than the world.
+
+        Example:
+            >>> config = read_config("parallelism:\n  tensor_parallel_degree: 2", world_size=8)
+            >>> str(config.grids()["training"].view("dense").layout)
+            'tp=2,fsdp=4,dp_replicate=1,pp=1'
+        """
+        from hypercomm.grid.grid_set import GridSet
+
+        wanted = modules or tuple(self.views)
+        if missing := [name for name in wanted or ["training"] if name not in self.views]:
+            raise LayoutError(
+                f"{missing[0]!r} has no layout; {'; '.join(self.problems) or list(self.views)}"
+            )
+        layouts = {name: self.views[name].base for name in wanted}
+        grids = GridSet(layouts, **{"world_size": self.world_size, **arguments})
+        for module in wanted:
+            for name, view in self.views[module].items():
+                grids[module].register_view(name, view.layout.sizes, shared_dims=view.shared_dims)
+        return grids
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {
+            "framework": self.framework,
+            "world_size": self.world_size,
+            "layouts": {name: str(layout) for name, layout in self.layouts.items()},
+            "sources": {name: attrs.asdict(source) for name, source in self.sources.items()},
+            "problems": list(self.problems),
+        }
+
+
+def read_config(
+    path_or_text: str | os.PathLike[str], world_size: int | None = None
+) -> LaunchConfig:
+    """Read the layouts of a launch file: a script, a configuration or a command line.
+
+    Nothing that is read is run or imported. A variable that a script does not set is taken from
+    the environment, as the script would do.
+
+    Args:
+        path_or_text: The path of a shell script, or of a YAML, TOML or JSON file, or the text of
+            one.
+        world_size: The number of ranks; default: from the file.
+
+    Returns:
+        The framework, the layouts, where each size is given, and the problems.
+
+    Raises:
+        LayoutError: The file cannot be read, is binary or larger than 256 KiB, or is of an unknown
+            framework.
+        MissingPackageError: YAML and JSON need pyyaml, and TOML needs tomli before Python 3.11.
+
+    Example:
+        >>> config = read_config("vllm serve model --tensor-parallel-size 4 --data-parallel-size 2")
+        >>> str(config.layouts["inference"]), config.world_size
+        ('tp=4,pp=1,dp=2', 8)
+    """
+    if world_size is not None:
+        as_world_size(world_size, "world_size")
+    text, path = _load(path_or_text)
+    file, settings = path.name, _settings(text, path)
+    framework = next((one for one in known.FRAMEWORKS if re.search(one.mark, text)), None)
+    if framework is None:
+        names = ", ".join(dict.fromkeys(one.name for one in known.FRAMEWORKS))
+        raise LayoutError(
+            f"{file or 'the text'} is of an unknown framework: it has no flag, key or command of "
+            f"{names}, such as --tensor-model-parallel-size; give the sizes, as in tp=8,dp=4"
+        )
+    reading = _Reading(framework)
+    if found := re.search(r"(?m)^[ \t]*eval[ \t]", text):
+        here = Source("", "eval", "...", file, 1 + text.count("\n", 0, found.start()))
+        reading.problem(here, "runs a text that is not read")
+    return reading.config(settings, world_size)
+
+
+def is_launch_file(text: str) -> bool:
+    """Return whether an argument of a command names a file, rather than sizes.
+
+    Example:
+        >>> is_launch_file("tp=2,dp=4"), is_launch_file("scripts/run.sh")
+        (False, True)
+    """
+    is_name = re.fullmatch(r"[^=,\s]*(/[^=,\s]*|\.[A-Za-z]+)", text)
+    return bool(is_name) or os.path.isfile(text)  # noqa: PTH113 - Path raises for a long text
+
+
+def _load(given: str | os.PathLike[str]) -> tuple[str, Path]:
+    """Return the text, and the path of its file, or an empty one."""
+    if not isinstance(given, (str, os.PathLike)):
+        raise LayoutError(f"expected a path or a text, got a value of type {type(given).__name__}")
+    is_text = isinstance(given, str) and not is_launch_file(given)
+    try:
+        with io.BytesIO(str(given).encode()) if is_text else Path(given).open("rb") as file:
+            content = file.read(_LARGEST + 1)
+        text = content.decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise LayoutError(f"{shown(str(given))} cannot be read as text: {error}") from error
+    if len(content) > _LARGEST or "\0" in text:
+        raise LayoutError(
+            f"{shown(str(given))} is no launch file: it is binary, or has more than "
+            f"{_LARGEST:,} bytes"
+        )
+    return text, Path() if is_text else Path(given)
+
+
+def _settings(text: str, path: Path, depth: int = 0) -> list[Source]:
+    """Return the settings of a file; the files that its `defaults` name are read first."""
+    settings = read_settings(text, path.name, os.environ)
+    for one in [one for one in settings if one.path == ("defaults",)]:
+        base = path.parent / one.value
+        if path.name and base.is_file() and depth < _MOST_BASES:
+            own = {one.path for one in settings}
+            before = _settings(_load(base)[0], base, depth + 1)
+            settings = [one for one in before if one.path not in own] + settings
+            settings.remove(one)
+    return resolved(settings, {}, path.name) if depth == 0 else settings
+
+
+# ---- from settings to layouts -------------------------------------------------------------------
+
+
+@attrs.define
+class _Module:
+    """The settings of one module: by size, in the order of the file; and the parts of all keys."""
+
+    sizes: dict[str, list[Source]] = attrs.field(factory=lambda: defaultdict(list))
+    words: set[str] = attrs.field(factory=set)
+
+
+@attrs.define
+class _Reading:
+    """Turns the settings of a file into a LaunchConfig, and collects sources and problems."""
+
+    framework: known.Framework
+    sources: dict[str, Source] = attrs.field(factory=dict)
+    problems: list[str] = attrs.field(factory=list)
+    unknown: set[str] = attrs.field(factory=set)  # modules with a size that has no number
+
+    def problem(self, one: Source, text: str) -> None:
+        """Add what is wrong with a setting."""
+        self.problems.append(f"{one} {text}")
+
+    def config(self, settings: list[Source], asked: int | None) -> LaunchConfig:
+        """Return the layouts of all modules."""
+        modules = self._modules(settings)
+        world, per_node = self._world("world", modules[""])
+        total = asked or world
+        is_engine = self.framework.kind in ENGINES
+        views: dict[str, Views] = {}
+        sizes: dict[str, dict[str, Any]] = {}
+        for name, module in modules.items():
+            label = name or ("inference" if is_engine else "training")
+            if not known.PARALLEL & {*module.sizes} and label not in self.framework.modules:
+                continue
+            own = self._world(label, module)[0] if name else None
+            parent = self.framework.parents.get(label, "")
+            own_sizes = self._sizes(label, module, is_world=False)
+            taken = {n: size for n, size in sizes.get(parent, {}).items() if n not in known.OWN}
+            given = {**self.framework.defaults, **taken, **own_sizes}
+            sizes[label] = given
+            kind = self._kind(module)
+            self.problems += [f"{label}: {text}" for text in known.apply_rules(kind, given)]
+            try:
+                if label not in self.unknown:
+                    views[label] = framework_layouts(kind, given, own or total)
+                    self._add_defaults(label, views[label], f"as {parent}" if parent else "default")
+            except HyperCommError as error:
+                self.problems.append(f"{label}: {error}")
+        if total is None and is_engine and views:
+            total = max(one.base.size for one in views.values())
+        problems = tuple(dict.fromkeys(self.problems))
+        return LaunchConfig(self.framework.name, total, per_node, views, self.sources, problems)
+
+    def _add_defaults(self, label: str, views: Views, default: str) -> None:
+        for layout in (views.base, *(view.layout for view in views.values())):
+            for dim, size in layout.sizes.items():
+                key = default if size == 1 else "follows from the other sizes"
+                self.sources.setdefault(f"{label}.{dim}", Source(size, key))
+
+    def _modules(self, settings: list[Source]) -> dict[str, _Module]:
+        """Return the settings of each module by its name, "" for keys without one."""
+        found: dict[str, _Module] = defaultdict(_Module)
+        off = [
+            one.path[:-1]
+            for one in settings
+            if one.path[-1:] == ("enabled",) and one.value.lower() == "false"
+            if one.path[-2:-1] not in ((), ("colocated",))
+        ]
+        live = [one for one in settings if not any(one.path[: len(key)] == key for key in off)]
+        split = [(one, *known.module_and_size(one.path)) for one in live]
+        written = {size for one, _, size in split if not one.is_variable}
+        for one, name, size in split:
+            found[name].words |= {*one.path[:-1], name}
+            if one.path[-2:] == ("rollout", "name"):
+                found[name].words.add(one.value)
+            others = {size} if size in known.WORLD else known.PARALLEL
+            if size and not (one.is_variable and others & written):
+                found[name].sizes[size].append(one)
+            if one.path[:1] == ("defaults",) and one.value != "_self_":
+                self.problem(one, "is not read; sizes that only it gives count as 1")
+        for name in ("", *self.framework.modules):
+            found["" if name == "training" else name]
+        return dict(sorted(found.items(), key=lambda pair: pair[0] in self.framework.parents))
+
+    def _kind(self, module: _Module) -> str:
+        """Return the kind of a module."""
+        kind, words = self.framework.kind, " ".join(module.words - {"actor_rollout_ref"})
+        if kind in ENGINES or known.SERVING.search(words):
+            return "sglang" if "sglang" in words else self.framework.serving
+        if MESH in module.sizes:
+            return MESH
+        return "megatron" if "megatron" in words else kind
+
+    def _sizes(self, label: str, module: _Module, is_world: bool) -> dict[str, Any]:
+        """Return the sizes of a module, or of its world; the last of several values counts."""
+        given: dict[str, Any] = {}
+        own = {
+            size: all_ for size, all_ in module.sizes.items() if (size in known.WORLD) is is_world
+        }
+        for size, settings in own.items():
+            last = settings[-1]
+            if len({one.value for one in settings}) > 1:
+                others = ", ".join(f"{one.value} in line {one.line}" for one in settings[-4:-1])
+                self.problem(last, f"replaces another value of {size} ({others})")
+            value = self._value(label, size, last)
+            if value is not None:
+                given[size] = value
+                self.sources[f"{label}.{size}"] = attrs.evolve(last, value=value)
+        return given
+
+    def _value(self, label: str, size: str, one: Source) -> int | str | None:
+        """Return the value of a size or choice, or None; add a problem unless it means no value."""
+        text = one.value.strip().lower()
+        if size in known.SWITCHES:
+            return 1 if text in ("true", "1", "yes", "on") else None
+        if size in known.TEXTS:
+            return text if re.fullmatch(known.TEXTS[size], text) else None
+        number = text.rpartition(":")[2] if size == "gpus" else text  # gpu:8
+        if re.fullmatch(r"-?[0-9]{1,9}", number):
+            return int(number)
+        if text in ("", "null", "none", "~", "auto") or (size in known.WEAK and "$" not in text):
+            return None
+        names = re.findall(r"\$\{?([A-Za-z_]\w*|\d)", one.value)
+        why = f"is not a number: {shown(one.value)}"
+        if "$(" in text or "`" in text:
+            why = "is computed by a command, which is not run; write its value"
+        elif names:
+            why = f"needs {names[0]}, which is not set; set it, as in {names[0]}=8 hypercomm plan"
+        self.problem(one, why)
+        self.unknown.add(label)
+        return None
+
+    def _world(self, label: str, module: _Module) -> tuple[int | None, int | None]:
+        """Return the number of ranks and the number on each node, or None."""
+        sizes = self._sizes(label, module, is_world=True)
+        given = {name: size for name, size in sizes.items() if size > 0}
+        per_node = given.get("gpus_per_node") or given.get("gpus") or given.get("tasks_per_node")
+        nodes = given.get("nodes") or given.get("slurm_nodes") or 1
+        total = given.get("ranks") or (per_node and per_node * nodes) or given.get("tasks")
+        if total and label not in self.unknown:
+            return as_world_size(total, "the number of ranks"), per_node
+        return None, per_node

@@ -1,0 +1,352 @@
+"""read_config() on the parallel parts of real launch files, against upstream's own ranks."""
+
+import math
+import sys
+
+import numpy as np
+import pytest
+from launch_inputs import INPUTS, VLLM, Input, Megatron, Mesh, SGLang, Titan
+from launched import run_python
+from oracle import parallel_state
+from torch.distributed.device_mesh import init_device_mesh
+
+from hypercomm import megatron_grids, read_config, torchtitan_grids
+from hypercomm.testing import fake_world
+
+
+def as_sets(groups):
+    return {tuple(map(int, group)) for group in groups}
+
+
+def of(layout, *dims):
+    return as_sets(layout.groups(*dims))
+
+
+def lanes(ranks, axis):
+    """The groups along one or several axes of an array of ranks."""
+    axes = (axis,) if isinstance(axis, int) else axis
+    moved = np.moveaxis(ranks, axes, range(-len(axes), 0))
+    return as_sets(moved.reshape(-1, math.prod(ranks.shape[one] for one in axes)))
+
+
+def check_megatron(config, module, wanted, world):
+    dense, expert = config.layouts[module], config.layouts[f"{module}:expert"]
+    etp = wanted.tp if wanted.etp is None else wanted.etp
+    shared = {"pp": wanted.pp, "order": wanted.order}
+    theirs = parallel_state.RankGenerator(
+        **shared, tp=wanted.tp, cp=wanted.cp, ep=1, dp=world // (wanted.tp * wanted.cp * wanted.pp)
+    )
+    for dims in ("tp", "cp", "dp", "pp", "tp-cp", "dp-cp", "tp-pp", "tp-cp-dp"):
+        assert of(dense, *dims.split("-")) == as_sets(theirs.get_ranks(dims)), dims
+    theirs = parallel_state.RankGenerator(
+        **shared, tp=etp, cp=1, ep=wanted.ep, dp=world // (etp * wanted.ep * wanted.pp)
+    )
+    ours = {"tp": "expt_tp", "dp": "expt_dp"}
+    for dims in ("tp", "ep", "dp", "pp", "tp-ep", "tp-ep-pp"):
+        names = [ours.get(dim, dim) for dim in dims.split("-")]
+        assert of(expert, *names) == as_sets(theirs.get_ranks(dims)), dims
+
+
+def titan_meshes(wanted, world):
+    """torchtitan's meshes: its own where it is installed, else as its `build_mesh` reshapes."""
+    inner = world // (wanted.pp * wanted.dp_replicate)
+    shard = inner // (wanted.cp * wanted.tp)
+    batch = wanted.dp_replicate * shard
+    return {
+        "dataloading": (("pp", "batch", "cp", "tp"), (wanted.pp, batch, wanted.cp, wanted.tp)),
+        "dense": (
+            ("pp", "dp_replicate", "fsdp", "tp"),
+            (wanted.pp, wanted.dp_replicate, shard * wanted.cp, wanted.tp),
+        ),
+        "sparse": (
+            ("pp", "dp_replicate", "efsdp", "ep"),
+            (wanted.pp, wanted.dp_replicate, inner // wanted.ep, wanted.ep),
+        ),
+    }
+
+
+def check_meshes(config, module, meshes, world):
+    """Each dim of a layout has the groups of the dim of torch's DeviceMesh."""
+    with fake_world(world):
+        for view, (names, shape) in meshes.items():
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+            layout = config.layouts[f"{module}:{view}" if view else module]
+            assert {*layout.dim_names} == {*names}
+            for axis, name in enumerate(names):
+                assert of(layout, name) == lanes(mesh.mesh.numpy(), axis), (view, name)
+
+
+def check_vllm(config, module, wanted, world):
+    """vLLM: ranks are reshaped to (engines, dp, pp, tp), and each group is along one axis."""
+    layout = config.layouts[module]
+    ranks = np.arange(world).reshape(wanted.engines, wanted.dp, wanted.pp, wanted.tp)
+    for axis, name in ((1, "dp"), (2, "pp"), (3, "tp")):
+        assert of(layout, name) == lanes(ranks, axis), name
+    if wanted.expert:
+        assert of(config.layouts[f"{module}:expert"], "ep") == lanes(ranks, (1, 3))
+
+
+def check_sglang(config, module, wanted, world):
+    """SGLang: an engine's stages have tp ranks each; attention and experts divide these."""
+    engines = np.arange(world).reshape(wanted.engines, wanted.pp, wanted.tp)
+    assert of(config.layouts[module], "tp") == lanes(engines, 2)
+    assert of(config.layouts[module], "pp") == lanes(engines, 1)
+    stages = [stage for engine in engines for stage in engine]
+    if wanted.attn_dp > 1:
+        size = wanted.tp // wanted.attn_dp
+        attn_tp = [
+            stage[at * size : (at + 1) * size] for stage in stages for at in range(wanted.attn_dp)
+        ]
+        assert of(config.layouts[f"{module}:attention"], "attn_tp") == as_sets(attn_tp)
+    if wanted.ep > 1:
+        moe_tp = wanted.tp // wanted.ep
+        experts = [stage[at::moe_tp] for stage in stages for at in range(moe_tp)]
+        assert of(config.layouts[f"{module}:expert"], "ep") == as_sets(experts)
+
+
+CHECKS = {
+    Megatron: check_megatron,
+    Mesh: lambda config, module, wanted, world: check_meshes(config, module, wanted.meshes, world),
+    Titan: lambda config, module, wanted, world: check_meshes(
+        config, module, titan_meshes(wanted, world), world
+    ),
+    VLLM: check_vllm,
+    SGLang: check_sglang,
+}
+
+
+# The parallel part of a real file has the layouts that upstream's code makes of its sizes.
+@pytest.mark.parametrize("given", INPUTS, ids=lambda given: given.name)
+def test_real_files(given: Input, tmp_path, monkeypatch):
+    for name in ("NNODES", "NUM_NODES", "GPUS_PER_NODE", "TP", "PP", "EP", "CP", "SLURM_NNODES"):
+        monkeypatch.delenv(name, raising=False)
+    file = tmp_path / given.path.rpartition("/")[2].replace(".md", ".sh")
+    file.write_text(given.text)
+    config = read_config(file, given.given_world)
+    assert (config.framework, config.world_size) == (given.framework, given.world)
+    assert {*config.views} == {name for name, wanted in given.modules.items() if wanted}
+    for module, wanted in given.modules.items():
+        if wanted is not None:
+            CHECKS[type(wanted)](config, module, wanted, given.world)
+    assert len(config.problems) == len(given.problems)
+    for problem, part in zip(config.problems, given.problems, strict=True):
+        assert part in problem
+
+
+def test_enough_files():
+    assert len(INPUTS) >= 25
+    assert len({given.repository for given in INPUTS}) >= 8
+    assert len({given.name for given in INPUTS}) == len(INPUTS)
+
+
+# torchtitan itself gives the ranks of the meshes that the test above reshapes by hand.
+@pytest.mark.clients
+@pytest.mark.parametrize("sizes", [Titan(tp=8), Titan(dp_replicate=2, cp=2, tp=2, ep=8)], ids=str)
+def test_beside_torchtitan(sizes):
+    named = "pip install tyro && pip install --no-deps torchtitan spmd_types"
+    dims = pytest.importorskip("torchtitan.distributed.parallel_dims", reason=named)
+    text = f"""
+[parallelism]
+data_parallel_replicate_degree = {sizes.dp_replicate}
+context_parallel_degree = {sizes.cp}
+tensor_parallel_degree = {sizes.tp}
+expert_parallel_degree = {sizes.ep}
+"""
+    config = read_config(text, 32)
+    with fake_world(32):
+        theirs = dims.ParallelDims(**vars(sizes), world_size=32, spmd_backend="partial_dtensor")
+        theirs.build_mesh()
+        for view in ("dataloading", "dense", "sparse"):
+            mesh = theirs._global_meshes[view]
+            for axis, name in enumerate(mesh.mesh_dim_names):
+                found = of(config.layouts[f"training:{view}"], name)
+                assert found == lanes(mesh.mesh.numpy(), axis), (view, name)
+
+
+# vLLM's experts are spread over dp and tp; SGLang's inside tp, with stages and replicas around.
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (
+            "vllm serve m --tensor-parallel-size=2 -dp 4 --enable-expert-parallel",
+            VLLM(2, 1, 4, expert=True),
+        ),
+        ("vllm serve m -tp 4 -pp 2", VLLM(4, 2)),
+        ("python -m sglang.launch_server --tp 8 --ep 4 --pp 2", SGLang(8, 2, 4)),
+        (
+            "sglang serve m --tp-size 8 --dp-size 4 --enable-dp-attention --ep-size 2",
+            SGLang(8, 1, 2, 4),
+        ),
+    ],
+)
+def test_serving(text, wanted):
+    config = read_config(text)
+    CHECKS[type(wanted)](config, "inference", wanted, config.world_size)
+    assert config.problems == ()
+
+
+# DeepSpeed's own function lists the expert parallel ranks; its hpz groups are consecutive ranks.
+@pytest.mark.clients
+def test_beside_deepspeed():
+    groups = pytest.importorskip("deepspeed.utils.groups", reason="pip install deepspeed")
+    config = read_config('{"zero_optimization": {"stage": 1}, "autoep_size": 4}', 16)
+    theirs, data = groups._get_expert_parallel_ranks(16, 1, 4)
+    assert of(config.layouts["training:expert"], "ep") == as_sets(theirs)
+    assert of(config.layouts["training:expert"], "expt_dp") == as_sets(data)
+
+
+def test_hpz():
+    text = '{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}'
+    config = read_config(text, 32)
+    assert of(config.layouts["training:hpz"], "hpz") == as_sets(np.arange(32).reshape(4, 8))
+    assert config.problems == ()
+
+
+# A mesh that is written out, with and without names.
+def test_device_mesh():
+    config = read_config("device_mesh: [2, 4]\nmesh_dim_names: [replicate, shard]")
+    assert str(config.layouts["training"]) == "shard=4,replicate=2"
+    assert str(read_config("device_mesh: [2, 4]").layouts["training"]) == "dim1=4,dim0=2"
+
+
+# Megatron's order with pp before dp, and one that is given as an argument would be.
+@pytest.mark.parametrize(
+    ("flag", "order", "problems"),
+    [
+        ("--use-tp-pp-dp-mapping", "tp-cp-ep-pp-dp", 0),
+        ("--order tp-cp-pp-ep-dp", "tp-cp-pp-ep-dp", 1),
+    ],
+)
+def test_orders(flag, order, problems):
+    flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    config = read_config(f"torchrun --nproc-per-node 8 train.py {flags} {flag}")
+    check_megatron(config, "training", Megatron(tp=2, pp=2, order=order), 8)
+    assert len(config.problems) == problems
+
+
+# grids() makes the grids of the presets.
+def test_grids_of_megatron():
+    flags = (
+        "--tensor-model-parallel-size 2 --expert-model-parallel-size 4 "
+        "--expert-tensor-parallel-size 1"
+    )
+    config = read_config(f"torchrun --nnodes 2 --nproc-per-node 8 train.py {flags}")
+    ours, preset = config.grids(), megatron_grids(tp=2, ep=4, expt_tp=1, world_size=16)
+    assert ours["training"].layout == preset["training"].layout
+    assert ours["training"].view("expert").layout == preset["training"].view("expert").layout
+
+
+def test_grids_of_torchtitan():
+    config = read_config(
+        "[parallelism]\ntensor_parallel_degree = 2\nexpert_parallel_degree = 4", 16
+    )
+    ours, preset = config.grids(), torchtitan_grids(tp=2, ep=4, world_size=16)
+    assert ours["training"].layout == preset["training"].layout
+    assert ours["training"].views == preset["training"].views
+
+
+# verl's trainer for Megatron, by the name of its configuration; torchtitan's sizes as flags.
+def test_frameworks_by_their_marks():
+    text = "python -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer"
+    rollout = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+    config = read_config(f"{text} {rollout} trainer.n_gpus_per_node=8 trainer.nnodes=1")
+    check_megatron(config, "actor", Megatron(), 8)
+    text = "NGPU=8 ./run_train.sh --parallelism.tensor_parallel_degree 4"
+    check_meshes(read_config(text), "training", titan_meshes(Titan(tp=4), 8), 8)
+
+
+# Each size has its file, line, key and text; a size that is not in the file has none of them.
+def test_sources(tmp_path):
+    file = tmp_path / "run.sh"
+    launch = "torchrun --nproc_per_node 8 train.py"
+    file.write_text(f"TP=${{TP:-4}}\n\n{launch} \\\n  --tensor-model-parallel-size $TP\n")
+    config = read_config(str(file))
+    tp, nodes, cp = config.source("tp"), config.source("world.gpus_per_node"), config.source("cp")
+    assert (tp.value, tp.key, tp.raw, tp.file, tp.line) == (
+        *(4, "--tensor-model-parallel-size"),
+        *("$TP", "run.sh", 4),
+    )
+    assert (nodes.value, nodes.line) == (8, 3)
+    assert (cp.value, cp.line, str(cp)) == (1, 0, "default")
+    assert str(config.source("dp")) == "follows from the other sizes"
+    with pytest.raises(KeyError, match="no size 'xp'"):
+        config.source("xp")
+
+
+# A variable that the script does not set has the value of the environment, as in the shell.
+def test_environment(monkeypatch):
+    text = "torchrun --nproc-per-node 8 train.py --tensor-model-parallel-size ${TP:-2}"
+    assert str(read_config(text).layouts["training"]) == "tp=2,cp=1,dp=4,pp=1"
+    monkeypatch.setenv("TP", "8")
+    assert str(read_config(text).layouts["training"]) == "tp=8,cp=1,dp=1,pp=1"
+
+
+# A value of YAML, TOML or JSON has its line.
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("a.yaml", "seed: 1\nactor:\n  megatron:\n    tensor_model_parallel_size: 2\n", 4),
+        ("a.toml", "[parallelism]\n# tensor_parallel_degree\ntensor_parallel_degree = 2\n", 3),
+        ("a.json", '{"zero_optimization": {},\n\n"tensor_parallel": {\n"autotp_size": 2}}', 4),
+    ],
+)
+def test_lines(name, text, line, tmp_path):
+    (tmp_path / name).write_text(text)
+    source = read_config(tmp_path / name, 8).source("tp")
+    assert (source.value, source.line, source.file) == (2, line, name)
+
+
+# Files that `defaults` names are read first; a key of the file itself replaces theirs.
+def test_defaults_of_hydra(tmp_path):
+    (tmp_path / "base.yaml").write_text(
+        "policy:\n  megatron_cfg:\n    tensor_model_parallel_size: 2\n"
+        "    pipeline_model_parallel_size: 4\ncluster: {gpus_per_node: 8, num_nodes: 4}\n"
+    )
+    (tmp_path / "own.yaml").write_text(
+        "defaults: base.yaml\npolicy:\n  megatron_cfg:\n    tensor_model_parallel_size: 8\n"
+    )
+    config = read_config(tmp_path / "own.yaml")
+    assert str(config.layouts["policy"]) == "tp=8,cp=1,dp=1,pp=4"
+    assert (config.source("pp").file, config.source("tp").file) == ("base.yaml", "own.yaml")
+    assert config.problems == ()
+    (tmp_path / "base.yaml").unlink()
+    assert "defaults base.yaml is not read" in read_config(tmp_path / "own.yaml", 8).problems[0]
+
+
+# The answer takes half a second on a quiet machine, process start included, and does not load
+# torch. The bound is twice as large, because other tests run.
+def test_no_torch(tmp_path):
+    file = tmp_path / "run.sh"
+    file.write_text("torchrun --nproc-per-node 8 train.py --tensor-model-parallel-size 2\n")
+    program = (
+        "import sys, resource; sys.modules['torch'] = None\n"
+        "from hypercomm.cli import main\n"
+        f"code = main(['plan', {str(file)!r}])\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "print('seconds', used.ru_utime + used.ru_stime)\n"
+        "sys.exit(code)"
+    )
+    done = run_python("-c", program)
+    assert done.returncode == 0, done.stderr
+    assert "tp=2,cp=1,dp=4,pp=1: 8 ranks" in done.stdout
+    assert float(done.stdout.split()[-1]) < 1
+
+
+# Nothing that is read is run or imported.
+def test_nothing_is_run(tmp_path):
+    mark = tmp_path / "mark"
+    text = f"""
+touch {mark}
+eval "touch {mark}"
+X=$(touch {mark}; echo 8)
+Y=`touch {mark}`
+torchrun --nproc-per-node 8 train.py --tensor-model-parallel-size 2
+"""
+    (tmp_path / "run.sh").write_text(text)
+    config = read_config(tmp_path / "run.sh")
+    assert config.problems == ("run.sh:3 eval ... runs a text that is not read",)
+    yaml = f"!!python/object/apply:os.system ['touch {mark}']: 1\ntensor_model_parallel_size: 2\n"
+    (tmp_path / "a.yaml").write_text(yaml)
+    read_config(tmp_path / "a.yaml", 8)
+    assert not mark.exists()
+    assert "train" not in sys.modules
