@@ -5,7 +5,7 @@
 Every rank runs the generator of the agreement protocol. The ranks of `--ranks` share a counted
 store in this process: it performs one request after the other, in 14 us each, and all ranks start
 within 30 s. The ranks of `--processes` have a connection each to a TCPStore, in four processes.
-Beside it: torch's own barrier, which every `new_group` ends with, by the same count.
+The same count is taken of torch's own barrier, which every `new_group` ends with.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The benchmarks run, measure what they say, and hold it against goals as they say."""
+"""The benchmarks run, and their tables, goals and counts are right."""
 
 import importlib
 import json
@@ -17,8 +17,12 @@ def modules(monkeypatch):
     """Imports the benchmarks, which are scripts and no package."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # store.py sets it, unless it is set
     yield SimpleNamespace(
-        **{name: importlib.import_module(name) for name in ("measure", "nccl", "page", "staleness")}
+        **{
+            name: importlib.import_module(name)
+            for name in ("measure", "nccl", "page", "staleness", "store")
+        }
     )
     for name in {path.stem for path in BENCHMARKS.glob("*.py")} & (set(sys.modules) - before):
         del sys.modules[name]
@@ -40,14 +44,14 @@ def test_everything_runs(tmp_path):
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
 
 
-# The page's table is that of results.json.
+# The page has the table of results.json.
 def test_the_page(modules):
     report = json.loads((BENCHMARKS / "results.json").read_text())
     assert modules.page.shown(report) in (BENCHMARKS / "README.md").read_text()
 
 
-# What became worse than on the page is said only where two measurements agree, by more than the
-# noise of their rounds; who is no hypercomm, or is not on the page, is left out.
+# A ratio is worse than on the page only if two measurements agree, by more than the noise of their
+# rounds. Rows of other libraries, and rows that the page does not have, are left out.
 @pytest.mark.parametrize(
     ("first", "second", "verdicts"),
     [
@@ -117,3 +121,20 @@ def test_no_card(modules, monkeypatch):
 def test_page_of_nccl(modules):
     page = (BENCHMARKS.parent / "docs" / "explanation" / "nccl.md").read_text()
     assert [name for name in modules.nccl.PARTS if f"`{name}`" not in page] == []
+
+
+# A rank sends a constant number of messages and bytes for a creation, whatever the number of ranks.
+def test_a_creation_costs_a_rank_the_same_in_any_job(modules):
+    costs = []
+    for size in (64, 1024):
+        job = modules.store.Job(size)
+        job.call(0.0)
+        assert len(job.ended) == size
+        requests, sent = job.store.requests / size, job.store.sent / size
+        assert (job.busiest.total(), job.bytes.total()) == (job.store.requests, job.store.sent)
+        assert requests <= 4.2
+        assert sent <= 1000
+        costs.append((requests, sent))
+    (few, few_sent), (many, many_sent) = costs
+    assert many == pytest.approx(few, rel=0.05)
+    assert many_sent == pytest.approx(few_sent, rel=0.05)

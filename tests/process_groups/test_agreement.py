@@ -1,4 +1,4 @@
-"""Ranks that agree, or do not, on real gloo processes; the simulated job has all other faults."""
+"""Agreement on real gloo processes; the simulated job covers all other faults."""
 
 import gc
 import os
@@ -21,7 +21,7 @@ LONG = timedelta(seconds=40)
 EVERY = ["tp", "dp"]
 
 
-# Ranks that agree are told nothing, however late one is; a rank outside takes no part.
+# Ranks that agree raise nothing, however late one is; a rank outside the grid takes no part.
 @pytest.mark.parametrize("verify", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.ranks(5)
 def test_agreeing_ranks(verify):
@@ -39,7 +39,7 @@ def test_agreeing_ranks(verify):
         )
 
 
-# A grid that is destroyed while a thread waits: that creation ends, and nothing is left.
+# If a grid is destroyed while a thread waits, the creation fails, and nothing is left.
 @pytest.mark.ranks(2)
 def test_destroyed_meanwhile():
     grid, ended = HyperCommGrid([2], ["dp"]), []
@@ -61,7 +61,7 @@ def test_destroyed_meanwhile():
     assert len(registered()) == 1
 
 
-# A forked child is refused its parent's groups, and takes nothing from the parent.
+# A forked child cannot use the groups of its parent, and the parent keeps them.
 @pytest.mark.ranks(2)
 def test_a_fork():
     with HyperCommGrid([2], ["dp"]) as grid:
@@ -87,7 +87,7 @@ def test_a_fork():
     assert len(registered()) == 1
 
 
-# abort() waits for nobody, and may be called twice; after WORLD, destroy() is harmless.
+# abort() waits for no rank, and can be called twice; destroy() works after WORLD has ended.
 @pytest.mark.ranks(2)
 def test_the_end_of_a_grid():
     grid, other = HyperCommGrid([2], ["dp"]), HyperCommGrid([2], ["x"])
@@ -107,7 +107,7 @@ def test_the_end_of_a_grid():
             one.create_pg("x")
 
 
-# Ctrl-C ends a creation that waits; it leaves nothing, the other rank hears so, and both try again.
+# Ctrl-C ends a waiting creation, and leaves nothing. The other rank raises, and a retry succeeds.
 @pytest.mark.ranks(2)
 def test_ctrl_c():
     grid, rank = HyperCommGrid([2], ["dp"]), dist.get_rank()
@@ -133,7 +133,7 @@ def test_ctrl_c():
     assert sum_over(grid.create_pg("dp", timeout=LONG)) == 11
 
 
-# A grid that is collected while its groups live says so, and only then.
+# A grid warns when it is collected with live groups, and only then.
 @pytest.mark.full
 @pytest.mark.parametrize("end", ["destroy", "abort", None])
 def test_a_grid_that_is_forgotten(end):

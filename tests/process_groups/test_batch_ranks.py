@@ -13,7 +13,7 @@ from hypercomm import HyperCommGrid
 from hypercomm.errors import PlanMismatchError
 
 
-# The rank that serves the store finds a difference, and ends: the others have heard of it.
+# The rank that serves the store finds a difference and ends: the other ranks raise it too.
 @pytest.mark.full
 @pytest.mark.ranks(4)
 def test_the_serving_rank_ends():
@@ -45,9 +45,9 @@ def test_lazy_groups_connect_when_used():
     assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0"
 
 
-# The gloo groups of one call listen on one socket, with one thread that receives: a call for eight
-# groups opens seven of each less than eight calls. A group goes on when another one is destroyed,
-# and a call that fails closes what it has opened.
+# The gloo groups of one call share a listening socket and a receiving thread: one call for eight
+# groups opens seven fewer of each than eight calls. A group still works after another one is
+# destroyed, and a call that fails closes its sockets.
 @pytest.mark.ranks(2)
 def test_groups_of_one_call_share_a_device():
     plan = [{"dims": "dp", "name": name} for name in "abcdefgh"]

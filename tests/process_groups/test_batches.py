@@ -26,7 +26,7 @@ def ranks(group):
 
 
 def third_fails(names):
-    """A creation that keeps the names it is given, and fails at the third."""
+    """A creation that records its names, and fails at the third one."""
     honest = torchdist.new_group
 
     def failing(name, members, **options):
@@ -40,14 +40,14 @@ def third_fails(names):
 
 @pytest.fixture
 def bound(monkeypatch):
-    """WORLD seems to be bound to a device; what is split off it is recorded."""
+    """Make WORLD look bound to a device, and record its splits."""
     calls = []
     bound_world.bind(monkeypatch)
     monkeypatch.setattr(dist, "split_group", lambda **options: calls.append(options["split_ranks"]))
     return calls
 
 
-# A batch creates what single calls would have, in the order given, and returns them in that order.
+# A batch creates the same groups as single calls, in the given order, and returns them in order.
 def test_a_batch():
     with fake_world(8, rank=5), grid_of() as grid:
         dp, twin, both = grid.create_pgs(
@@ -62,7 +62,7 @@ def test_a_batch():
         assert grid.create_pgs([]) == []
 
 
-# What is said for all groups holds where one does not say otherwise, and groups of a batch share.
+# Options of the call apply to each group without its own option, and groups of a batch are shared.
 def test_what_a_batch_says_for_all(monkeypatch):
     seen = []
     honest = torchdist.new_group
@@ -83,7 +83,7 @@ def test_what_a_batch_says_for_all(monkeypatch):
     assert seen == [timedelta(seconds=9)] * 2 + [timedelta(seconds=3)]
 
 
-# If a group fails, those that the batch has created go, and no others; then it can be tried again.
+# If a group fails, only the groups that the batch has created are destroyed; a retry succeeds.
 def test_a_batch_that_fails_half_way(monkeypatch):
     names = []
     with fake_world(8, rank=5), grid_of(share="identical") as grid:
@@ -103,7 +103,7 @@ def test_a_batch_that_fails_half_way(monkeypatch):
         assert len(set(names)) == len(names)  # nothing is tried twice under one name
 
 
-# A grid says how it would create a group, and how it has created one.
+# explain() describes how a grid would create a group, and how it has created one.
 def test_explain():
     with fake_world(8, rank=5), grid_of(share="identical") as grid:
         grid.create_pg("dp")
@@ -144,7 +144,7 @@ def test_one_split_for_each_dims(bound):
     assert bound[-1] == [sorted(table[tp, :, :, pp].ravel().tolist())]
 
 
-# Such collisions are no theory: torch gives the cp groups (1478, 1486) and (1988, 1996) one colour.
+# Such collisions occur: torch gives the cp groups (1478, 1486) and (1988, 1996) one colour.
 def test_a_collision_of_torch(monkeypatch, bound):
     monkeypatch.setattr(dist.ProcessGroup, "split_group", None, raising=False)
     with fake_world(4096, rank=1988):
@@ -166,8 +166,8 @@ def test_a_collision_of_lists(monkeypatch, bound):
         bound.clear()
 
 
-# Groups whose colours are equal are split off in turns: every rank makes equally many calls, in one
-# of them with its own group, and in no call do two groups of one colour meet.
+# Groups of one colour are split off in separate turns: every rank makes the same number of calls,
+# one of them with its own group, and no call has two groups of one colour.
 @pytest.mark.parametrize("colors", [[1, 2, 1, 1], [5, 5, 5, 5], [3, 4, 4, 3]], ids=str)
 def test_colliding_colors(monkeypatch, bound, colors):
     monkeypatch.setattr(torchdist, "split_colors", lambda _groups: colors)

@@ -1,4 +1,4 @@
-"""Which way of creating groups is chosen, for groups of ranks in any order."""
+"""The choice of a strategy, for groups of ranks in any order."""
 
 import inspect
 
@@ -22,8 +22,8 @@ def old_new_group(**_ranks_and_options):
     """A `new_group` without `sort_ranks`, as in torch 2.10."""
 
 
-# What cannot keep the order of members is refused, with what can; "auto" takes that. Where WORLD is
-# bound to a device, groups that ascend are split off, and others are not.
+# A strategy that cannot keep the order of members raises and names the others; "auto" uses one of
+# them. If WORLD is bound to a device, only groups with ascending ranks are split off.
 def test_choices(monkeypatch):
     with fake_world(10):
         assert strategy(LISTED) == "local"

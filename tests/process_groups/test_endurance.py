@@ -1,4 +1,4 @@
-"""Creating and destroying, again and again."""
+"""Many cycles of creating and destroying groups."""
 
 import gc
 import threading
@@ -18,7 +18,7 @@ EVERY = [list(dims) for dims in chain(*(combinations(NAMES, number) for number i
 
 
 def standing():
-    """What a process has: process groups, threads, files and memory in KiB."""
+    """Count the process groups, threads and files of this process, and its memory in KiB."""
     dist.barrier()
     settle()
     gc.collect()
@@ -32,9 +32,9 @@ def standing():
     }
 
 
-# Cycles that create and destroy, every other one by one: none fails, every process group, thread
-# and file is given back, and after the first cycles no rank's memory grows by 5 MB. Nothing holds a
-# group afterwards: gloo's connections close only with the last reference.
+# Cycles create and destroy groups, one by one in every other cycle. None fails, every process
+# group, thread and file is released, and after the first cycles no rank's memory grows by 5 MB. No
+# reference to a group remains: gloo closes connections with the last reference.
 @pytest.mark.parametrize(
     "count",
     [pytest.param(10, marks=pytest.mark.full), pytest.param(500, marks=pytest.mark.slow)],
@@ -56,8 +56,8 @@ def test_cycles(count):
     for before, after in run_ranks(cycles, 8, timeout=1500):
         for what in ("groups", "files"):
             assert after[what] == before[what], what
-        # The pool of workers keeps as many threads as were ever busy at once: where gloo connects
-        # slowly, a second one reports that the rank waits.
+        # The pool keeps as many threads as were busy at the same time: if gloo connects slowly, a
+        # second thread reports that the rank waits.
         for what in ("threads", "python threads"):
             assert after[what] <= before[what] + 2, what
         assert after["resident"] - before["resident"] < GROWTH_KIB

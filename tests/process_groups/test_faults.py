@@ -1,4 +1,4 @@
-"""A rank or the store dies, stops, or is late: every call ends in time, with the right error."""
+"""A rank or the store dies, stops or is late: every call ends in time with the right error."""
 
 import os
 import signal
@@ -28,14 +28,14 @@ SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
 
 
 def signal_at(fault, number):
-    """Send a signal to this rank now, or when all have arrived and it would connect to them."""
+    """Send a signal to this rank, now or after all have arrived and before it connects to them."""
     if fault == "before":
         end_by(number)
     dist.distributed_c10d._new_process_group_helper = lambda *_, **__: end_by(number)
 
 
 def lose_one(rank, fault, victim, number, timeout_s):
-    """A rank is lost before, during or after a creation; the others notice."""
+    """Lose a rank before, during or after a creation; the other ranks raise."""
     grid = HyperCommGrid("tp=2,dp=2")
     dist.barrier()
     if rank == victim and fault != "after":
@@ -61,14 +61,14 @@ def lose_one(rank, fault, victim, number, timeout_s):
     assert registered_groups() == {dist.group.WORLD}
 
 
-# A rank that is killed or stopped before it comes to a creation, or before it connects: every other
-# rank names it within the timeout and two seconds, and has nothing left. After the creation, the
-# next collective fails in time. Destroying the grid neither hangs nor leaves anything.
+# If a rank is killed or stopped before it joins a creation, or before it connects, every other rank
+# names it within the timeout plus two seconds, and keeps nothing. After the creation, the next
+# collective fails in time. destroy() neither hangs nor leaves anything.
 @pytest.mark.full
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize(("fault", "victim"), [("before", 0), ("during", 2), ("after", 3)])
 def test_a_rank_that_is_lost(tmp_path, number, fault, victim, timeout_s):
-    timeout_s *= 2  # a machine that stands still for a second makes others late, too
+    timeout_s *= 2  # a machine that pauses for a second makes other ranks late, too
     run_scene(tmp_path, lose_one, 4, fault, victim, number, timeout_s, victims=[victim])
 
 
@@ -78,7 +78,7 @@ STORE_S = 1.0
 
 
 def serve(file):
-    """Serve the store of a job, in a process of its own, until it is killed or told to stop."""
+    """Serve the store of a job in a separate process, until it is killed or gets SIGUSR1."""
 
     def stop(*_):
         signal.signal(signal.SIGCONT, stop)  # should something let it continue
@@ -93,9 +93,9 @@ def serve(file):
 
 
 def lose_the_store(rank, server, number):
-    """The process of the store is killed or stopped; then all calls, from another one on each rank.
+    """Kill or stop the process of the store; then make all calls, each on a separate grid.
 
-    Each on a grid of its own.
+    Each rank begins with another call.
     """
     timeout = timedelta(seconds=STORE_S)
     calls = {
@@ -125,8 +125,8 @@ def lose_the_store(rank, server, number):
         assert time.monotonic() - begin < limit_s, name
 
 
-# When the process that serves the store is gone or silent, each call ends in time with an error of
-# ours that says so, the first one and those that follow.
+# If the process that serves the store is dead or silent, each call ends in time with a
+# HyperCommError that names the store. So do all later calls.
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
 def test_a_store_that_is_lost(tmp_path, number):
@@ -159,7 +159,7 @@ else:
 """
 
 
-# An interpreter that ends while a thread of it waits for another rank ends well.
+# An interpreter ends normally while one of its threads waits for another rank.
 @pytest.mark.full
 def test_an_interpreter_that_ends(tmp_path):
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "store")]

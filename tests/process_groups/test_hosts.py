@@ -13,7 +13,7 @@ import pytest
 from busy import wait_until
 from launched import rank_free
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]  # hosts are slow enough by themselves
+pytestmark = [pytest.mark.slow, pytest.mark.alone]  # hosts are slow enough already
 
 SWITCH = f"hc{os.getpid()}-net"
 NAMED = 'hostname "$0" && exec "$@"'
@@ -27,7 +27,7 @@ def ip(*arguments):
 
 
 class Hosts:
-    """Hosts 10.0.0.1, 10.0.0.2, ... in namespaces; the switch between them is in one of its own."""
+    """Hosts 10.0.0.1, 10.0.0.2, ... in namespaces; the switch between them has a separate one."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -51,7 +51,7 @@ class Hosts:
                 ip("-n", name, "link", "set", device, "up")
 
     def start(self, *program):
-        """Start torchrun on each host, with two ranks each; ranks and hosts count alike."""
+        """Start torchrun on each host, with two ranks; ranks ascend with the hosts."""
         variables = rank_free() | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
         variables["PYTHONPATH"] = os.pathsep.join(map(str, Path(__file__).parents[1:3]))
         for number, name in enumerate(self.names):
@@ -80,7 +80,7 @@ class Hosts:
         )
 
     def wait_for_end(self, seconds):
-        """Wait until every torchrun has ended well, and nothing is left of them."""
+        """Wait until every torchrun has ended without an error, and nothing is left of them."""
         wait_until(
             lambda: all(agent.poll() is not None for agent in self.agents), seconds, self.logs
         )

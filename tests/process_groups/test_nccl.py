@@ -1,6 +1,6 @@
 """NCCL itself, several ranks on one card: runs where a GPU is found (pytest -m gpu).
 
-What reaches NCCL is recorded without a GPU by test_nccl_calls.py.
+test_nccl_calls.py records the calls of NCCL without a GPU.
 """
 
 import os
@@ -16,7 +16,7 @@ from hypercomm import HyperCommGrid
 from hypercomm.testing import run_ranks
 
 ASLEEP_S = 20.0
-"""NCCL takes seconds to begin."""
+"""NCCL takes seconds to start."""
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +27,7 @@ SUMS = {0: [11, 101], 1: [11, 1010], 2: [1100, 101], 3: [1100, 1010]}
 
 
 def on_one_card(function, *args):
-    """Run four ranks that NCCL takes for four hosts."""
+    """Run four ranks that NCCL treats as four hosts."""
     return run_ranks(function, 4, args=args, timeout=180)
 
 
@@ -36,7 +36,7 @@ def sum_over(group, device="cuda"):
 
 
 def begin(backend="nccl", *, bound):
-    """Make WORLD anew with NCCL, which refuses two ranks of one host on a card."""
+    """Make a new WORLD with NCCL, which rejects two ranks of one host on a GPU."""
     host = f"host-{dist.get_rank()}"
     os.environ |= {"NCCL_HOSTID": host, "NCCL_SOCKET_IFNAME": "lo", "LOCAL_RANK": "0"}
     torch.cuda.set_device(0)
@@ -47,7 +47,7 @@ def begin(backend="nccl", *, bound):
 
 
 def groups(bound, creation):
-    """The sums over the groups of a grid, and whether they leave nothing."""
+    """Return the sums over the groups of a grid, and whether the groups leave nothing."""
     begin(bound=bound)
     before = registered()
     with HyperCommGrid([2, 2], ["tp", "dp"], creation=creation) as grid:
@@ -57,8 +57,8 @@ def groups(bound, creation):
     return sums, is_clean
 
 
-# Every way of creating groups that works here gives groups whose sums are right, on a WORLD that is
-# bound to a device and on one that is not, and leaves nothing behind.
+# Every strategy that works here creates groups whose sums are right, on a WORLD that is bound to a
+# device and on one that is not. Nothing is left.
 @pytest.mark.parametrize("bound", [False, True])
 @pytest.mark.parametrize("creation", ["auto", "local", "enumerate"])
 def test_groups(bound, creation):
@@ -95,7 +95,7 @@ def test_nobody_outside_is_waited_for(bound, lazy_init):
 
 
 def mixed():
-    """Sums on the CPU and on the card over groups of a mixed WORLD, and of its parts."""
+    """Sums on the CPU and on the card over groups of a mixed WORLD and of its parts."""
     begin("cpu:gloo,cuda:nccl", bound=True)
     with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
         both = grid.create_pg("dp", name="both")
@@ -110,7 +110,7 @@ def mixed():
     return found
 
 
-# A WORLD of gloo and NCCL gives groups of both, and of each.
+# On a WORLD of gloo and NCCL, groups have both backends or either of them.
 def test_a_mixed_world():
     for rank, found in enumerate(on_one_card(mixed)):
         own = [101, 1010][rank % 2]
@@ -118,7 +118,7 @@ def test_a_mixed_world():
 
 
 def abort():
-    """All ranks but the first begin a collective that waits for it, and give up."""
+    """All ranks except rank 0 begin a collective that waits for it, and abort."""
     rank = begin(bound=True)
     store, before = store_of_world(), registered()
     grid = HyperCommGrid([4], ["dp"])
@@ -138,7 +138,7 @@ def abort():
     return took_s, is_pending, left
 
 
-# abort() ends a grid whose collective waits for a rank that will not come.
+# abort() ends a grid whose collective waits for a rank that never joins.
 def test_abort():
     for took_s, was_pending, left in on_one_card(abort)[1:]:
         assert was_pending

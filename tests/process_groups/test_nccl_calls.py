@@ -1,7 +1,6 @@
-"""Which calls reach NCCL: recorded with a stand-in in its place, as there is no GPU here.
+"""The calls of NCCL, recorded by a stand-in, because tests have no GPU.
 
-torch's own functions create the groups. What a stand-in cannot show is NCCL itself: test_nccl.py
-does, where there is a GPU.
+torch's own functions create the groups. test_nccl.py tests NCCL itself, if there is a GPU.
 """
 
 from datetime import timedelta
@@ -34,8 +33,8 @@ def is_lazy(call):
 # ---- members alone ------------------------------------------------------------------------------
 
 
-# A grid at an offset creates its groups by their members alone on a bound WORLD: no rank splits,
-# nobody outside is needed, and WORLD stays bound. From torch 2.15 on by NCCL's own switch.
+# On a bound WORLD, only the members of a grid at an offset create its groups: no rank splits, no
+# other rank is needed, and WORLD stays bound. torch 2.15 and newer have an option of NCCL for it.
 @pytest.mark.parametrize("creation", ["auto", "local"])
 def test_an_offset_grid_on_a_bound_world(creation):
     with recorded_nccl() as calls, lone_world("nccl", 8, rank=5, device_id=CUDA_5):
@@ -53,7 +52,7 @@ def test_an_offset_grid_on_a_bound_world(creation):
         assert dist.group.WORLD.bound_device_id == CUDA_5
 
 
-# A world that is joined has communicators of its own: none is split off a bound WORLD.
+# A joined world has its own communicators: none is split off a bound WORLD.
 def test_a_joined_world_on_a_bound_world():
     who = {"parts": {"engine": 1}, "part": "engine", "rank": 0, "backend": "nccl"}
     with recorded_nccl() as calls, lone_world("nccl", 8, rank=5, device_id=CUDA_5):
@@ -73,7 +72,7 @@ def test_a_joined_world_on_a_bound_world():
 
 
 def sum_over(group):
-    """The sum of 10**rank over the members; None where there is no group."""
+    """Return the sum of 10**rank over the members, or None without a group."""
     if group is None:
         return None
     number = torch.tensor([10.0 ** dist.get_rank()])
@@ -82,7 +81,7 @@ def sum_over(group):
 
 
 def begin_bound(backend):
-    """Make WORLD anew, bound to a device for each rank."""
+    """Make a new WORLD in which each rank is bound to a device."""
     device = torch.device("cuda", dist.get_rank())
     return world_anew(backend, device_id=device, timeout=timedelta(seconds=30))
 
@@ -126,10 +125,10 @@ def test_a_failure_leaves_world_bound(monkeypatch):
         grid.destroy()
 
 
-# ---- lazily or at once --------------------------------------------------------------------------
+# ---- lazily or at the creation ------------------------------------------------------------------
 
 
-# lazy_init=True has NCCL connect at the first message, also where WORLD is bound ...
+# With lazy_init=True, NCCL connects at the first message, also if WORLD is bound ...
 @pytest.mark.parametrize("bound", [False, True])
 def test_nccl_connects_lazily(bound):
     options = {"device_id": CUDA_5} if bound else {}
@@ -145,7 +144,7 @@ def test_nccl_connects_lazily(bound):
             assert "a split connects all members" in str(grid.explain("tp"))
 
 
-# ... and lazy_init=False at the creation, also where it is not.
+# ... and with lazy_init=False at the creation, also if it is not.
 @pytest.mark.parametrize("bound", [False, True])
 def test_nccl_connects_at_once(monkeypatch, bound):
     monkeypatch.setenv("LOCAL_RANK", "5")
@@ -159,7 +158,7 @@ def test_nccl_connects_at_once(monkeypatch, bound):
             assert not is_lazy(calls[0])
 
 
-# Options that a caller gives stay the caller's, and are kept.
+# Options of the caller are used, and their object is not changed.
 def test_options_are_kept():
     with recorded_nccl() as calls, lone_world("nccl", 8, rank=5, device_id=CUDA_5):
         given = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -171,8 +170,8 @@ def test_options_are_kept():
         assert not getattr(given, "lazy_init", False)
 
 
-# Each key of a call may be created in a way of its own: dims that cover the world by one split,
-# "pp" lazily, by its members.
+# Keys of one call may have different strategies: dims that cover the world use one split, and only
+# the members create "pp", lazily.
 def test_a_way_for_each_key():
     with recorded_nccl() as calls, lone_world("nccl", 8, rank=5, device_id=CUDA_5):
         calls.clear()
@@ -193,9 +192,9 @@ def test_a_way_for_each_key():
 # ---- splits -------------------------------------------------------------------------------------
 
 
-# A WORLD of gloo and NCCL is split, too, with the parts that are asked for, and nobody enumerates;
-# real ranks communicate over both parts. Before 2.14 a split has gloo's options wrong: members
-# create such groups alone.
+# A WORLD of gloo and NCCL is split into groups with the requested backends, and no rank enumerates;
+# real ranks communicate over both backends. Before torch 2.14 a split has wrong options for gloo,
+# so only the members create such groups.
 @needs_parts
 @pytest.mark.ranks(4)
 def test_a_mixed_world():
@@ -224,9 +223,9 @@ def test_a_mixed_world():
         dist.destroy_process_group()
 
 
-# After a split that leaves ranks out, torch before 2.14 names later groups by counts that differ
-# between ranks, and ends them in the order of their names, so that NCCL waits for ever. Under our
-# names all members have one order.
+# After a split without some ranks, torch before 2.14 names later groups by counts that differ
+# between ranks, and ends them in the order of their names, so NCCL waits for ever. The names of
+# hypercomm have one order on all members.
 def test_names_after_a_partial_split():
     names, orders = {}, {}
     for rank in range(4):
@@ -250,8 +249,8 @@ def test_names_after_a_partial_split():
         assert [ranks for ranks in order if ranks in by_name] == mine
 
 
-# A layout that lists its ranks keeps their order where a split does (torch 2.15), and is split off
-# there; elsewhere its members create its groups alone.
+# A layout that lists its ranks is split off if a split keeps their order (torch 2.15); otherwise
+# only the members create its groups.
 def test_the_order_of_ranks():
     listed = RankLayout([2, 2], ["tp", "dp"], ranks=[1, 0, 3, 2])
     with recorded_nccl() as calls, lone_world("nccl", 4, device_id=torch.device("cuda:0")):
@@ -265,7 +264,7 @@ def test_the_order_of_ranks():
 # ---- the end ------------------------------------------------------------------------------------
 
 
-# abort() tells NCCL of all groups before it ends the first, as torch does for a whole job.
+# abort() passes all groups to NCCL before it ends the first one, as torch does for a whole job.
 @pytest.mark.skipif(IS_PLUGIN, reason="torch 2.14 and newer do the same in C++")
 def test_abort_at_once():
     with recorded_nccl() as calls, lone_world("nccl", 8, rank=5):

@@ -1,4 +1,4 @@
-"""A creation changes nothing of torch that another thread of the process can see."""
+"""A creation changes no state of torch that another thread of the process can see."""
 
 import os
 import threading
@@ -19,7 +19,7 @@ SWITCH = "TORCH_GLOO_LAZY_INIT"
 
 
 def in_another_thread(function):
-    """Return what a function returns in another thread."""
+    """Call a function in another thread, and return its result."""
     returned = []
     thread = threading.Thread(target=lambda: returned.append(function()))
     thread.start()
@@ -28,7 +28,7 @@ def in_another_thread(function):
 
 
 def facts():
-    """Return what a thread sees of torch and of the environment."""
+    """Return the state of torch and of the environment, as a thread sees it."""
     store = c10d.PrefixStore("p", dist.HashStore())
     group = dist.ProcessGroupGloo(store, 0, 1, timeout=timedelta(seconds=5))
     return {
@@ -109,7 +109,7 @@ def test_groups_that_change(seen):
             assert seen == [before]
 
 
-# The thread that creates sees WORLD without its device, and torch's helper too; hypercomm does not.
+# The creating thread and torch's helper see WORLD without its device; hypercomm does not.
 @pytest.mark.skipif(capabilities.since("2.15"), reason="torch has a switch since 2.15")
 def test_the_thread_that_creates():
     timeout = timedelta(seconds=5)

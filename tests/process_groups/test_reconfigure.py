@@ -15,7 +15,7 @@ from hypercomm import HyperCommGrid
 from hypercomm.errors import GroupOptionsError, PlanMismatchError
 
 HAS_IT = hasattr(dist, "_reconfigure")
-"""Whether torch can do it, from 2.14 on."""
+"""Whether torch can change the members of a group: from 2.14 on."""
 
 LONG, SHORT = timedelta(seconds=60), timedelta(seconds=1)
 
@@ -32,40 +32,40 @@ def use_for_ever(groups):
 def lose_and_regain(rank):
     grid = HyperCommGrid("tp=2,dp=3", enable_reconfigure=True)
     grid.create_pgs(["tp", "dp"], timeout=LONG)
-    groups, told = [*grid.pgs.values()], [figures(grid)]
+    groups, seen = [*grid.pgs.values()], [figures(grid)]
     names = [group.group_name for group in groups]
     if rank == VICTIM:
         die()
     began = time.monotonic()
-    with pytest.raises(RuntimeError):  # a peer of the victim, or of a rank that has heard
+    with pytest.raises(RuntimeError):  # a peer of the victim, or of a rank that has raised
         use_for_ever(groups)
     left = grid.survivors(SHORT)
-    told.append([*left])
+    seen.append([*left])
     if rank != SPARE:  # which takes no part in it
         with pytest.raises(PlanMismatchError, match="reshape to"):
             grid.reshape(("tp=1,dp=4", "tp=2,dp=2")[rank % 2], ranks=[0, 1, 4, 5])
     reshaped = grid.reshape("tp=2,dp=2", ranks=[0, 1, 4, 5])
     took_s = time.monotonic() - began
     is_spare = rank == SPARE
-    told.append([] if is_spare else figures(grid))
+    seen.append([] if is_spare else figures(grid))
     if not is_spare:
         assert [*grid.pgs.values()] == groups
         assert [group.group_name for group in groups] == names
         assert [str(new) for new, _ in reshaped.kept] == ["tp", "dp"]
     grid.reshape("tp=1,dp=5", ranks=left)
-    told.append(figures(grid))
+    seen.append(figures(grid))
     assert is_spare or [*grid.pgs.values()] == groups
     grid.destroy()
     assert not is_spare or not grid.pgs
-    return [*told, took_s < late_s(10)]
+    return [*seen, took_s < late_s(10)]
 
 
-# A loss with a spare rank, a reshape that differs between ranks, one that fits, and one that takes
-# the spare rank back: modules that hold the groups never get others.
+# A loss with a spare rank, a reshape that differs between ranks, a valid reshape, and one that uses
+# the spare rank again: the group objects stay the same, so modules can hold them.
 @pytest.mark.skipif(not HAS_IT, reason="torch has it since 2.14")
 def test_groups_stay(tmp_path):
-    told = run_scene(tmp_path, lose_and_regain, 6, victims=[VICTIM])
-    for rank, (before, left, without, again, is_soon) in told.items():
+    seen = run_scene(tmp_path, lose_and_regain, 6, victims=[VICTIM])
+    for rank, (before, left, without, again, is_soon) in seen.items():
         tp, dp = rank // 2 * 2, [rank % 2 + 2 * at for at in range(3)]
         assert before == {"tp": figures_of([tp, tp + 1]), "dp": figures_of(dp)}
         assert left == [0, 1, 2, 4, 5]
@@ -77,8 +77,7 @@ def test_groups_stay(tmp_path):
         assert is_soon  # the timeout of the groups is a minute
 
 
-# A group that another grid has too does not get other members: the grid that is reshaped gets a new
-# one.
+# A group that another grid also uses keeps its members: the grid that is reshaped gets a new group.
 @pytest.mark.skipif(not HAS_IT, reason="torch has it since 2.14")
 @pytest.mark.full
 @pytest.mark.ranks(4, timeout=60)

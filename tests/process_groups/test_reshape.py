@@ -1,4 +1,4 @@
-"""Reshaping in fake worlds: what is kept, created and destroyed on a rank; nothing communicates."""
+"""Reshaping in fake worlds: the groups that a rank keeps, creates and destroys."""
 
 import math
 from collections import Counter
@@ -23,7 +23,7 @@ OPTIONS = [{}, {"timeout": timedelta(minutes=7)}]
 
 @st.composite
 def shapes(draw, size):
-    """A shape with names of some ranks, in any order of sizes and names."""
+    """A shape with named dims for some ranks, in any order of sizes and names."""
     names, shape = draw(st.permutations(NAMES)), []
     for _ in range(draw(st.integers(0, 3))):
         fitting = [n for n in range(1, size + 1) if (size // math.prod(shape)) % n == 0]
@@ -34,7 +34,7 @@ def shapes(draw, size):
 
 @st.composite
 def orders(draw, size, offset):
-    """The ranks of a grid: as they come, as a rule; else some of them, or all, in another order."""
+    """The ranks of a grid: usually in order, sometimes a part of them or another order."""
     ranks = list(range(offset, offset + size))
     kind = draw(st.sampled_from(["as they come", "as they come", "swapped", "permuted"]))
     if kind == "permuted":
@@ -45,9 +45,9 @@ def orders(draw, size, offset):
     return ranks
 
 
-# For any two layouts, keys and rank: each surviving key has a group of numpy's ranks; what has the
-# ranks and options of an old group is the same object, its own key's where it can be, and as many
-# as possible are kept; the rest is created or, if old, gone from torch.
+# For any two layouts, keys and rank, each surviving key has a group with the ranks that numpy
+# finds. A group with the ranks and options of an old group is the same object, if possible from the
+# same key. As many groups as possible are kept, and torch has no others.
 @settings(max_examples=examples(1200), database=None)
 @given(st.data())
 def test_what_survives(data):
@@ -105,7 +105,7 @@ def plain(key):
     return frozenset(key.dims), key.name
 
 
-# The text may leave one size open; a shift, gaps and a list of ranks stay.
+# One size of the text may be -1; an offset, gaps and a list of ranks stay.
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     [
@@ -125,8 +125,8 @@ def test_open_sizes(layout, ranks):
         assert dist.get_process_group_ranks(grid.get_pg("dp")) == ranks[:2]
 
 
-# Derived groups are derived anew; those that come out the same are kept; a rank in none of them
-# keeps its None.
+# Derived groups are computed again, and kept if they have not changed. A rank in none of them keeps
+# its None.
 def test_derived_groups():
     def ends(groups):
         return groups.pick(lambda ranks: (ranks[0], ranks[-1]))
@@ -147,7 +147,7 @@ def test_derived_groups():
                 assert again is None
 
 
-# Where every rank takes part in a creation, a group survives only if those of all ranks do.
+# If every rank takes part in a creation, a group survives only if the groups of all ranks do.
 def test_enumerated_groups():
     order = [0, 1, 2, 3, 4, 6, 5, 7]
     for creation, is_kept in (("local", True), ("enumerate", False)):
@@ -159,8 +159,8 @@ def test_enumerated_groups():
             assert len(registered_groups()) == 2
 
 
-# The groups of a DeviceMesh serve their own dim while all of them are the same, are never
-# destroyed, and serve nothing else.
+# The groups of a DeviceMesh are used for their own dim as long as none of them changes. They are
+# never destroyed, and used for no other key.
 def test_adopted_groups():
     with fake_world(8, rank=5):
         mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
@@ -181,8 +181,8 @@ def test_adopted_groups():
         assert dp in theirs
 
 
-# Groups go from the grid to its view and back; a shared dim that the grid does not have for a while
-# is the view's alone then, and later shared again.
+# Groups move from the grid to its view and back. A shared dim that the grid loses belongs to the
+# view alone until the grid has it again.
 def test_views():
     with fake_world(16, rank=5), HyperCommGrid([2, 4, 2], ["tp", "dp", "pp"]) as grid:
         grid.register_view("expert", [4, 2, 2], ["ep", "edp", "pp"], ["pp"])
@@ -213,7 +213,7 @@ def state_of(grid):
     return grid.layout, dict(grid.views), list(grid.pgs.items()), registered_groups()
 
 
-# A target that cannot be is refused, and so is a view that does not fit; nothing has changed.
+# An impossible target and a view that does not fit raise, and nothing changes.
 @pytest.mark.parametrize(("target", "views", "error", "names"), TARGETS)
 def test_refused_targets(target, views, error, names):
     with fake_world(16), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
@@ -227,8 +227,8 @@ def test_refused_targets(target, views, error, names):
         grid.reshape("tp=2,dp=4")
 
 
-# Keys that may share hold one group again; one that may not takes none of theirs, nor the other way
-# round.
+# Keys that may share have one group again. A key that may not share gets none of their groups, and
+# its group is used for no other key.
 def test_sharing():
     with fake_world(8, rank=5), HyperCommGrid([2, 1, 4], ["tp", "cp", "dp"]) as grid:
         dp = grid.create_pg("dp", share="identical")
@@ -248,7 +248,7 @@ def test_sharing():
         assert grid.explain("dp").served_by is None
 
 
-# A rank outside has None, before and after; a grid without a world has no groups, and other dims.
+# A rank outside has None, before and after. A grid without a world has no groups, only new dims.
 def test_outside():
     with fake_world(8, rank=7), HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
         grid.create_pg("tp")

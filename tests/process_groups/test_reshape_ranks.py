@@ -1,4 +1,4 @@
-"""Reshaping on real gloo processes: numbers summed over a group say who is in it."""
+"""Reshaping on real gloo processes: a sum over a group shows its members."""
 
 import contextlib
 import time
@@ -21,7 +21,7 @@ ERROR = ZeroDivisionError("on purpose")
 
 
 def numpy_sums(layout, keys):
-    """10**member summed over this rank's groups of a layout, by key, from numpy alone."""
+    """Return the sum of 10**member over each group of this rank, by key, from numpy alone."""
     sizes = {name: int(size) for name, size in (part.split("=") for part in layout.split(","))}
     place = [*sizes.values()], [*sizes], 0
     groups = {dims: group_of(*place, dims, dist.get_rank()) for dims in keys if {*dims} <= {*sizes}}
@@ -29,18 +29,19 @@ def numpy_sums(layout, keys):
 
 
 def sums(grid):
-    """The sum over each group of a grid, by the dims of its key."""
+    """Return the sum over each group of a grid, by the dims of its key."""
     return {key.dims: sum_over(group) for key, group in grid.pgs.items() if group is not None}
 
 
-# There and back, twice: after each reshape every key that has its dims reduces over what numpy
-# finds, and what was kept is the very object; with and without verify, one by one or batched.
+# Reshape there and back, twice: after each reshape every key with its dims reduces over the ranks
+# that numpy finds, and kept groups are the same objects; with and without verify, one by one or
+# batched.
 @pytest.mark.parametrize(
     ("verify", "batched"), [(False, True), pytest.param(True, False, marks=pytest.mark.full)]
 )
 @pytest.mark.ranks(8, timeout=180)
 def test_there_and_back(verify, batched):
-    # tp has the ranks of tp+cp; dp those that it had: (0, 4), (1, 5), ...
+    # tp has the ranks of tp+cp; dp keeps its ranks: (0, 4), (1, 5), ...
     survivors = {OTHER: {("tp",): ("tp", "cp"), ("dp",): ("dp",)}, START: {("dp",): ("dp",)}}
     with HyperCommGrid(START, verify=verify) as grid:
         if batched:
@@ -65,9 +66,9 @@ def test_there_and_back(verify, batched):
 # ---- a rank that fails --------------------------------------------------------------------------
 
 
-# One rank fails in the creation: it raises its own error, the others raise soon and name it, nobody
-# has lost or kept anything, and all may try again. A key that another grid's group serves: a
-# reshape that fails does not destroy it, and one that succeeds uses it; it stays its owner's.
+# If one rank fails in the creation, it raises its own error. The others soon raise and name it, no
+# group is lost or left, and a retry succeeds. A key that uses the group of another grid: a reshape
+# that fails does not destroy the group, and one that succeeds uses it; its owner keeps it.
 @pytest.mark.full
 @pytest.mark.ranks(4)
 def test_a_group_of_another_grid():
@@ -77,7 +78,7 @@ def test_a_group_of_another_grid():
             ends = {"derive": lambda groups: groups.pick(lambda ranks: (ranks[0], ranks[-1]))}
             grid.create_pgs(["tp", {"dims": "tp", "name": "ends", **ends}])
             is_here, before, begin = dist.get_rank() == 0, dict(grid.pgs), time.monotonic()
-            dist.barrier()  # who still waits in a creation would hear of the failure there
+            dist.barrier()  # a rank that still waits in a creation would raise there
             fails = mock.patch.object(torchdist, "new_group", side_effect=ERROR)
             with (
                 fails if is_here else contextlib.nullcontext(),

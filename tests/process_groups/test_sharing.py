@@ -1,4 +1,4 @@
-"""Groups that several keys hold: whose name they have, who ends them, and who may have them."""
+"""Groups of several keys: their names, when they are destroyed, and which keys may share them."""
 
 import gc
 
@@ -12,8 +12,8 @@ def grid_of(**arguments):
     return HyperCommGrid([2, 4], ["tp", "dp"], share="identical", **arguments)
 
 
-# Grids lend one way: what the second has never serves the first, so that nothing depends on which
-# of them is still there; the second keeps the first.
+# Sharing between grids has one direction: groups of the second grid are never used by the first
+# one. The second grid keeps a reference to the first one.
 def test_lending_goes_one_way():
     with fake_world(8, rank=5):
         lender = grid_of()
@@ -29,7 +29,7 @@ def test_lending_goes_one_way():
         borrower.destroy()
 
 
-# A group that a reshape hands to a key that shares is shared from then on.
+# A group that a reshape gives to a key that shares is shared afterwards.
 def test_shared_after_a_reshape():
     with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
         grid.create_pg("tp", share="identical")

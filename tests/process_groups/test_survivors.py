@@ -1,4 +1,4 @@
-"""A grid goes on with the ranks that are left, or with more that came."""
+"""A grid continues with the remaining ranks, or with additional ones."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ def die():
 
 
 def is_clean(grid):
-    """Whether torch has WORLD and the groups of the grid, and no others."""
+    """Return whether torch has WORLD and the groups of the grid, and no others."""
     return registered_groups() == {dist.group.WORLD, *filter(None, grid.pgs.values())}
 
 
@@ -42,7 +42,7 @@ def create(grid, *keys):
 
 
 def groups_in(ranks, tp, rank):
-    """The groups over tp and dp that a rank is in, where tp counts fastest in a list of ranks."""
+    """Return the groups of a rank over tp and dp, with tp as the fastest dim in a list of ranks."""
     if rank not in ranks:
         return {"tp": None, "dp": None}
     at = ranks.index(rank)
@@ -54,7 +54,7 @@ def groups_in(ranks, tp, rank):
 
 
 def lose(rank, losses):
-    """Lose ranks, once or again: each time the victims, the ranks that go on, and as what."""
+    """Lose ranks once or twice; a loss has victims, the ranks that continue, and their layout."""
     grid = create(HyperCommGrid("tp=2,dp=-1"), "tp", "dp", ["tp", "dp"])
     left = {*range(grid.layout.size)}
     for victims, ranks, target in losses:
@@ -73,8 +73,8 @@ def lose(rank, losses):
         assert is_clean(grid)
 
 
-# Ranks die, once or again: the others find out, hear who it was, and communicate over new groups,
-# in an order of their own; a partner of a lost rank may be spare.
+# Ranks die, once or twice. The others raise, find the survivors, and communicate over new groups,
+# with their ranks in any order; a partner of a lost rank may be spare.
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("size", "losses"),
@@ -88,8 +88,8 @@ def test_a_loss(tmp_path, size, losses):
     run_scene(tmp_path, lose, size, losses, victims=lost)
 
 
-# survivors() ends the grid's groups, so that ranks that wait in a collective come, too; and it
-# does so although the frames of the exception at hand refer to them.
+# survivors() ends the grid's groups, so that ranks that wait in a collective join, too. It does so
+# although the frames of the current exception refer to the groups.
 @pytest.mark.full
 @pytest.mark.ranks(4, timeout=90)
 def test_waiting_ranks_wake_up():
@@ -107,8 +107,8 @@ def test_waiting_ranks_wake_up():
     assert list(map(str, grid.reshape("dp=4", ranks=left).destroyed)) == ["tp+dp"]
 
 
-# A timeout has to be longer than that of the groups; then the groups are ended, and their keys wait
-# for a reshape.
+# A timeout must be longer than the timeout of the groups. Afterwards the groups have ended, and
+# their keys need a reshape.
 def test_timeouts():
     with fake_world(8), HyperCommGrid("tp=2,dp=4") as grid:
         grid.create_pg("tp", timeout=timedelta(seconds=20))
@@ -133,7 +133,7 @@ def test_timeouts():
 # ---- lists of ranks -----------------------------------------------------------------------------
 
 
-# Ranks that were outside come: they call the same. They may go again, in any order.
+# Ranks outside the grid join it by making the same call. They may leave again, in any order.
 @pytest.mark.ranks(8, timeout=90)
 def test_ranks_that_come():
     rank = dist.get_rank()
@@ -162,8 +162,8 @@ def name_the_dead(rank):
     assert figures(grid) == groups_in([0, 1, 3], 1, rank)
 
 
-# A rank that is dead and named all the same: all hear in time who it is, nothing has changed, and
-# without it they go on.
+# If a dead rank is listed, all ranks raise in time and name it, and nothing changes. They continue
+# without it.
 @pytest.mark.full
 def test_a_dead_rank_in_the_list(tmp_path):
     run_scene(tmp_path, name_the_dead, 4, victims=[2])
@@ -176,11 +176,11 @@ LOSSES = [
     (2, [0, 1, 3], [0, 1, 2], "tp=1,dp=3", "2: tp=0,dp=1"),
     (0, [1, 2], [1, 0], "tp=2,dp=1", "0: dp=0"),
 ]
-"""Who dies, who is left, the ranks of the grid in the new WORLD, its layout, and what is lost."""
+"""The victim, the remaining ranks, the ranks of the grid in the new WORLD, its layout, the loss."""
 
 
 def renew(rank, folder):
-    """Lose ranks, twice; the rest makes a WORLD of its own, and the grid goes on in it."""
+    """Lose ranks, twice; the remaining ranks make a new WORLD, and the grid continues in it."""
     grid = create(HyperCommGrid("tp=2,dp=-1"), "tp", "dp")
     for victim, left, ranks, target, lost in LOSSES:
         if rank == victim:
@@ -201,16 +201,17 @@ def renew(rank, folder):
     assert not dist.is_initialized()
 
 
-# One of four dies, then the first of the rest: each time those that are left make a WORLD of their
-# own, in which the grid goes on; what is lost is told in the numbers from before.
+# One of four ranks dies, then the first of the rest. Each time the remaining ranks make a new
+# WORLD, in which the grid continues. The loss is reported in the old rank numbers.
 @pytest.mark.full
 @pytest.mark.parametrize("in_a_file", [False, True])
 def test_a_new_world(tmp_path, in_a_file):
     run_scene(tmp_path, renew, 4, str(tmp_path) if in_a_file else "", victims=[0, 2])
 
 
-# Who does not come, or means other ranks, is named, and nothing has changed; a rank that is not
-# meant is refused. In the new WORLD no group of the old one is kept, though it has equal numbers.
+# The error names a rank that does not join or passes other ranks, and nothing changes. A rank that
+# is not in the list raises. The new WORLD keeps no group of the old one, even if rank numbers are
+# equal.
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("lists", "error", "named"),

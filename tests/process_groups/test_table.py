@@ -15,7 +15,7 @@ LONG_S = 20
 
 
 class Gate:
-    """Stops the first creation of a group until it is opened, and may then fail it."""
+    """Blocks the first creation of a group until it is opened, and may then make it fail."""
 
     def __init__(self, monkeypatch):
         self.arrived, self.opened = threading.Event(), threading.Event()
@@ -33,7 +33,7 @@ class Gate:
 
 
 class Thread(threading.Thread):
-    """A thread that keeps what its function returned or raised."""
+    """A thread that keeps the result or the error of its function."""
 
     def __init__(self, function, *args, **keywords):
         super().__init__(daemon=True)
@@ -58,7 +58,7 @@ def gate(monkeypatch):
     return Gate(monkeypatch)
 
 
-# A key that another thread creates is taken for create_pg; ensure_pg waits, and has the same group.
+# While another thread creates a key, create_pg raises, and ensure_pg waits and returns the group.
 def test_two_threads_of_one_key(gate):
     with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4") as grid:
         first = Thread(grid.create_pg, "tp")
@@ -74,8 +74,8 @@ def test_two_threads_of_one_key(gate):
         assert len(gate.names) == 1
 
 
-# If the creation that others wait for fails, one of them creates the group: of the same key, or of
-# another key that was to share it.
+# If a creation fails while other threads wait for it, one of them creates the group, for the same
+# key or for another key that shares it.
 @pytest.mark.parametrize("name", [None, "twin"])
 def test_the_first_thread_fails(gate, name):
     with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4", share="identical") as grid:
@@ -106,7 +106,7 @@ def test_sharing_waits_for_the_creation(gate):
         assert [str(key) for key in grid.pgs] == ["tp", "tp (twin)", "dp"]
 
 
-# A grid that is destroyed while it creates a group does not keep the group, nor does torch.
+# If a grid is destroyed while it creates a group, neither the grid nor torch keeps the group.
 def test_destroyed_during_a_creation(gate):
     with fake_world(8, rank=5):
         before = registered()
@@ -119,7 +119,7 @@ def test_destroyed_during_a_creation(gate):
         assert registered() == before
 
 
-# Groups are listed in the order in which they came to exist, not in the order of the calls.
+# Groups are listed in the order of their creation, not in the order of the calls.
 def test_order_of_creation(gate):
     with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4") as grid:
         first = Thread(grid.create_pg, "tp")
@@ -130,7 +130,7 @@ def test_order_of_creation(gate):
         assert [str(key) for key in grid.pgs] == ["dp", "tp"]
 
 
-# A reshape would lose what another thread creates: it names the key, and the grid stays as it was.
+# A reshape raises while another thread creates a key, and names the key; the grid does not change.
 def test_reshape_during_a_creation(gate):
     with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4") as grid:
         first = Thread(grid.create_pg, "tp")
@@ -141,8 +141,8 @@ def test_reshape_during_a_creation(gate):
         assert dist.get_process_group_ranks(first.ended()) == [4, 5]
 
 
-# Two grids may lend to each other's keys in one set: what one call creates for the first grid
-# serves the second, and what the second destroys stays for the first.
+# Two grids of a set may share groups: the second grid uses the groups that one call creates for the
+# first one. If the second grid destroys a shared group, the first one keeps it.
 def test_a_set_shares_in_one_call():
     with (
         fake_world(8, rank=5),

@@ -1,4 +1,4 @@
-"""What torch changed, and may change: groups are created all the same.
+"""Groups are created in spite of changes in torch.
 
 Where the torch at hand does not show a change itself, a stand-in has its new answers.
 """
@@ -24,9 +24,9 @@ from hypercomm.testing import fake_world
 VERSION = torch.torch_version.TorchVersion(torch.__version__)
 
 
-# A creation that fails for another reason says what it is, and nothing about torch; who waits for
-# this rank hears the same, long before the timeout; afterwards groups are created in our way, as if
-# nothing had been.
+# If a creation fails for another reason, the error has the reason, and nothing about torch. Ranks
+# that wait for this rank raise the same error long before the timeout. Afterwards groups are
+# created as before.
 @pytest.mark.ranks(2)
 def test_a_trial_that_fails():
     grid = HyperCommGrid([2], ["dp"])
@@ -105,8 +105,8 @@ dist.destroy_process_group()
 """
 
 
-# A torch older than 2.10 is refused with its version and what to do, by the library and the command
-# line; layouts work with it all the same.
+# With a torch older than 2.10, the library and the command line raise an error with its version and
+# the fix; layouts work.
 @pytest.mark.full
 def test_a_torch_that_is_too_old():
     older = "2.9.1"
@@ -114,7 +114,7 @@ def test_a_torch_that_is_too_old():
         f"torch {older} is installed, and hypercomm needs 2.10 or newer: pip install "
         "'torch>=2.10'; hypercomm.layout, and hypercomm.RankLayout, need none"
     )
-    # The library is loaded anew: its first import looks at the version.
+    # The library is loaded again: its first import reads the version.
     begin = (
         f"import sys, torch; torch.__version__ = {older!r}\n"
         f"for name in [*sys.modules]:\n"

@@ -1,4 +1,4 @@
-"""Every call that ranks make together, as a program of a simulated job; and what holds of runs."""
+"""Every call that ranks make together, as a program of a simulated job, and checks of the runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GRACE_S = 2.0
 
 
 class Call(NamedTuple):
-    """A call of one rank; `seen` returns what it changes, as far as ranks have it in common."""
+    """A call of one rank; `seen` returns the state that it changes and that all ranks share."""
 
     make: Callable[[], object]
     seen: Callable[[], object]
@@ -48,7 +48,7 @@ def with_groups() -> HyperCommGrid:
 
 
 def a_set() -> Call:
-    """Two grids that share ranks."""
+    """Return a call of two grids that share ranks."""
     grids = GridSet.colocated(3, a="tp=3", b="dp=3")
     return Call(
         lambda: grids.create_pgs({"a": ["tp"], "b": ["dp"]}),
@@ -58,7 +58,7 @@ def a_set() -> Call:
 
 
 def a_transfer() -> Call:
-    """From rank 0 to ranks 1 and 2."""
+    """Return a transfer from rank 0 to ranks 1 and 2."""
     mapping = RankMapping(RankLayout([1], ["tp"]), RankLayout([2], ["dp"], 1))
 
     def make() -> None:
@@ -71,13 +71,13 @@ def a_transfer() -> Call:
 
 
 def a_consent(world: World | None = None) -> Call:
-    """What ranks agree on before a transfer."""
+    """Return the agreement of ranks before a transfer."""
     mapping = RankMapping(RankLayout([1], ["tp"]), RankLayout([2], ["dp"], 1))
     return Call(lambda: consent(world or current(), mapping, "all"), lambda: None, world)
 
 
 def a_state(world: World | None = None) -> Call:
-    """From two ranks to one."""
+    """Return a transfer of a state from two ranks to one."""
     mapping = RankMapping(RankLayout([2], ["tp"]), RankLayout([1], ["tp"], 2), along=None)
 
     def make() -> None:
@@ -105,12 +105,12 @@ def joined(number: int | None = None, **options: Any) -> JoinedWorld:
 
 def worlds() -> object:
     """Return the groups of worlds that this rank has joined."""
-    sleep(0.1)  # a thread that the call has left undoes what it did
+    sleep(0.1)  # a thread that outlives the call undoes its work
     return [group.name for group in this_rank().groups() if "/worlds/" in group.name]
 
 
 def a_rejoin() -> Call:
-    """The engine starts again, and the trainers go on with it."""
+    """Return the call by which the engine starts again and the trainers continue with it."""
     world = joined()
     gate("all have joined")
     if dist.get_rank() < 2:
@@ -125,16 +125,16 @@ class Case(NamedTuple):
     Attributes:
         size: The number of ranks.
         set_up: Returns the call.
-        retries: Whether it can be repeated whatever has happened: data under way is lost, and
-            torch cannot undo a collective.
-        hears: Whether a rank hears of a failure just before it came. One that joins a world again
-            does not: it waits for the others to try again.
+        retries: Whether it can be repeated after any fault. Data under way is lost, and torch
+            cannot undo a collective.
+        is_notified: Whether a rank gets the error of a call that failed just before it arrived. A
+            rank that joins a world again does not: it waits until the others call again.
     """
 
     size: int
     set_up: Callable[[], Call]
     retries: bool = True
-    hears: bool = True
+    is_notified: bool = True
 
 
 def grid_case(
@@ -167,7 +167,7 @@ CASES = {
     "transfer_state": Case(3, a_state, retries=False),
     "consent": Case(3, a_consent),
     "join_world": Case(3, lambda: Call(joined, worlds)),
-    "rejoin": Case(3, a_rejoin, hears=False),
+    "rejoin": Case(3, a_rejoin, is_notified=False),
     "create_pg in a joined world": grid_case(
         3, lambda: HyperCommGrid([3], ["tp"], world=joined()), lambda grid: grid.create_pg("tp")
     ),
@@ -177,7 +177,7 @@ CASES = {
 
 
 def program(case: str) -> Any:
-    """Make a call; then all that live repeat it until it succeeds."""
+    """Make a call, which all living ranks repeat until it succeeds."""
     _, set_up, retries, _ = CASES[case]
     call = set_up()
     gate("is set up")
@@ -187,26 +187,26 @@ def program(case: str) -> Any:
         attempt(call.make)
         seen.append(call.seen())
         gate(f"turn {turn}")
-        sleep(0.1)  # a thread that the call has left undoes what it did
+        sleep(0.1)  # a thread that outlives the call undoes its work
         groups.append(this_rank().groups())
         if "" in this_rank().job.kinds(turn):
-            break  # one that was interrupted cannot tell by its error
+            break  # the error of an interrupted rank does not show whether the call succeeded
     return seen, groups, call
 
 
-# ---- what holds of each run ---------------------------------------------------------------------
+# ---- checks of each run -------------------------------------------------------------------------
 
 
 def broken(
-    job: Job, timeout_s: float = T, extra_s: float = 0.0, *, hears: bool = True
+    job: Job, timeout_s: float = T, extra_s: float = 0.0, *, is_notified: bool = True
 ) -> list[str]:
-    """Return which promises a run has broken, of those that hold of all runs.
+    """Return which guarantees a run has broken, except for guarantees of single cases.
 
     Args:
         job: The run.
         timeout_s: The timeout of each call.
         extra_s: How much longer the ranks that had a fault may take.
-        hears: As for `Case`.
+        is_notified: See `Case`.
     """
     odd = {fault.rank for fault in job.happened}
     words = [job.is_stuck] if job.is_stuck else []
@@ -218,14 +218,14 @@ def broken(
             named = getattr(call.error, "missing", None)
             if call.took_s > limit_s:
                 words.append(f"{rank}: {call.label} took {call.took_s:.1f} s")
-            just = odd if hears else odd | _given_up(job, call)
+            just = odd if is_notified else odd | _failed_earlier(job, call)
             if named is not None and (not named or not {*named} <= just):
                 words.append(f"{rank} accuses {named}")
-    return words + _unlike_groups(job)
+    return words + _differing_groups(job)
 
 
-def _given_up(job: Job, call: Made) -> set[int]:
-    """Return the ranks whose call has failed long before the end of another rank's."""
+def _failed_earlier(job: Job, call: Made) -> set[int]:
+    """Return the ranks whose call failed long before the call of another rank ended."""
     late_s = call.began_s + call.took_s - 1.0
     return {
         rank.number
@@ -235,8 +235,8 @@ def _given_up(job: Job, call: Made) -> set[int]:
     }
 
 
-def _unlike_groups(job: Job) -> list[str]:
-    """Name groups that not all of their members hold alike."""
+def _differing_groups(job: Job) -> list[str]:
+    """Describe groups that differ between their members."""
     living = {rank.number: {group.name: group for group in rank.held} for rank in job.living()}
     return [
         f"rank {rank} holds {group}, and rank {other} {living[other].get(group.name)}"
@@ -248,10 +248,10 @@ def _unlike_groups(job: Job) -> list[str]:
 
 
 def broken_by_fault(job: Job, case: str) -> list[str]:
-    """Return which promises a run of `program` with one fault has broken."""
-    limit_s = T if CASES[case].retries else 2 * T  # to agree, and to send
+    """Return which guarantees a run of `program` with one fault has broken."""
+    limit_s = T if CASES[case].retries else 2 * T  # the agreement, and the transfer
     extra_s = sum(fault.seconds for fault in job.happened)
-    words = broken(job, limit_s, extra_s, hears=CASES[case].hears)
+    words = broken(job, limit_s, extra_s, is_notified=CASES[case].is_notified)
     ends = [rank.value for rank in job.living() if rank.value is not None]
     for turn in range(max((len(rank.calls) for rank in job.living()), default=0)):
         ok = {kind == "" for kind in job.kinds(turn) if kind not in _UNKNOWN}
@@ -272,7 +272,7 @@ def broken_by_fault(job: Job, case: str) -> list[str]:
 
 
 _UNKNOWN = {"KeyboardInterrupt", "RuntimeError"}
-"""Of a rank that was interrupted the state tells, and torch's own error comes after the call."""
+"""Errors that do not show whether the call succeeded: torch raises its own after the call."""
 
 
 def points_of(case: str) -> int:

@@ -1,4 +1,4 @@
-"""The simulated job: the real code on all ranks, with a store, gloo and a clock of ours."""
+"""The simulated job: the real code on all ranks, with a simulated store, gloo and clock."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _LOST = "the link to the simulated store is lost"
 
 
 class Fault(NamedTuple):
-    """What happens to one rank.
+    """A fault of one rank.
 
     Attributes:
         rank: The rank.
-        at: At which of its steps since `mark`, from 1 on.
-        kind: "dies", "is interrupted", "pauses", or what happens to its next operation on the
-            store: "loses a request", "loses a reply".
-        seconds: How long it pauses.
+        at: The step at which it happens, counted from 1 since `mark`.
+        kind: "dies", "is interrupted" or "pauses"; "loses a request" and "loses a reply" happen to
+            its next operation on the store.
+        seconds: The length of a pause.
     """
 
     rank: int
@@ -61,7 +61,7 @@ class Made:
 
 
 class Group(NamedTuple):
-    """A process group that a rank has."""
+    """A process group of a rank."""
 
     name: str
     ranks: tuple[int, ...]
@@ -75,7 +75,7 @@ class Group(NamedTuple):
 
 @attrs.define
 class Server:
-    """What the store holds, and from when on it is gone or silent."""
+    """The content of the store, and the times at which it is lost or silent."""
 
     held: dict[str, bytes] = attrs.field(factory=dict)
     gone_s: float = math.inf
@@ -151,7 +151,7 @@ class Client(dist.Store):  # type: ignore[name-defined, misc]
         return bool(self._do("check", keys[0], lambda: self._held.keys() >= {*keys}))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set a key that holds what is expected; return what it then holds."""
+        """Set a key if it holds the expected value; return the value that it holds afterwards."""
 
         def act() -> bytes:
             held = self._held.get(key)
@@ -198,10 +198,10 @@ class JobGroup(SimulatedGroup):
         self.received: Counter[object] = Counter()
 
     def connect(self, place: Any, timeout: timedelta) -> None:
-        """Publish an address, find those of the other members, and connect to all of them.
+        """Publish an address, read the addresses of the other members, and connect to them.
 
         Raises:
-            RuntimeError: A member has gone, or did not connect in time.
+            RuntimeError: A member has ended, or did not connect in time.
         """
         job, key = self.rank_process.job, f"{self.group_name}//cpu//0"
         self.address = f"{self.group_name} {self.rank_process} {len(job.network)}".encode()
@@ -216,7 +216,7 @@ class JobGroup(SimulatedGroup):
         self.meet(job.network, lambda: [job.network[one] for one in self.peers], timeout)
 
     def meet(self, on: object, find: Callable[[], list[JobGroup]], timeout: timedelta) -> None:
-        """Wait until the other members know this one."""
+        """Wait until the other members have connected to this one."""
         scheduler = self.rank_process.job.scheduler
         until_s = scheduler.now_s + timeout.total_seconds()
         scheduler.notify(on)
@@ -231,7 +231,7 @@ class JobGroup(SimulatedGroup):
                 raise RuntimeError("simulated gloo: connecting timed out")
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # noqa: ARG002 - torch's
-        """Sum over all members, once all of them have called it."""
+        """Sum over all members, once all of them have made the call."""
         self.calls += 1
         lane = self._lane(self.calls)
         lane[self._rank] = tensors[0].clone()
@@ -240,13 +240,13 @@ class JobGroup(SimulatedGroup):
         )
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> Any:
-        """Leave a tensor for another member."""
+        """Send a tensor to another member."""
         lane = self._lane((self._rank, to, tag))
         lane[len(lane)] = tensors[0].clone()
         return self._work(lane, 0, int)
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
-        """Wait for the next tensor of another member."""
+        """Receive the next tensor of another member."""
         key = (source, self._rank, tag)
         at = self.received[key]
         self.received[key] += 1
@@ -254,7 +254,7 @@ class JobGroup(SimulatedGroup):
         return self._work(lane, at + 1, lambda: tensors[0].copy_(lane[at]))
 
     def _lane(self, key: object) -> dict[int, Any]:
-        """Return the tensors under way for a key, which is a collective or two members."""
+        """Return the pending tensors of a key, which is a collective or a pair of members."""
         return self.rank_process.job.lanes.setdefault((self.group_name, key), {})
 
     def _work(self, lane: dict[int, Any], count: int, end: Callable[[], object]) -> Any:
@@ -272,7 +272,7 @@ class JobGroup(SimulatedGroup):
         return mock.Mock(wait=wait)
 
     def end(self) -> None:
-        """Close all connections: members that connect fail."""
+        """Close all connections; members that connect now fail."""
         self.is_closed = True
         self.rank_process.job.scheduler.notify(self.rank_process.job.network)
 
@@ -284,13 +284,13 @@ class Rank:
     """One rank of a simulated job.
 
     Attributes:
-        value: What its program returned.
-        error: What its program raised.
-        calls: What it called by `attempt`.
+        value: The result of its program.
+        error: The error of its program.
+        calls: The calls that it made by `attempt`.
         is_dead: Whether it has died.
-        points: How many steps it has made since `mark`.
+        points: The number of its steps since `mark`.
         held: The process groups that it has at its end.
-        store: The store as it sees it.
+        store: Its client of the store.
     """
 
     def __init__(self, number: int, job: Job) -> None:
@@ -321,11 +321,11 @@ class Rank:
         return f"rank {self.number}"
 
     def enter(self) -> None:
-        """Show this rank's job to torch."""
+        """Make torch use the job of this rank."""
         self.world.show()
 
     def arrive(self) -> None:
-        """Count a step, and let the fault happen that is due."""
+        """Count a step, and apply the faults that are due."""
         self.points += 1
         scheduler = self.job.scheduler
         for fault in [one for one in self.job.faults if one[:2] == (self.number, self.points)]:
@@ -347,9 +347,9 @@ class Rank:
     def new_group(
         self, size: int, position: int, ranks: Sequence[int], *args: Any, **options: Any
     ) -> tuple[Any, None]:
-        """Create a group as torch's helper does, in the store that it is given.
+        """Create a group as torch's helper does, with the given store.
 
-        Of a group of a joined world, torch is not told the ranks.
+        `ranks` is empty for a group of a joined world.
         """
         self._position, self._place = position, args[1]
         return self.world.new_group(size, position, ranks or range(size), *args, **options)
@@ -374,7 +374,7 @@ class Rank:
         return group
 
     def groups(self) -> list[Group]:
-        """Return the process groups that torch has registered for it; while it runs."""
+        """Return the process groups that torch has registered for this rank while it runs."""
         found, tables = [], dist.distributed_c10d._world
         for group, (backend, _) in tables.pg_map.items():
             if group is not tables.default_pg:
@@ -386,7 +386,7 @@ class Rank:
 
 @attrs.define(eq=False, repr=False)
 class Job:
-    """A simulated job, and what became of it.
+    """A simulated job, and the result of its run.
 
     Attributes:
         ranks: Its ranks.
@@ -406,11 +406,11 @@ class Job:
 
     @property
     def is_stuck(self) -> str:
-        """Why the run was given up; "" if it was not."""
+        """The reason why the run was ended early; "" if it was not."""
         return self.scheduler.is_stuck
 
     def calls(self, number: int) -> list[Made]:
-        """Return the n-th call of each living rank that made so many; -1: the last ones."""
+        """Return the n-th call of each living rank that has one; -1: the last calls."""
         return [rank.calls[number] for rank in self.living() if len(rank.calls) > number]
 
     def kinds(self, number: int) -> list[str]:
@@ -422,7 +422,7 @@ class Job:
         return [rank for rank in self.ranks if not rank.is_dead]
 
     def values(self) -> list[Any]:
-        """Return what the programs returned; raise what one raised."""
+        """Return the results of the programs; raise if one has failed."""
         for rank in self.ranks:
             if rank.error is not None or rank.is_dead or self.is_stuck:
                 raise AssertionError(str(self)) from rank.error
@@ -433,8 +433,8 @@ class Job:
         for rank in self.ranks:
             lines.append(f"{rank}: {'died' if rank.is_dead else repr(rank.error or rank.value)}")
             for call in rank.calls:
-                told = f"{call.kind}: {call.error}" if call.error is not None else "returned"
-                lines.append(f"  {call.began_s:.3f} +{call.took_s:.3f} {call.label}: {told}")
+                ended = f"{call.kind}: {call.error}" if call.error is not None else "returned"
+                lines.append(f"  {call.began_s:.3f} +{call.took_s:.3f} {call.label}: {ended}")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -454,24 +454,24 @@ def simulate_job(
     server: Server | None = None,
     most_steps: int = 200_000,
 ) -> Job:
-    """Run a program on all ranks of a job at once, in this process; the same seed, the same run.
+    """Run a program on all ranks of a job in this process; equal seeds give equal runs.
 
     Args:
         program: Called with `args` on every rank.
         size: The number of ranks.
         args: Its arguments.
-        seed: Draws the order in which ranks run.
-        faults: What happens to ranks.
+        seed: Determines the order in which ranks run.
+        faults: The faults of ranks.
         timeout_s: The timeout of WORLD.
-        server: The store; that of a job before continues.
-        most_steps: After how many steps the run is given up.
+        server: The store; the store of an earlier job can be used again.
+        most_steps: The number of steps after which the run is ended early.
     """
     scheduler = Scheduler(seed, most_steps)
     server = server or Server()
     server.held["cpu//0/0"] = f"address of job {len(server.held)}".encode()  # of gloo's WORLD
     job = Job(scheduler, size, timedelta(seconds=timeout_s), [*faults], server)
     was_collecting = gc.isenabled()
-    gc.disable()  # collected grids warn, and their order would differ
+    gc.disable()  # collected grids warn, in an order that would differ between runs
     _job.append(job)
     functions = {
         "_new_process_group_helper": lambda *args, **named: this_rank().new_group(*args, **named)
@@ -509,11 +509,11 @@ def _main(rank: Rank, program: Callable[..., Any], args: Sequence[object]) -> No
         rank.job.scheduler.notify(rank.job)
 
 
-# ---- what programs call ------------------------------------------------------------------------
+# ---- functions for programs --------------------------------------------------------------------
 
 
 def this_rank() -> Rank:
-    """Return the rank that runs."""
+    """Return the rank that runs now."""
     current = _job[-1].scheduler.current
     if current is None or current.owner is None:
         raise RuntimeError("no rank of a simulated job runs now")
@@ -522,17 +522,17 @@ def this_rank() -> Rank:
 
 
 def sleep(seconds: float) -> None:
-    """Let this rank do nothing for a while."""
+    """Suspend this rank."""
     this_rank().job.scheduler.pause("sleep of the program", seconds)
 
 
 def mark() -> None:
-    """Count the steps of this rank from here, for faults."""
+    """Begin to count the steps of this rank, for faults."""
     this_rank().points = 0
 
 
 def attempt(function: Callable[..., Any], *args: object, **keywords: object) -> Made:
-    """Call something, and keep its result or error; `Rank.calls` lists it."""
+    """Make a call, and record its result or error in `Rank.calls`."""
     rank = this_rank()
     scheduler = rank.job.scheduler
     began_s = scheduler.now_s
@@ -551,7 +551,7 @@ def attempt(function: Callable[..., Any], *args: object, **keywords: object) -> 
 
 
 def gate(name: str) -> None:
-    """Wait until all ranks have called this, but those that have ended; uses no store."""
+    """Wait until all ranks that have not ended have called this; uses no store."""
     rank = this_rank()
     job = rank.job
     rank.gates[name] += 1

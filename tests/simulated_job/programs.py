@@ -22,7 +22,7 @@ DEEDS = ["skips", "repeats", "swaps", "another size", "another option"]
 
 @attrs.frozen
 class Step:
-    """One call; the number tells calls of one kind apart."""
+    """One call; the number distinguishes calls of one kind."""
 
     kind: str
     number: int
@@ -57,7 +57,7 @@ _OF_SET = [("a", "tp"), ("b", "dp")]
 
 @attrs.frozen
 class Program:
-    """What every rank calls, and what one does otherwise: (rank, step, deed)."""
+    """The calls of every rank, and the mistake of one rank: (rank, step, deed)."""
 
     ranks: int
     steps: tuple[Step, ...]
@@ -99,7 +99,7 @@ class Program:
         return steps
 
     def __call__(self) -> Any:
-        """Make all calls up to the first error; then all ranks build another grid."""
+        """Make all calls up to the first error; afterwards all ranks build another grid."""
         rank = dist.get_rank()
         shape = SHAPES[self.ranks]
         if self.odd is not None and self.odd[0] == rank and self.odd[2] == "another size":
@@ -126,11 +126,11 @@ class Program:
 
 
 def broken_by(program: Program, job: Job) -> list[str]:
-    """Return which promises a run of a program has broken."""
+    """Return which guarantees a run of a program has broken."""
     culprit = -1 if program.odd is None else program.odd[0]
     words = [job.is_stuck] if job.is_stuck else []
     words += [f"{rank} raised {rank.error!r}" for rank in job.ranks if rank.error is not None]
-    words += [f"cannot go on: {job}"] if {*job.kinds(-1)} != {""} else []
+    words += [f"cannot continue: {job}"] if {*job.kinds(-1)} != {""} else []
     if words:
         return words
     ends: list[dict[int, Made]] = [dict(rank.value) for rank in job.ranks]
@@ -144,7 +144,7 @@ def broken_by(program: Program, job: Job) -> list[str]:
                 unjust = [
                     one
                     for one in call.error.missing
-                    if one != culprit and number in ends[one] and _meet(call, ends[one][number])
+                    if one != culprit and number in ends[one] and _overlap(call, ends[one][number])
                 ]
                 if unjust or not call.error.missing:
                     words.append(f"rank {rank} accuses {unjust} in step {number}")
@@ -159,6 +159,6 @@ def broken_by(program: Program, job: Job) -> list[str]:
     return words
 
 
-def _meet(one: Made, other: Made) -> bool:
-    """Return whether two ranks were in a call at one time."""
+def _overlap(one: Made, other: Made) -> bool:
+    """Return whether the calls of two ranks overlapped in time."""
     return one.began_s < other.began_s + other.took_s and other.began_s < one.began_s + one.took_s

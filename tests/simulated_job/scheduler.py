@@ -18,14 +18,14 @@ class Task:
     """A simulated thread.
 
     Args:
-        owner: The process that it belongs to; None: the job's.
-        action: What it does.
+        owner: The process that it belongs to; default: the job.
+        action: The function that it runs.
         is_main: Whether the job lasts until it ends.
 
     Attributes:
-        wake_s: When it can continue; infinity while it waits for something.
-        awaits: What it waits for.
-        error: What is raised in it when it runs next.
+        wake_s: When it can continue; infinity while it waits for an object.
+        awaits: The object that it waits for.
+        error: The error that is raised in it when it runs next.
         is_ended: Whether its process has ended.
     """
 
@@ -36,7 +36,7 @@ class Task:
         self.error: BaseException | None = None
         self.is_ended = False
         self.speed_s = 0.0
-        self.baton = threading.Lock()  # whoever releases it lets this task run
+        self.baton = threading.Lock()  # this task runs once it is released
         self.baton.acquire()
 
 
@@ -44,14 +44,14 @@ class Scheduler:
     """Runs tasks until all main ones are done.
 
     Args:
-        seed: Draws all delays.
-        most_steps: After how many steps a run is given up.
+        seed: Determines all delays.
+        most_steps: The number of steps after which a run is ended early.
 
     Attributes:
         now_s: The virtual time.
         current: The task that runs.
-        trace: What was done: the time, the owner, what.
-        is_stuck: Why the run was given up; "" if it was not.
+        trace: The steps of the run: time, owner, action.
+        is_stuck: The reason why the run was ended early; "" if it was not.
     """
 
     def __init__(self, seed: int, most_steps: int) -> None:
@@ -80,14 +80,14 @@ class Scheduler:
         self._tasks.append(task)
         return task
 
-    # ---- what tasks call ------------------------------------------------------------------------
+    # ---- functions for tasks --------------------------------------------------------------------
 
     def pause(self, what: str, seconds: float = 0.0) -> None:
-        """Let other tasks run; faults happen here.
+        """Run other tasks; faults happen here.
 
         Raises:
             EndedError: The process has ended.
-            BaseException: What was thrown into this task.
+            BaseException: The error that `throw` passed to this task.
         """
         me = self._me()
         self._check(me)
@@ -98,7 +98,7 @@ class Scheduler:
         self._switch(me)
 
     def wait(self, on: object, until_s: float = math.inf) -> bool:
-        """Wait until `notify` is called with the same object; False if that took too long."""
+        """Wait until `notify` is called with the same object; return False after a timeout."""
         me = self._me()
         self._check(me)
         me.awaits, me.wake_s = on, until_s
@@ -120,13 +120,13 @@ class Scheduler:
         task.error, task.wake_s = error, min(task.wake_s, self.now_s)
 
     def end(self, owner: object = None) -> None:
-        """End all tasks of a process, or all: they run to their end without effect."""
+        """End all tasks of a process, or all tasks: they run to their end without effect."""
         for task in self._tasks:
             if owner is None or task.owner is owner:
                 task.is_ended, task.wake_s = True, self.now_s
 
     def hold(self, owner: Any, seconds: float) -> None:
-        """Let no task of a process run for a while."""
+        """Suspend all tasks of a process."""
         owner.held_s = self.now_s + seconds
         for task in self._tasks:
             if task.owner is owner:
@@ -170,7 +170,7 @@ class Scheduler:
             self._pass_on()
 
     def _pass_on(self, but: Task | None = None) -> bool:
-        """Let the next task run; return whether that is another one."""
+        """Start the next task; return whether it is not `but`."""
         if not self._tasks:
             self._finished.release()
             return True
@@ -196,7 +196,7 @@ class Scheduler:
 class SimulatedSystem:
     """The methods of the library's `system`, on the virtual clock.
 
-    An ended process has no time left, and waits for nothing.
+    The time of an ended process is infinite, and it waits for nothing.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -208,7 +208,7 @@ class SimulatedSystem:
         return math.inf if task is None or task.is_ended else self._scheduler.now_s
 
     def sleep(self, seconds: float) -> None:
-        """Let others run."""
+        """Run other tasks."""
         self._scheduler.pause("sleep", seconds)
 
     def event(self) -> Event:
@@ -238,7 +238,7 @@ class Event:
         return self._is_set
 
     def set(self) -> None:
-        """Wake those that wait."""
+        """Wake all tasks that wait for the event."""
         self._is_set = True
         self._scheduler.notify(self)
 
@@ -260,7 +260,7 @@ class Lock:
         self._is_held = False
 
     def acquire(self, timeout: float = -1.0) -> bool:
-        """Take it once it is free."""
+        """Acquire the lock once it is free."""
         scheduler, me = self._scheduler, self._scheduler.current
         until_s = math.inf if timeout < 0 else scheduler.now_s + timeout
         while self._is_held:

@@ -26,7 +26,7 @@ def check(case, seed, rank, at, kind, seconds):
     assert broken_by_fault(job, case) == [], (seed, job)
 
 
-# A rank that is interrupted once all have joined has no world, and the others have one.
+# A rank that is interrupted after all have joined has no world, but the others do.
 PAIRS = [
     (case, fault)
     for case, fault in itertools.product(CASES, FAULTS)
@@ -34,8 +34,8 @@ PAIRS = [
 ]
 
 
-# Whatever happens to one rank, the others get one answer in time, which names nobody else; what a
-# failed call has made is gone; and one retry by all succeeds.
+# After any fault of one rank, the other ranks have one outcome in time, whose error names no other
+# rank. A failed call leaves nothing, and one retry by all ranks succeeds.
 @pytest.mark.parametrize("case", CASES)
 def test_some_faults(case):
     drawn, points = random.Random(case), points_of(case)
@@ -68,8 +68,8 @@ def check_program(seed, *, odd):
     assert broken_by(drawn, job) == [], (seed, drawn, job)
 
 
-# Ranks that do the same hear of no error; where one makes a mistake, no other is named, calls of
-# all ranks end alike, all in time, and all can go on.
+# Ranks that run the same program raise no error. If one rank makes a mistake, no other rank is
+# named, calls of all ranks have one outcome, in time, and all ranks can continue.
 @pytest.mark.full
 @pytest.mark.parametrize("odd", [False, True])
 def test_some_programs(odd):

@@ -1,4 +1,4 @@
-"""Single situations of ranks that agree, each with its answer."""
+"""Single situations of ranks that agree, each with its outcome."""
 
 from datetime import timedelta
 from functools import partial
@@ -22,7 +22,7 @@ from simulated_job.job import (
 )
 
 QUICK_S = 1.0
-"""What can be told at once is told within this time."""
+"""The longest time until ranks raise an error that needs no timeout."""
 
 seeds = pytest.mark.parametrize("seed", range(3))
 
@@ -40,7 +40,7 @@ def check_time(job, limit_s):
 # ---- the simulated job itself --------------------------------------------------------------------
 
 
-# The same seed makes the same run, whatever has run before; others make others.
+# Equal seeds give equal runs, whatever has run before; different seeds give different runs.
 def test_the_same_seed_makes_the_same_run():
     def program():
         return square().create_pgs(["tp", "dp"])
@@ -51,13 +51,13 @@ def test_the_same_seed_makes_the_same_run():
         assert simulate_job(program, 4, seed=seed).scheduler.trace == traces[seed]
 
 
-# Ranks that wait for each other for ever end the run.
-def test_a_run_without_end_is_given_up():
+# A run in which all ranks wait for each other is ended early.
+def test_a_run_without_end_is_ended():
     assert simulate_job(lambda: gate(f"{dist.get_rank()}"), 2).is_stuck == "all wait for each other"
     assert simulate_job(lambda: [sleep(0.1) for _ in range(10**6)], 2, most_steps=999).is_stuck
 
 
-# Grids of equal sizes whose ranks have other gaps between them are different grids.
+# Grids of equal sizes with different gaps between their ranks are different grids.
 @seeds
 def test_grids_with_other_gaps(seed):
     def program():
@@ -104,20 +104,20 @@ MISTAKES = {
         ["tp", {"dims": "dp", "name": "own", "derive": failing if is_odd else same}]
     ),
 }
-"""Calls that one rank makes otherwise."""
+"""Calls that one rank makes differently."""
 
 
-# Of a difference or a refusal all ranks hear at once, also those that arrive afterwards; nothing is
-# left, and the next call succeeds.
+# If one rank differs or fails before it joins, all ranks raise immediately, also ranks that arrive
+# later. Nothing is left, and the next call succeeds.
 @seeds
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_heard_at_once(mistake, seed):
+def test_a_mistake_fails_all_ranks_immediately(mistake, seed):
     def program():
         grid, rank = square(), dist.get_rank()
         sleep(0.05 * ((rank + seed) % 4))
         attempt(MISTAKES[mistake], grid, rank == 3)
         left = len(grid.pgs)
-        gate("all have heard")
+        gate("all have raised")
         attempt(grid.create_pgs, [{"dims": "dp", "name": "next"}])
         return left, grid
 
@@ -130,7 +130,7 @@ def test_a_mistake_is_heard_at_once(mistake, seed):
     assert {*job.kinds(1)} == {""}, job
 
 
-# Ranks that each wait in their only thread for the other hear so at once, with both calls.
+# Ranks that wait for each other in different calls raise immediately, with both calls.
 @seeds
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_circle_of_waits(size, seed):
@@ -140,7 +140,7 @@ def test_a_circle_of_waits(size, seed):
         groups = RankLayout([2], ["tp"], ranks=pair).groups("tp")
         name = f"{pair} {rank if size == 2 else ''}"
         attempt(grid.create_pg, "tp", name=name, derive=lambda _: groups)
-        gate("all have heard")
+        gate("all have raised")
         attempt(grid.create_pg, "tp", name="together")
         return grid
 
@@ -151,7 +151,7 @@ def test_a_circle_of_waits(size, seed):
     assert {*job.kinds(1)} == {""}, job
 
 
-# A rank with another thread that may end the wait is in no circle.
+# A rank is in no circle if another of its threads may end the wait.
 @seeds
 def test_two_threads_in_two_orders(seed):
     def program():
@@ -171,7 +171,7 @@ def test_two_threads_in_two_orders(seed):
     check_time(job, 2 * QUICK_S)
 
 
-# Two threads ensure one group, and the first times out: the second creates it anew, and keeps it.
+# Two threads ensure one group, and the first times out: the second creates and keeps a new group.
 @seeds
 def test_two_threads_ensure_one_group(seed):
     def program():
@@ -198,11 +198,11 @@ def test_two_threads_ensure_one_group(seed):
     assert [len(rank.held) for rank in job.ranks] == [1, 1], job
 
 
-# ---- who is late ---------------------------------------------------------------------------------
+# ---- late ranks ----------------------------------------------------------------------------------
 
 
-# In a chain of waits the rank at its end is named as missing, and nobody in between; each rank also
-# says which one it waits for.
+# In a chain of waits, the error names only the rank at its end as missing. `absent` has the rank
+# that each one waits for.
 @seeds
 def test_a_chain_of_waits(seed):
     def program():
@@ -222,15 +222,15 @@ def test_a_chain_of_waits(seed):
     assert [call.error.absent for call in last] == [(1,), (2,), (3,)], job
 
 
-# A late rank is waited for; one that never comes is named by all, also where there are many.
+# Ranks wait for a late rank. All of them name a rank that never arrives, also in a large job.
 @pytest.mark.parametrize(("size", "missing"), [(4, 3), (4, 0), (40, 17)])
-def test_a_rank_that_does_not_come(size, missing):
+def test_a_rank_that_does_not_arrive(size, missing):
     def program():
         rank, grid = dist.get_rank(), HyperCommGrid([size], ["dp"])
         if rank == missing:
             sleep(T / 2)
         attempt(grid.verify)
-        gate("all came")
+        gate("all have called")
         if rank != missing:
             attempt(grid.verify)
         return grid
@@ -241,7 +241,7 @@ def test_a_rank_that_does_not_come(size, missing):
     assert {call.error.missing for call in job.calls(1)} == {(missing,)}, job
 
 
-# A rank that dies once it has said that it has finished does not fail the others.
+# A rank that dies after it has set its bit among the finished ranks does not fail the others.
 @pytest.mark.parametrize("victim", [0, 3])
 def test_a_rank_that_has_finished(victim):
     def program():
@@ -262,7 +262,7 @@ def test_a_rank_that_has_finished(victim):
     assert finished > 0
 
 
-# Ranks with deadlines of their own hear one answer, and accuse only those that came later.
+# Ranks with different deadlines have one outcome, which names only ranks that arrived later.
 @seeds
 def test_ranks_within_their_own_time(seed):
     late_s = dict(enumerate([0.0, 8.0, 16.0, 16.0, 24.0, 0.0]))
@@ -280,8 +280,7 @@ def test_ranks_within_their_own_time(seed):
     assert named <= {2, 3, 4}, job
 
 
-# A stall of one rank costs the others one call that fails, also where nobody waits before trying
-# again.
+# If one rank stalls, one call of the other ranks fails, even if they repeat it immediately.
 @pytest.mark.parametrize("step", [15, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("pause_s", [T - 0.3, T, T + 2.0])
 def test_one_stall_costs_one_call(pause_s, step):
@@ -306,10 +305,10 @@ def _marked(program):
     return program()
 
 
-# Ctrl-C in a rank that waits ends the call of those that come later, too.
+# Ctrl-C in a waiting rank also fails the call of ranks that arrive later.
 @seeds
 @pytest.mark.parametrize("call", ["create_pgs", "reshape"])
-def test_a_call_that_was_interrupted_before_others_came(call, seed):
+def test_a_call_that_was_interrupted_before_others_arrived(call, seed):
     def program():
         grid = square()
         action = {
@@ -337,7 +336,7 @@ def test_a_call_that_was_interrupted_before_others_came(call, seed):
 # ---- the store -----------------------------------------------------------------------------------
 
 
-# Each call on a store that is gone or silent ends in time with an error of ours; so does the next.
+# Each call on a lost or silent store ends in time with a HyperCommError, and so does the next one.
 @pytest.mark.parametrize("from_s", [0.0, 0.002, 0.004, 1.0])
 @pytest.mark.parametrize("how", ["gone_s", "silent_s"])
 def test_a_store_that_is_lost(how, from_s):
@@ -356,7 +355,7 @@ def test_a_store_that_is_lost(how, from_s):
         assert all(isinstance(call.error, HyperCommError) for call in job.calls(number)), job
 
 
-# Keys grow neither with attempts that fail, nor with groups and grids that are destroyed.
+# The number of keys grows neither with failed calls nor with destroyed groups and grids.
 def test_keys_in_the_store():
     def program(attempts):
         rank = dist.get_rank()
@@ -377,7 +376,7 @@ def test_keys_in_the_store():
     assert len(counts) == 1, counts
 
 
-# A job that is started again on the store of one that was lost meets nothing of it.
+# A job that starts on the store of a lost job is not affected by its keys.
 @pytest.mark.parametrize("at", [3, 8, 12, 14])
 def test_a_restart_on_the_old_store(at):
     def program():
@@ -395,7 +394,7 @@ def test_a_restart_on_the_old_store(at):
 # ---- survivors -----------------------------------------------------------------------------------
 
 
-# Whenever a rank dies, the others find the same survivors, and continue with a grid of them.
+# At whatever step a rank dies, the others find the same survivors and continue with a grid of them.
 @pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_survivors(step):
     def program():
@@ -420,12 +419,12 @@ def test_survivors(step):
             assert len(values) == 1, job
             ((ranks, _),) = values
             kinds = {rank.calls[-1].kind for rank in left}
-            is_whole = victim not in ranks or len(left) == 4  # else it died once it was found
+            is_whole = victim not in ranks or len(left) == 4  # else it died after it was found
             late = ({"GroupCreationTimeout"}, {"CreationError"})  # before it arrived, or after
             assert kinds == {""} or (kinds in late and not is_whole), job
 
 
-# Two sets of ranks, each of which holds the other for lost, do not both continue.
+# If two sets of ranks each consider the other one lost, at most one continues.
 @seeds
 def test_two_sets_do_not_both_continue(seed):
     def program():
