@@ -131,7 +131,8 @@ def propose(
             return Ticket(key, missed, size)
         if found.outcome is None:
             is_own = (found.first.rank, found.first.title) == (first.rank, first.title)
-            if refusal is not None or not (is_own or found.round == entered):
+            is_adopted = found.first.is_same_call(first) and found.round != entered
+            if refusal is not None or is_adopted or not (is_own or found.round == entered):
                 return Ticket(key, found, size)
             # This rank was in the round, and left it because of an error of the store.
             again = Outcome("failed", f"{first.name} began the call again")
@@ -414,13 +415,19 @@ class Member:
             return (yield from self.refuse(reason))
         return (yield from self._decide(Outcome("failed", reason)))
 
+    def give_up(self, steps: Steps[Outcome]) -> Steps[Outcome]:
+        """End the round by other steps, and the report that this rank waits, without its worker."""
+        outcome = yield from steps
+        yield from self._report_end(outcome)
+        return outcome
+
     def time_out(self, moment: Moment) -> Steps[Outcome]:
         """End the round at the deadline; also from another thread, if this rank's own is stuck."""
         scope, entered = self.scope, self.scope.memory.entered.get(self.scope.path)
         if moment.was_stopped and (self.ticket is None or self.ticket.round != entered):
             return self._late(scope.world.rank)  # the others do not wait any more
-        if self.ticket is None:
-            return (yield from self.refuse(f"{scope.name} failed: the store did not answer"))
+        if self.ticket is None:  # the others time out themselves; a refusal would end their retry
+            return Outcome("failed", f"{scope.name} failed: the store did not answer")
         key = self.ticket.end if self.is_working else self.ticket.go
         tree = self.ticket.done if self.is_working else self.ticket.arrived
         outcome = yield from self._find_missing(tree, key, moment)
@@ -498,7 +505,7 @@ class Member:
             if first == own:
                 yield from self._end(late)
             raise EndedCallError(late)  # this rank may join the others at its next call
-        if first == own:
+        if first.is_same_call(own):
             yield Write(ticket.first, Entries(lines).encode())
         elif first.digest != own.digest:
             yield from self._differ(lines, own, moment)

@@ -221,6 +221,16 @@ class Proposer:
         """The rank and its host, for errors."""
         return f"{self.title} (host {self.host})"
 
+    def is_same_call(self, other: Proposer) -> bool:
+        """Return whether one process has made both proposals, and they are equal.
+
+        A call that was given up may have begun a round, once the store has answered.
+        """
+        mine, theirs = (
+            attrs.evolve(one, token=one.token.partition("-")[0]) for one in (self, other)
+        )
+        return mine == theirs
+
 
 def as_outcome(found: Any) -> Outcome | None:
     """Convert a field that was read as JSON."""
