@@ -27,7 +27,6 @@ import hashlib
 import json
 from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import zip_longest
-from uuid import uuid4
 
 import attrs
 
@@ -88,11 +87,17 @@ _CONNECTING = "members connect at the creation"
 
 
 class EndedCallError(Exception):
-    """The call ends on this rank, which leaves its round as it is."""
+    """The call ends on this rank, which leaves its round as it is.
 
-    def __init__(self, outcome: Outcome) -> None:
+    Args:
+        outcome: How the call ends.
+        ends_own: Whether this rank ends the round with the outcome if it has begun it.
+    """
+
+    def __init__(self, outcome: Outcome, *, ends_own: bool = False) -> None:
         super().__init__(outcome.text)
         self.outcome = outcome
+        self.ends_own = ends_own
 
 
 # ---- one round ----------------------------------------------------------------------------------
@@ -107,6 +112,7 @@ def propose(
     entered: int = -1,
     reported: Container[str] = (),
     refusal: Outcome | None = None,
+    is_claimed: bool = False,
 ) -> Steps[Ticket]:
     """Join the open round of a record, or begin the next one; the caller compares proposals.
 
@@ -121,6 +127,7 @@ def propose(
         entered: The last round that this rank has arrived in; -1 for none.
         reported: The tokens of outcomes that this rank has raised already.
         refusal: The outcome of a round that this rank begins and cannot take part in.
+        is_claimed: As for `Scope`.
     """
     record = Record(0, first, refusal)
     text = yield Exchange(key, "", record.encode())
@@ -130,7 +137,7 @@ def propose(
         if missed is not None and missed.outcome and missed.outcome.token not in reported:
             return Ticket(key, missed, size)
         if found.outcome is None:
-            is_own = (found.first.rank, found.first.title) == (first.rank, first.title)
+            is_own = found.first.is_same_rank(first, in_process=is_claimed)
             is_adopted = found.first.is_same_call(first) and found.round != entered
             if refusal is not None or is_adopted or not (is_own or found.round == entered):
                 return Ticket(key, found, size)
@@ -340,9 +347,6 @@ def explain_circle(circle: Sequence[Status]) -> Outcome:
 
 # ---- the call of one rank -----------------------------------------------------------------------
 
-_process = uuid4().hex[:8]
-"""Distinguishes this process from an earlier one of the same rank."""
-
 
 @attrs.define(eq=False)
 class Member:
@@ -375,6 +379,7 @@ class Member:
     is_working: bool = False
     is_finished: bool = False
     error: BaseException | None = None
+    _is_first: bool = False
     _reports: tuple[int, ...] | None = None
     _peers: dict[int, Status] = attrs.field(factory=dict)
 
@@ -391,6 +396,8 @@ class Member:
             outcome = AGREED
         except EndedCallError as ended:
             outcome = ended.outcome
+            if ended.ends_own and self._is_first:
+                yield from self._decide(outcome)
         except GeneratorExit:
             raise
         except BaseException as error:  # noqa: BLE001 - the other ranks must not wait for it
@@ -461,8 +468,8 @@ class Member:
     # ---- joining --------------------------------------------------------------------------------
 
     def _proposer(self, digest: str) -> Proposer:
-        world, number = self.scope.world, self.scope.memory.next_number("proposals")
-        token = f"{_process}-{number}"
+        world, memory = self.scope.world, self.scope.memory
+        token = f"{memory.process}-{memory.next_number('proposals')}"
         return Proposer(world.rank, world.title(world.rank), this_host(), digest, token)
 
     def _propose(self, key: str, first: Proposer, refusal: Outcome | None = None) -> Steps[Ticket]:
@@ -476,6 +483,7 @@ class Member:
                 entered=memory.entered.get(path, -1),
                 reported=memory.reported,
                 refusal=refusal,
+                is_claimed=self.scope.is_claimed,
             )
         )
 
@@ -492,6 +500,7 @@ class Member:
         own = self._proposer(digest_of(lines))
         self.ticket = ticket = yield from self._propose(key, own)
         first = ticket.record.first
+        self._is_first = first == own
         if ticket.record.outcome is not None:
             raise EndedCallError(ticket.record.outcome)
         if scope.is_fenced and ticket.record.agreed > memory.agreed.get(scope.path, -1):
@@ -502,7 +511,7 @@ class Member:
         moment = yield Now()
         if moment.seconds > self.deadline:
             late = self._late(scope.world.rank)
-            if first == own:
+            if self._is_first:
                 yield from self._end(late)
             raise EndedCallError(late)  # this rank may join the others at its next call
         if first.is_same_call(own):
