@@ -416,6 +416,22 @@ def test_keys_in_the_store():
     assert len(counts) == 1, counts
 
 
+# Of a name that is used again and again, its record and the end of its last round stay.
+@pytest.mark.parametrize("lazily", [False, True])
+def test_keys_of_one_name(lazily):
+    def program():
+        grid = HyperCommGrid([3], ["tp"], lazy_init=lazily)
+        for _ in range(4):
+            grid.create_pg("tp", name="mine")
+            grid.destroy_pg("tp", name="mine")
+        sleep(1.0)
+        held = this_rank().job.server.held
+        return [name.partition("(mine)/")[2] for name in held if "(mine)/" in name]
+
+    for kept in simulate_job(program, 3).values():
+        assert sorted(name for name in kept if "//" not in name) == ["0", "0/3/end"]
+
+
 # A job that is started again on the store of one that was lost meets nothing of it.
 @pytest.mark.parametrize("at", [3, 8, 12, 14])
 def test_a_restart_on_the_old_store(at):

@@ -162,11 +162,13 @@ def _delete_before(ended: Ticket) -> Steps[None]:
     if number < 0:
         return
     before = attrs.evolve(ended, record=attrs.evolve(ended.record, round=number))
-    keys = [before.end]
+    is_agreed = ended.record.outcome == AGREED
+    keys = [] if is_agreed else [before.end]  # the last rank of a round that agreed has deleted it
     if ended.record.failed:  # else its ranks have deleted the others
         trees = (before.arrived, before.done, before.stuck)
         keys += [before.first, before.go, *(key for tree in trees for key in tree.all_keys())]
-    yield Delete(keys)
+    if keys:
+        yield Delete(keys)
 
 
 def decide(ticket: Ticket, outcome: Outcome) -> Steps[Outcome]:
@@ -552,7 +554,11 @@ class Member:
             outcome = yield from self._decide(AGREED)
             if outcome.kind != "agreed":
                 raise EndedCallError(outcome)
+            before = attrs.evolve(
+                ticket, record=attrs.evolve(ticket.record, round=ticket.round - 1)
+            )
             rest = [ticket.first, *([ticket.go] if self.is_connecting else [])]
+            rest += [before.end] if ticket.round > 0 else []  # all ranks have left that round
             yield Delete([*complete, *rest, *scope.memory.take_stale()])
         else:
             yield Write(key, _GO)
