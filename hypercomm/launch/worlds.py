@@ -9,7 +9,6 @@ begins the next one. The last process that has joined as a rank holds it; the st
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import socket
@@ -40,6 +39,7 @@ from hypercomm.process_groups.agreement import protocol
 from hypercomm.process_groups.agreement.driver import Round, agree, ask, run
 from hypercomm.process_groups.agreement.protocol import EndedCallError
 from hypercomm.process_groups.agreement.records import (
+    Claim,
     Exchange,
     Outcome,
     Read,
@@ -65,6 +65,9 @@ _LAST_S = 5.0
 _PART = re.compile(r"[\w.-]+")
 
 TIMEOUT = timedelta(seconds=60)
+
+_REPLACED = Outcome("restarted", "another process has joined as this rank", data="replaced")
+"""How a round ends for a process whose rank another one has claimed since."""
 
 
 @attrs.define(eq=False)
@@ -147,7 +150,10 @@ class JoinedWorld(World):
         if record is None or record.round <= self.incarnation:
             return ""
         number, _, who = again.partition(" ")  # what a former incarnation has left does not count
-        who = who if number and int(number) >= self.incarnation else record.first.name
+        if not (number.isdecimal() and int(number) >= self.incarnation):
+            if record.outcome == _REPLACED:
+                return ""  # the process of a rank that has a newer one began it, and ended it
+            who = record.first.name
         return f"{who} has joined world {self.name!r} again; call its rejoin() on all other ranks"
 
     @property
@@ -356,7 +362,7 @@ def join_world(
         served=f"the store of world {name!r}{at and f' at {at}'}",
         if_lost="once it is served again, rejoin() or join_world() on all ranks joins it",
         life=_Life(store, serves),
-        claim=json.dumps([this_host(), os.getpid(), uuid4().hex]),
+        claim=Claim(this_host(), os.getpid(), uuid4().hex).encode(),
         may_serve=serve,
     )
     try:
@@ -472,7 +478,7 @@ def _enter(world: JoinedWorld, limit_s: float, *, is_new: bool) -> None:
         },
     )
     title = f"join_world({world.name!r})"
-    scope = Scope(world, "join", range(world.size), memory=lobby)
+    scope = Scope(world, "join", range(world.size), is_claimed=True, memory=lobby)
     while True:
         left_s = max(0.1, deadline - system.now())
         claim = _claim(world, facts, is_new=is_new)
@@ -485,8 +491,7 @@ def _enter(world: JoinedWorld, limit_s: float, *, is_new: bool) -> None:
 
         def work(turn: Round, made: list[ProcessGroup] = made) -> int:
             if run(_read_claim(world), turn.store) not in {None, world._claim}:
-                text = "another process has joined as this rank"
-                raise EndedCallError(Outcome("restarted", text))
+                raise EndedCallError(_REPLACED, ends_own=True)
             made.append(_create(world, turn))
             return turn.number
 
@@ -562,10 +567,10 @@ def _claim(world: JoinedWorld, facts: str, *, is_new: bool) -> Steps[int | None]
     record = yield from protocol.read_record(root)
     if not is_new and held is not None:  # else the store is a new one
         if held != world._claim:
-            host, pid, _ = json.loads(held)
+            holder = Claim.decode(_claim_key(world), held)
             raise WorldRestartedError(
-                f"another process has joined world {world.name!r} as {me}: process {pid} on host "
-                f"{host}; end this one"
+                f"another process has joined world {world.name!r} as {me}: process {holder.pid} on "
+                f"host {holder.host}; end this one"
             )
         return None
     if record is None or held is None:

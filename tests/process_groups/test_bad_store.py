@@ -8,6 +8,16 @@ import torch.distributed as dist
 from simulated_job.job import attempt, simulate_job, sleep, this_rank
 
 from hypercomm import HyperCommGrid
+from hypercomm.errors import CreationError
+from hypercomm.process_groups.agreement.records import (
+    Claim,
+    Entries,
+    Outcome,
+    Proposer,
+    Record,
+    Status,
+    as_bits,
+)
 
 BAD = {
     "cut off": lambda text: text[: len(text) // 2],
@@ -40,3 +50,103 @@ def test_bad_keys(bad, key):
     assert type(error).__name__ == "CreationError"
     assert re.search(rf"'\S*{key}' holds .*hypercomm did not write", str(error))
     assert len(str(error)) < 2_000
+
+
+JUNK = [None, True, 1.5, "text", [], {}, [[]], [1.5], [None], {"kind": "over"}, float("nan")]
+"""Values of other types than a field has; a field may accept some."""
+
+_OUTCOME = Outcome("differs", "why", (1,), (2,), ("grid",), "token", "data")
+_FIRST = Proposer(0, "rank 0", "host", "digest", "token")
+VALUES = [
+    Record(3, _FIRST, _OUTCOME, (_OUTCOME,), 1),
+    Status(0, "rank 0", "host", "call()", "grid", "key", 1, (1,), 1, _OUTCOME),
+    _OUTCOME,
+    Entries(("one", "two")),
+    Claim("host", 7, "token"),
+]
+ACCEPTED = {
+    ("outcome", "null"),
+    *((name, '"text"') for name in ("text", "token", "data", "title", "host", "call", "grid")),
+    *((name, '"text"') for name in ("key", "digest")),
+    *((name, "[]") for name in ("missing", "absent", "grids", "failed", "waits_for", "lines")),
+}
+"""The fields with values of the right types."""
+
+
+def places(value, path=()):
+    """Yield the path of each field of JSON, and of each item of a list."""
+    for at in value if isinstance(value, dict) else range(len(value)):
+        yield (*path, at)
+        if isinstance(value[at], (dict, list)):
+            yield from places(value[at], (*path, at))
+
+
+# Each field that holds a value of another type is an error that names the key and the value.
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_junk_types(value):
+    tried = 0
+    assert type(value).decode("a key", value.encode()) == value
+    for path in places(json.loads(value.encode())):
+        for junk in JUNK:
+            name = [part for part in path if isinstance(part, str)][-1]
+            is_item = isinstance(path[-1], int)
+            accepted = '"text"' if name in ("grids", "lines") else ""
+            text = json.dumps(junk)
+            if text == accepted if is_item else (name, text) in ACCEPTED:
+                continue
+            fields = json.loads(value.encode())
+            inner = fields
+            for part in path[:-1]:
+                inner = inner[part]
+            inner[path[-1]] = junk
+            held = json.dumps(fields, separators=(",", ":"))
+            with pytest.raises(CreationError, match=r"key 'a key' holds .*did not write") as raised:
+                type(value).decode("a key", held)
+            assert len(str(raised.value)) < 300
+            tried += 1
+    assert tried > 10
+
+
+# JSON that is equal, but written otherwise, is not ours: a compare-and-set would never succeed.
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_other_spacing(value):
+    fields = json.loads(value.encode())
+    for text in (json.dumps(fields), value.encode() + " ", json.dumps(fields, indent=1)):
+        with pytest.raises(CreationError, match="did not write"):
+            type(value).decode("a key", text)
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "1.0", " 1", "9" * 20, "null", "[1]", "\u0663"])
+def test_junk_counters(text):
+    with pytest.raises(CreationError, match="key 'a key' holds"):
+        as_bits("a key", text)
+
+
+# After such an error no thread works on: the store receives no request.
+@pytest.mark.parametrize("key", ["/tp/0", "/end", "/first"])
+@pytest.mark.parametrize("bad", ["other spacing", "wrong types", "null"])
+def test_no_request_after_the_call(key, bad):
+    def change(text):
+        return json.dumps(json.loads(text)) + " " if bad == "other spacing" else BAD[bad](text)
+
+    def program():
+        grid, rank = HyperCommGrid([2], ["tp"]), dist.get_rank()
+        job = this_rank().job
+        sleep(0.5 * rank)
+        if rank == 1:
+            held = job.server.held
+            name = next(name for name in held if name.endswith("/tp/0"))
+            name = name if key == "/tp/0" else f"{name}/0{key}"
+            held[name] = change(held.get(name, b'{"kind":"agreed"}').decode()).encode()
+            job.scheduler.notify(job.server)
+        made = attempt(grid.create_pg, "tp")
+        sleep(30.0)
+        before = job.server.requests
+        sleep(30.0)
+        return made.kind, job.server.requests - before
+
+    job = simulate_job(program, 2, timeout_s=5.0)
+    assert job.is_stuck == "", job
+    assert [count for _, count in job.values()] == [0, 0], job
+    if key != "/first":
+        assert "CreationError" in job.kinds(0), job

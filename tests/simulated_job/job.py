@@ -32,10 +32,11 @@ class Fault(NamedTuple):
 
     Attributes:
         rank: The rank.
-        at: The step at which it happens, counted from 1 since `mark`.
-        kind: "dies", "is interrupted" or "pauses"; "loses a request" and "loses a reply" happen to
-            its next operation on the store.
-        seconds: The length of a pause.
+        at: At which of its steps since `mark`, from 1 on.
+        kind: "dies", "is interrupted", "pauses", or what happens to its next operation on the
+            store: "loses a request", "loses a reply", "waits for a request", "waits for a reply";
+            or to the store: "is cut off" makes it silent for all ranks.
+        seconds: How long it pauses, or waits, or the store is silent.
     """
 
     rank: int
@@ -75,11 +76,21 @@ class Group(NamedTuple):
 
 @attrs.define
 class Server:
-    """The content of the store, and the times at which it is lost or silent."""
+    """What the store holds, and when it is gone or silent.
+
+    Attributes:
+        held: What it holds.
+        gone_s: From when on it is gone.
+        silent_s: From when on it is silent.
+        back_s: When it answers again; requests that were sent meanwhile are answered then.
+        requests: How many requests it has received.
+    """
 
     held: dict[str, bytes] = attrs.field(factory=dict)
     gone_s: float = math.inf
     silent_s: float = math.inf
+    back_s: float = 1e6
+    requests: int = 0
 
 
 class Client(dist.Store):  # type: ignore[name-defined, misc]
@@ -92,15 +103,28 @@ class Client(dist.Store):  # type: ignore[name-defined, misc]
     def _do(self, verb: str, key: str, act: Callable[[], Any]) -> Any:
         scheduler, server = self._rank.job.scheduler, self._server
         scheduler.pause(f"{verb} {key}")
+        server.requests += 1
         fault, self._rank.link = self._rank.link, None
-        if scheduler.now_s >= server.silent_s:
-            scheduler.pause("silence", 1e6)
-        if scheduler.now_s >= server.gone_s or (fault and fault.kind != "loses a reply"):
+        kind, seconds = ("", 0.0) if fault is None else (fault.kind, fault.seconds)
+        if kind == "is cut off":
+            server.silent_s, server.back_s = scheduler.now_s, scheduler.now_s + seconds
+        if kind == "waits for a request":
+            scheduler.pause(kind, seconds)
+        self._await_answer()
+        if scheduler.now_s >= server.gone_s or kind == "loses a request":
             raise dist.DistNetworkError(_LOST)
         reply = act()
-        if fault:
+        if kind == "waits for a reply":
+            scheduler.pause(kind, seconds)
+        if kind == "loses a reply":
             raise dist.DistNetworkError(_LOST)
         return reply
+
+    def _await_answer(self) -> None:
+        """Wait while the store is silent."""
+        scheduler, server = self._rank.job.scheduler, self._server
+        if server.silent_s <= scheduler.now_s < server.back_s:
+            scheduler.pause("silence", server.back_s - scheduler.now_s)
 
     def _put(self, key: str, value: str | bytes) -> bytes:
         self._held[key] = value.encode() if isinstance(value, str) else bytes(value)
@@ -126,8 +150,7 @@ class Client(dist.Store):  # type: ignore[name-defined, misc]
         until_s = scheduler.now_s + timeout.total_seconds()
         self._do("wait", keys[0], lambda: None)
         while not self._held.keys() >= {*keys}:
-            if scheduler.now_s >= server.silent_s:
-                scheduler.pause("silence", 1e6)
+            self._await_answer()
             if scheduler.now_s >= server.gone_s:
                 raise dist.DistNetworkError(_LOST)
             limit_s = min(

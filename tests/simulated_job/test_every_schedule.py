@@ -51,7 +51,7 @@ class Ended(NamedTuple):
 
 def repeat(rank, size, deed, is_connecting):
     """Make a call, and repeat it without the deed until all agree."""
-    world, memory = World(rank, size, "gloo", has_store=True), Memory(namespace="job")
+    world, memory = World(rank, size, "gloo", has_store=True), Memory("job", f"{rank}")
     scope = Scope(world, "record", range(size), memory=memory)
     for turn in range(4):
         does = "" if turn else deed
@@ -328,11 +328,13 @@ def test_faults(deed, deaths, late, lost, is_connecting):
 
 
 # Rank 1 waits in another call for rank 0, which has not seen yet that its own call has ended. Both
-# form a circle only while both rounds are open.
-@pytest.mark.parametrize("ended", ["", "own", "other"])
-def test_a_circle_that_has_ended(ended):
+# form a circle only while both rounds are open, and rank 1 has no other thread.
+@pytest.mark.parametrize(("ended", "threads"), [("", 1), ("own", 1), ("other", 1), ("", 2)])
+def test_a_circle_that_has_ended(ended, threads):
     own, other = (
-        Status(rank, f"rank {rank}", "host", name, "", name, 0, waits_for=(1 - rank,))
+        Status(
+            rank, f"rank {rank}", "host", name, "", name, 0, (1 - rank,), 1 + rank * (threads - 1)
+        )
         for rank, name in enumerate(["own", "other"])
     )
     held = {status_key("job", 1): other.encode()}
@@ -345,4 +347,55 @@ def test_a_circle_that_has_ended(ended):
             reply = perform(held, steps.send(reply))
         except StopIteration as end:
             found = end.value
-    assert found == ([] if ended else [own, other])
+    assert found == ([] if ended or threads > 1 else [own, other])
+
+
+def scope_of(rank):
+    """Return a scope of two ranks."""
+    world = World(rank, 2, "gloo", has_store=True)
+    return Scope(world, "record", range(2), memory=Memory("job", f"{rank}"))
+
+
+def run_alone(scope, held, seconds=0.0, *, is_connecting=False):
+    """Run a call of one rank on a dict, up to its end or to a key that is not set."""
+    member = Member(scope, "call()", lambda: ["same"], 0.0, DEADLINE_S, is_connecting)
+    steps, reply = member.call(), None
+    while True:
+        try:
+            asks = steps.send(reply)
+        except StopIteration as end:
+            return end.value
+        if isinstance(asks, Now):
+            reply = Moment(seconds)
+        else:
+            reply = True if isinstance(asks, Work) else perform(held, asks)
+        if isinstance(asks, Wait) and reply is None:
+            return None
+
+
+# Ranks of which only one connects in its work differ: they would wait for each other.
+@pytest.mark.parametrize("first", [False, True])
+def test_one_rank_that_connects(first):
+    held = {}
+    assert run_alone(scope_of(0), held, is_connecting=first) is None
+    assert run_alone(scope_of(1), held, is_connecting=not first).kind == "differs"
+
+
+# A rank whose deadline is over once it has proposed does not arrive.
+def test_a_rank_that_is_late_itself():
+    held = {}
+    outcome = run_alone(scope_of(0), held, 2 * DEADLINE_S)
+    assert (outcome.kind, outcome.absent) == ("missing", (0,))
+    assert Record.decode("job/record", held["job/record"]).outcome == outcome
+    assert not any("/done/" in key for key in held)
+
+
+# A rank that was in a round, and has lost it because of the store, ends it at its next call: its
+# bit is set already, and to add it again would set that of rank 1.
+def test_a_round_that_was_entered_before():
+    held, scope = {}, scope_of(0)
+    assert run_alone(scope, held) is None
+    assert run_alone(scope, held) is None
+    record = Record.decode("job/record", held["job/record"])
+    assert (record.round, record.outcome) == (1, None)
+    assert [outcome.kind for outcome in record.failed] == ["failed"]

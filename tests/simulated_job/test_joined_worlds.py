@@ -1,5 +1,7 @@
 """Processes that join a world, join it again, or do not come; process 3 starts as rank 2 again."""
 
+import math
+
 import pytest
 import torch.distributed as dist
 
@@ -57,6 +59,52 @@ def test_a_rank_begins_again(first_s, step):
             assert job.ranks[2].calls[0].kind == "WorldRestartedError", job
             return
     raise AssertionError("the first process has never heard of the second one")
+
+
+WAKES_S = {"before": 0.5, "within": 1.5, "after": 3.5}
+"""When a stopped process continues: the second one joins from 1 s to 2 s."""
+
+
+# A process that is stopped at one of its first requests, and replaced, continues before, while or
+# after the second one joins: the others raise nothing, or once, and then one rejoin() succeeds.
+@pytest.mark.parametrize("wakes", WAKES_S)
+def test_a_stopped_process_continues(wakes):
+    def program(order):
+        number = dist.get_rank()
+        sleep([0.9, 2.0, 0.0, 1.0][number])
+        mark()
+        world = attempt(joined, min(number, 2)).value
+        this_rank().points = -math.inf
+        if world is None:
+            return None
+        grid, turn = HyperCommGrid([3], ["tp"], world=world), 0
+        while turn < 12:
+            sleep(0.5 if number == turn % 2 else 0.0)
+            name = f"{world.incarnation} {turn}"
+            turn += 1
+            if attempt(grid.create_pg, "tp", name=name).error is not None:
+                turn = 0
+                sleep(0.3 * number if order % 2 else 0.0)
+                if attempt(world.rejoin).error is not None:
+                    break
+        return grid
+
+    stopped = 0
+    for at in range(1, 15):
+        fault = Fault(2, at, "pauses", WAKES_S[wakes])
+        job = simulate_job(program, 4, args=(at,), seed=at, faults=[fault], timeout_s=T)
+        if not job.happened:
+            break
+        stopped += 1
+        check_time(job, T + GRACE_S)
+        kinds = [[call.kind for call in rank.calls if call.kind] for rank in job.ranks]
+        assert all(one in ([], ["WorldRestartedError"]) for one in kinds[:2]), (at, job)
+        ended = [one for one in job.ranks[2:] if one.calls[-1].kind == "WorldRestartedError"]
+        assert len(ended) == 1, (at, job)  # the second one, if the first had not claimed the rank
+        assert "another process has joined" in str(ended[0].calls[-1].error), (at, job)
+        assert {*kinds[5 - ended[0].number]} <= {"WorldRestartedError"}, (at, job)
+        assert len(job.ranks[0].calls) >= 13, (at, job)
+    assert stopped >= 10
 
 
 CALLS = {

@@ -18,6 +18,7 @@ from simulated_job.job import (
     mark,
     simulate_job,
     sleep,
+    this_rank,
     thread,
 )
 
@@ -305,6 +306,44 @@ def _marked(program):
     return program()
 
 
+# Ranks that wait, to connect or for the end, are woken by a failure: none has to look for it.
+@seeds
+@pytest.mark.parametrize("lazily", [False, True])
+def test_a_failure_wakes_all(lazily, seed):
+    def program():
+        grid, rank = HyperCommGrid([4], ["tp"], lazy_init=lazily), dist.get_rank()
+        sleep(0.05 if rank == 3 else 0.0)
+        attempt(grid.create_pg, "tp", timeout=seconds(20 + (rank == 3)))
+        return grid
+
+    job = simulate_job(program, 4, seed=seed)
+    check_time(job, QUICK_S)
+    assert max(call.took_s for call in job.calls(0)[1:]) < 0.15, job  # the server lingers
+    assert {*job.kinds(0)} == {"PlanMismatchError"}, job
+
+
+# The report of a rank that has waited or failed ends with its next call.
+@seeds
+def test_no_report_is_left(seed):
+    def program():
+        grid, rank = square(), dist.get_rank()
+        if rank != 1:
+            attempt(grid.verify, seconds(2))
+        gate("all have failed")
+        sleep(0.1)
+        held = {**this_rank().job.server.held}
+        gate("all have looked")
+        attempt(grid.verify)
+        gate("all have succeeded")
+        both = held, this_rank().job.server.held
+        return [{name[-6:]: bool(one[name]) for name in one if "/rank " in name} for one in both]
+
+    job = simulate_job(program, 4, seed=seed)
+    for before, after in job.values():
+        assert before == {"rank 0": True, "rank 2": True, "rank 3": True}
+        assert {*after.values()} == {False}
+
+
 # Ctrl-C in a waiting rank also fails the call of ranks that arrive later.
 @seeds
 @pytest.mark.parametrize("call", ["create_pgs", "reshape"])
@@ -374,6 +413,22 @@ def test_keys_in_the_store():
 
     counts = {len(simulate_job(program, 4, args=(attempts,)).server.held) for attempts in (2, 5)}
     assert len(counts) == 1, counts
+
+
+# Of a name that is used again and again, its record and the end of its last round stay.
+@pytest.mark.parametrize("lazily", [False, True])
+def test_keys_of_one_name(lazily):
+    def program():
+        grid = HyperCommGrid([3], ["tp"], lazy_init=lazily)
+        for _ in range(4):
+            grid.create_pg("tp", name="mine")
+            grid.destroy_pg("tp", name="mine")
+        sleep(1.0)
+        held = this_rank().job.server.held
+        return [name.partition("(mine)/")[2] for name in held if "(mine)/" in name]
+
+    for kept in simulate_job(program, 3).values():
+        assert sorted(name for name in kept if "//" not in name) == ["0", "0/3/end"]
 
 
 # A job that starts on the store of a lost job is not affected by its keys.

@@ -345,7 +345,8 @@ class Driver(Generic[T]):
         if pending is not None:
             steps = member.interrupt(f"{member.scope.name} was interrupted")
         try:
-            self._outcome = in_time(lambda: _run_once(steps, self._connections), _LAST_S)
+            last = member.give_up(steps)  # once the store answers, even after the limit
+            self._outcome = in_time(lambda: _run_once(last, self._connections), _LAST_S)
         except BaseException as error:  # noqa: BLE001 - also a second Ctrl-C
             self._error = self._explain(error)
         member.leave(self._outcome)

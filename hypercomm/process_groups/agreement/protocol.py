@@ -27,7 +27,6 @@ import hashlib
 import json
 from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import zip_longest
-from uuid import uuid4
 
 import attrs
 
@@ -89,11 +88,17 @@ _CONNECTING = "members connect at the creation"
 
 
 class EndedCallError(Exception):
-    """The call ends on this rank, which leaves its round as it is."""
+    """The call ends on this rank, which leaves its round as it is.
 
-    def __init__(self, outcome: Outcome) -> None:
+    Args:
+        outcome: How the call ends.
+        ends_own: Whether this rank ends the round with the outcome if it has begun it.
+    """
+
+    def __init__(self, outcome: Outcome, *, ends_own: bool = False) -> None:
         super().__init__(outcome.text)
         self.outcome = outcome
+        self.ends_own = ends_own
 
 
 # ---- one round ----------------------------------------------------------------------------------
@@ -108,6 +113,7 @@ def propose(
     entered: int = -1,
     reported: Container[str] = (),
     refusal: Outcome | None = None,
+    is_claimed: bool = False,
 ) -> Steps[Ticket]:
     """Join the open round of a record, or begin the next one; the caller compares proposals.
 
@@ -122,6 +128,7 @@ def propose(
         entered: The last round that this rank has arrived in; -1 for none.
         reported: The tokens of outcomes that this rank has raised already.
         refusal: The outcome of a round that this rank begins and cannot take part in.
+        is_claimed: As for `Scope`.
     """
     record = Record(0, first, refusal)
     own = record.encode()
@@ -132,8 +139,9 @@ def propose(
         if missed is not None and missed.outcome and missed.outcome.token not in reported:
             return Ticket(key, missed, size)
         if found.outcome is None:
-            is_own = (found.first.rank, found.first.title) == (first.rank, first.title)
-            if refusal is not None or not (is_own or found.round == entered):
+            is_own = found.first.is_same_rank(first, in_process=is_claimed)
+            is_adopted = found.first.is_same_call(first) and found.round != entered
+            if refusal is not None or is_adopted or not (is_own or found.round == entered):
                 return Ticket(key, found, size)
             # This rank was in the round, and left it because of an error of the store.
             again = Outcome("failed", f"{first.name} began the call again")
@@ -157,11 +165,13 @@ def _delete_before(ended: Ticket) -> Steps[None]:
     if number < 0:
         return
     before = attrs.evolve(ended, record=attrs.evolve(ended.record, round=number))
-    keys = [before.end]
+    is_agreed = ended.record.outcome == AGREED
+    keys = [] if is_agreed else [before.end]  # the last rank of a round that agreed has deleted it
     if ended.record.failed:  # else its ranks have deleted the others
         trees = (before.arrived, before.done, before.stuck)
         keys += [before.first, before.go, *(key for tree in trees for key in tree.all_keys())]
-    yield Delete(keys)
+    if keys:
+        yield Delete(keys)
 
 
 def decide(ticket: Ticket, outcome: Outcome) -> Steps[Outcome]:
@@ -343,9 +353,6 @@ def explain_circle(circle: Sequence[Status]) -> Outcome:
 
 # ---- the call of one rank -----------------------------------------------------------------------
 
-_process = uuid4().hex[:8]
-"""Distinguishes this process from an earlier one of the same rank."""
-
 
 @attrs.define(eq=False)
 class Member:
@@ -378,6 +385,7 @@ class Member:
     is_working: bool = False
     is_finished: bool = False
     error: BaseException | None = None
+    _is_first: bool = False
     _reports: tuple[int, ...] | None = None
     _peers: dict[int, Status] = attrs.field(factory=dict)
 
@@ -394,6 +402,8 @@ class Member:
             outcome = AGREED
         except EndedCallError as ended:
             outcome = ended.outcome
+            if ended.ends_own and self._is_first:
+                yield from self._decide(outcome)
         except GeneratorExit:
             raise
         except BaseException as error:  # noqa: BLE001 - the other ranks must not wait for it
@@ -418,13 +428,19 @@ class Member:
             return (yield from self.refuse(reason))
         return (yield from self._decide(Outcome("failed", reason)))
 
+    def give_up(self, steps: Steps[Outcome]) -> Steps[Outcome]:
+        """End the round by other steps, and the report that this rank waits, without its worker."""
+        outcome = yield from steps
+        yield from self._report_end(outcome)
+        return outcome
+
     def time_out(self, moment: Moment) -> Steps[Outcome]:
         """End the round at the deadline; also from another thread, if this rank's own is stuck."""
         scope, entered = self.scope, self.scope.memory.entered.get(self.scope.path)
         if moment.was_stopped and (self.ticket is None or self.ticket.round != entered):
             return self._late(scope.world.rank)  # the others do not wait any more
-        if self.ticket is None:
-            return (yield from self.refuse(f"{scope.name} failed: the store did not answer"))
+        if self.ticket is None:  # the others time out themselves; a refusal would end their retry
+            return Outcome("failed", f"{scope.name} failed: the store did not answer")
         key = self.ticket.end if self.is_working else self.ticket.go
         tree = self.ticket.done if self.is_working else self.ticket.arrived
         outcome = yield from self._find_missing(tree, key, moment)
@@ -458,8 +474,8 @@ class Member:
     # ---- joining --------------------------------------------------------------------------------
 
     def _proposer(self, digest: str) -> Proposer:
-        world, number = self.scope.world, self.scope.memory.next_number("proposals")
-        token = f"{_process}-{number}"
+        world, memory = self.scope.world, self.scope.memory
+        token = f"{memory.process}-{memory.next_number('proposals')}"
         return Proposer(world.rank, world.title(world.rank), this_host(), digest, token)
 
     def _propose(self, key: str, first: Proposer, refusal: Outcome | None = None) -> Steps[Ticket]:
@@ -473,6 +489,7 @@ class Member:
                 entered=memory.entered.get(path, -1),
                 reported=memory.reported,
                 refusal=refusal,
+                is_claimed=self.scope.is_claimed,
             )
         )
 
@@ -489,6 +506,7 @@ class Member:
         own = self._proposer(digest_of(lines))
         self.ticket = ticket = yield from self._propose(key, own)
         first = ticket.record.first
+        self._is_first = first == own
         if ticket.record.outcome is not None:
             raise EndedCallError(ticket.record.outcome)
         if scope.is_fenced and ticket.record.agreed > memory.agreed.get(scope.path, -1):
@@ -499,10 +517,10 @@ class Member:
         moment = yield Now()
         if moment.seconds > self.deadline:
             late = self._late(scope.world.rank)
-            if first == own:
+            if self._is_first:
                 yield from self._end(late)
             raise EndedCallError(late)  # this rank may join the others at its next call
-        if first == own:
+        if first.is_same_call(own):
             yield Write(ticket.first, Entries(lines).encode())
         elif first.digest != own.digest:
             yield from self._differ(lines, own, moment)
@@ -540,7 +558,11 @@ class Member:
             outcome = yield from self._decide(AGREED)
             if outcome.kind != "agreed":
                 raise EndedCallError(outcome)
+            before = attrs.evolve(
+                ticket, record=attrs.evolve(ticket.record, round=ticket.round - 1)
+            )
             rest = [ticket.first, *([ticket.go] if self.is_connecting else [])]
+            rest += [before.end] if ticket.round > 0 else []  # all ranks have left that round
             yield Delete([*complete, *rest, *scope.memory.take_stale()])
         else:
             yield Write(key, _GO)

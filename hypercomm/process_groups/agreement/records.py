@@ -220,6 +220,19 @@ class Proposer:
         """The rank and its host, for errors."""
         return f"{self.title} (host {self.host})"
 
+    def is_same_rank(self, other: Proposer, *, in_process: bool) -> bool:
+        """Return whether one rank has made both proposals, in one process or in any."""
+        process, others = (one.token.partition("-")[0] for one in (self, other))
+        is_same = (self.rank, self.title) == (other.rank, other.title)
+        return is_same and (process == others or not in_process)
+
+    def is_same_call(self, other: Proposer) -> bool:
+        """Return whether one process has made both proposals, and they are equal.
+
+        A call that was given up may have begun a round, once the store has answered.
+        """
+        return self.is_same_rank(other, in_process=True) and self.digest == other.digest
+
 
 def as_outcome(found: Any) -> Outcome | None:
     """Convert a field that was read as JSON."""
@@ -333,6 +346,21 @@ class Entries(Stored):
     lines: tuple[str, ...] = attrs.field(converter=as_tuple)
 
 
+@attrs.frozen
+class Claim(Stored):
+    """The process that holds a rank of a joined world.
+
+    Attributes:
+        host: Its host.
+        pid: Its process id there.
+        token: Distinguishes it from all others.
+    """
+
+    host: str
+    pid: int
+    token: str
+
+
 _TYPES: dict[type, dict[str, tuple[type, ...]]] = {
     Outcome: {
         "kind": (str,),
@@ -370,6 +398,7 @@ _TYPES: dict[type, dict[str, tuple[type, ...]]] = {
         "outcome": (Outcome, type(None)),
     },
     Entries: {"lines": (str,)},
+    Claim: {"host": (str,), "pid": (int,), "token": (str,)},
 }
 """The types of the fields of each value; of a tuple, the types of its items."""
 
@@ -555,6 +584,6 @@ def as_bits(key: str, text: str | None) -> int:
     """
     if text is None:
         return 0
-    if not (text.isdecimal() and len(text) < 20):
+    if not (text.isascii() and text.isdecimal() and len(text) < 20):
         raise _not_ours(key, text)
     return int(text)

@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+from uuid import uuid4
 from weakref import WeakKeyDictionary
 
 import attrs
@@ -37,6 +38,7 @@ class Memory:
 
     Attributes:
         namespace: The prefix of all keys; None before it is known.
+        process: Distinguishes this process from an earlier one of the same rank.
         entered: The last round of each record that this rank has entered, by the record's path.
         left: The last round of each record that this rank has left.
         agreed: The last round of each record that this rank has agreed in.
@@ -46,6 +48,7 @@ class Memory:
     """
 
     namespace: str | None = None
+    process: str = attrs.field(factory=lambda: uuid4().hex[:8])
     entered: dict[str, int] = attrs.field(factory=dict)
     left: dict[str, int] = attrs.field(factory=dict)
     agreed: dict[str, int] = attrs.field(factory=dict)
@@ -142,6 +145,7 @@ class Scope:
         layout: The layout in whose coordinates errors name ranks.
         grid: The grid, as text that is compared where ranks wait for each other; "" without one.
         is_fenced: Whether ranks that agree continue without all others, whose next calls fail.
+        is_claimed: Whether processes claim their ranks before: a newer one may be in the round.
         memory: What the calling rank remembers; default: of its calls in the world.
     """
 
@@ -151,6 +155,7 @@ class Scope:
     layout: RankLayout | None = None
     grid: str = ""
     is_fenced: bool = False
+    is_claimed: bool = False
     memory: Memory = attrs.field(
         default=attrs.Factory(lambda self: memory_of(self.world), takes_self=True), repr=False
     )

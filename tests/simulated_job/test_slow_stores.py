@@ -1,0 +1,71 @@
+"""A store that is slow or silent for a while: calls are given up, and the next ones succeed."""
+
+import itertools
+import math
+
+import pytest
+import torch.distributed as dist
+
+from hypercomm import HyperCommGrid
+from simulated_job.cases import GRACE_S, T
+from simulated_job.job import Fault, attempt, gate, mark, simulate_job, sleep, this_rank
+
+LATE_S = 1.0
+"""How much later the last rank arrives, so that the others report that they wait."""
+
+SILENT_S = T + LATE_S + 2.5
+
+EVERY = itertools.product([0, 2], [True, False])
+
+OWN_ERRORS = {
+    "",
+    "CreationError",
+    "GroupCreationTimeout",
+    "LateRankError",
+    "OutcomeUnknownError",
+}
+
+
+# One rank waits for an answer of the store, or all do, at each request: the call may be given up.
+# Once the store answers again, no rank seems to wait in that call: the next call, for which ranks
+# arrive one after the other, succeeds, whether it is another one or the same.
+@pytest.mark.parametrize(
+    ("last", "lazily", "step"),
+    [
+        (0, True, 3),
+        *(pytest.param(last, lazily, 1, marks=pytest.mark.slow) for last, lazily in EVERY),
+    ],
+)
+@pytest.mark.parametrize("next_name", ["other", "same"])
+@pytest.mark.parametrize("kind", ["waits for a request", "waits for a reply", "is cut off"])
+def test_calls_that_are_given_up(kind, next_name, last, lazily, step):
+    def program():
+        rank, grid = dist.get_rank(), HyperCommGrid([3], ["tp"], lazy_init=lazily)
+        sleep(LATE_S if rank == 2 else 0.0)
+        mark()
+        attempt(grid.create_pg, "tp", name="same")
+        this_rank().points = -math.inf
+        gate("all have failed")
+        sleep(SILENT_S + 0.5 * abs(2 - last - rank))
+        if len(grid.pgs) > 0:
+            grid.destroy_pg("tp", name="same")
+        attempt(grid.create_pg, "tp", name=next_name)
+        return grid
+
+    happened, given_up = 0, 0
+    for rank in range(3):
+        for at in range(1, 60, step):
+            fault = Fault(rank, at, kind, SILENT_S)
+            job = simulate_job(program, 3, seed=at, faults=[fault], timeout_s=T)
+            if not job.happened:
+                break
+            happened += 1
+            given_up += "" not in job.kinds(0)
+            assert job.is_stuck == "", (fault, job)
+            for call in job.calls(0):
+                assert call.took_s < T + GRACE_S, (fault, job)
+                assert call.kind in OWN_ERRORS, (fault, job)
+                assert {*getattr(call.error, "missing", ())} <= {rank, 2}, (fault, job)
+            assert job.kinds(1) == [""] * 3, (fault, job)
+    assert happened > 2
+    assert given_up > 0
