@@ -149,12 +149,23 @@ class JoinedWorld(World):
         record, again = yield from _read_pair(self._root)
         if record is None or record.round <= self.incarnation:
             return ""
-        number, _, who = again.partition(" ")  # what a former incarnation has left does not count
-        if not (number.isdecimal() and int(number) >= self.incarnation):
+        number, _, claimed = again.partition(" ")
+        rank, _, who = claimed.partition(" ")
+        is_later = number.isdecimal() and rank.isdecimal() and int(number) >= self.incarnation
+        if not is_later:  # a former incarnation has left it
             if record.outcome == _REPLACED:
                 return ""  # the process of a rank that has a newer one began it, and ended it
             who = record.first.name
+        elif not (yield from self._has_arrived(record, int(rank))):
+            who = record.first.name  # the process that has claimed the rank may have ended
         return f"{who} has joined world {self.name!r} again; call its rejoin() on all other ranks"
+
+    def _has_arrived(self, record: Record, rank: int) -> Steps[bool]:
+        """Return whether a rank has joined the round of a record."""
+        if record.outcome is not None or record.first.rank == rank:
+            return True
+        done = Ticket(self._root, record, self.size).done
+        return rank not in (yield from done.unmarked())
 
     @property
     def _root(self) -> str:
@@ -575,7 +586,7 @@ def _claim(world: JoinedWorld, facts: str, *, is_new: bool) -> Steps[int | None]
         return None
     if record is None or held is None:
         return -1
-    yield Write(f"{root}/again", f"{record.round} {me} (host {this_host()})")
+    yield Write(f"{root}/again", f"{record.round} {world.rank} {me} (host {this_host()})")
     if record.outcome is not None:
         return record.round
     ticket = Ticket(root, record, world.size)

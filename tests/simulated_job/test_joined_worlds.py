@@ -153,6 +153,35 @@ def test_a_rank_joins_again(name, seed):
     assert [len(rank.held) for rank in job.ranks] == [count, count, 0, count], job
 
 
+# A process that has claimed a rank, and ends before it arrives, is not named: the engine is, which
+# has arrived. Process 3 is an engine again, and process 4 is trainer 1 again.
+@pytest.mark.parametrize("pause_at", range(1, 9))
+def test_a_process_that_ends_before_it_arrives(pause_at):
+    def program():
+        number = dist.get_rank()
+        if number < 3:
+            world = joined()
+            grid = HyperCommGrid([3], ["tp"], world=world)
+            grid.create_pg("tp")
+        gate("all have joined")
+        if number == 0:
+            attempt(grid.create_pg, "tp", name="more")
+        elif number > 2:
+            sleep([1.0, 1.2][number - 3])
+            mark()
+            attempt(joined, [2, 1][number - 3])
+
+    for dies_at in range(1, 9):
+        faults = [Fault(3, pause_at, "pauses", 0.5), Fault(4, dies_at, "dies")]
+        job = simulate_job(program, 5, seed=dies_at, faults=faults, timeout_s=T)
+        steps = [what for _, owner, what in job.scheduler.trace if owner == "rank 4"][:-1]
+        claimed = [at for at, what in enumerate(steps) if what.endswith("/again")]
+        after = steps[claimed[0] + 1 :] if claimed else []
+        if not any(what.startswith("compare_set") for what in after):  # it has begun no round
+            text = str(job.ranks[0].calls[0].error)
+            assert "engine rank 0 of 1 (host" in text, (dies_at, job)
+
+
 FORMER = "hypercomm/worlds/weights/0"
 
 
