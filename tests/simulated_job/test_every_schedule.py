@@ -19,11 +19,13 @@ from hypercomm.process_groups.agreement.records import (
     InterruptedCallError,
     Moment,
     Now,
+    Outcome,
     Proposer,
     Read,
     Record,
     Status,
     StoreLostError,
+    Tree,
     Wait,
     Work,
     Write,
@@ -399,3 +401,82 @@ def test_a_round_that_was_entered_before():
     record = Record.decode("job/record", held["job/record"])
     assert (record.round, record.outcome) == (1, None)
     assert [outcome.kind for outcome in record.failed] == ["failed"]
+
+
+def refuse_alone(scope, held):
+    """Run the refusal of one rank on a dict."""
+    steps, reply = Member(scope, "call()", list, 0.0, DEADLINE_S).refuse("no such file"), None
+    while True:
+        try:
+            reply = perform(held, steps.send(reply))
+        except StopIteration as end:
+            return end.value
+
+
+# A rank raises an outcome with a token once: the next call begins a new round.
+def test_an_outcome_that_was_raised_before():
+    held, scope = {}, scope_of(1)
+    differs = Outcome("differs", "the same mistake", token="a circle")
+    first = Proposer(0, "rank 0", "host", "digest", "token")
+    held["job/record"] = Record(0, first, differs).encode()
+    scope.memory.reported.add("a circle")
+    assert run_alone(scope, held) is None
+    assert Record.decode("job/record", held["job/record"]).round == 1
+
+
+# A rank that refuses a call on which the others have timed out begins no round: their next call
+# would fail.
+def test_a_refusal_after_a_timeout():
+    held = {}
+    first = Proposer(0, "rank 0", "host", "digest", "token")
+    missing = Outcome("missing", "rank 1 did not join", (1,), (1,))
+    held["job/record"] = Record(0, first, missing).encode()
+    assert refuse_alone(scope_of(1), held) == missing
+    assert Record.decode("job/record", held["job/record"]).round == 0
+
+
+# Ranks that continue without others make several calls, and a rank that was left behind makes none.
+def test_ranks_that_continue_without_others():
+    held = {}
+    scopes = [attrs.evolve(scope_of(rank), is_fenced=True) for rank in (0, 1)]
+    for number in range(2):
+        assert run_alone(scopes[0], held) is None
+        assert run_alone(scopes[1], held) == AGREED
+        for scope in scopes:
+            scope.memory.leave("record", number)
+        scopes[0].memory.agreed["record"] = number  # as its call would once it is woken
+    late = attrs.evolve(scope_of(0), is_fenced=True)
+    outcome = run_alone(late, held)
+    assert (outcome.kind, "have continued without rank 0" in outcome.text) == ("failed", True)
+
+
+# The next round of one that agreed holds no failure.
+def test_the_record_after_an_agreement():
+    first = Proposer(0, "rank 0", "host", "digest", "token")
+    failed = Outcome("failed", "no memory")
+    agreed = Record(2, first, AGREED, (failed,), 0).next(first)
+    assert (agreed.round, agreed.failed, agreed.agreed_before) == (3, (), 2)
+    again = Record(2, first, failed, (failed,), 0).next(first)
+    assert (again.round, again.failed, again.agreed_before) == (3, (failed, failed), 0)
+
+
+# A block whose key was deleted because it is complete has no missing rank.
+def test_a_block_that_is_complete():
+    tree, held = Tree("tree", 130), {}
+
+    def run(steps):
+        reply = None
+        while True:
+            try:
+                reply = perform(held, steps.send(reply))
+            except StopIteration as end:
+                return end.value
+
+    for position in range(60):
+        is_last, complete = run(tree.mark(position))
+        assert not is_last
+        for key in complete:
+            del held[key]
+    assert run(tree.unmarked(3)) == [60, 61, 62]
+    assert run(tree.look_around(7)) == ([], 7)
+    assert run(tree.unmarked()) == [*range(60, 130)]
