@@ -359,7 +359,8 @@ class ParallelState(ModuleState):
         names = (*table.ROWS, "_GLOBAL_MEMORY_BUFFER")
         layouts = self.check_new(names, "destroy_model_parallel", configuration.layouts)
         options = options_by_key(configuration, functions)
-        wanted = list(table.rows(configuration, layouts, options))
+        by_functions = functions.create is not None
+        wanted = list(table.rows(configuration, layouts, options, by_functions=by_functions))
         with contextlib.ExitStack() as undo:
             undo.callback(os.environ.update, dict(os.environ))
             undo.callback(os.environ.clear)  # called before update

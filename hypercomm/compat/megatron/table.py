@@ -483,6 +483,10 @@ class WantedGroup:
         return name if self.part is None else self.row.numbered(name, self.part)
 
 
+_ALWAYS_MADE = f"{EXPERT_MP}_WITH_EGTP"
+"""The group with a dim of GTP that Megatron also creates without GTP, from 0.19 on."""
+
+
 def rows(
     config: Configuration,
     layouts: Layouts,
@@ -490,6 +494,7 @@ def rows(
     *,
     view: str | None = EXPERT,
     table: Iterable[Row] = TABLE,
+    by_functions: bool = False,
 ) -> Iterator[WantedGroup]:
     """Yield each group of a model with the arguments that create it, in Megatron's order.
 
@@ -499,6 +504,8 @@ def rows(
         options: The backend options of NCCL keys.
         view: The view of the expert layers; None: they are laid out as the dense ones.
         table: The rows.
+        by_functions: Whether functions of the program create the groups: they are called for a
+            group that another one serves here, too.
 
     Example:
         >>> config = Configuration(tensor_model_parallel_size=2)
@@ -517,7 +524,8 @@ def rows(
         asked = ("dp" if is_cut else row.dims).split("-")
         dims = tuple(compress(own, map(asked.__contains__, own.values())))
         if row.gtp and GTP not in own.values():  # before 0.19, there are no groups of one peer
-            is_needed = row.dims == GTP and "gtp_remat" in config.changes
+            is_made = row.dims == GTP or (by_functions and row.name == _ALWAYS_MADE)
+            is_needed = is_made and "gtp_remat" in config.changes
         elif row.option is not None and row.dims != GTP:
             is_needed = row.option in chosen
         else:  # no caller needs a group of one rank without a field
