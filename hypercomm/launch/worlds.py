@@ -195,7 +195,7 @@ class JoinedWorld(World):
         try:
             ask(self, title, partial(run, _read_pair(self._root), self.store), min(limit_s, 5.0))
         except RuntimeError:
-            if not self.address:
+            if not self.address or self._life.serves:
                 raise
             _served.pop(self.address, None)
             left_s = max(0.1, limit_s - (system.now() - began))
@@ -507,7 +507,7 @@ def _enter(world: JoinedWorld, limit_s: float, *, is_new: bool) -> None:
             return turn.number
 
         try:
-            undo = partial(discard, made, scope)
+            undo = partial(discard, made)
             result = agree(scope, title, lambda: [facts], left_s, work, undo)
         except WorldRestartedError:
             if system.now() < deadline:

@@ -245,4 +245,4 @@ class Creation:
         made = [self._made.pop(one, None) for one in communicators]
         formers = [one.former for one in communicators if one.former is not None]
         if self.scope is not None:
-            discard(made, self.scope, formers)
+            discard(made, formers)

@@ -25,7 +25,6 @@ from hypercomm.errors import CreationError, GroupOptionsError, HyperCommError
 from hypercomm.layout import RankGroups
 from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.agreement.driver import Round
-from hypercomm.process_groups.agreement.scope import Scope
 from hypercomm.process_groups.options import GroupOptions
 from hypercomm.process_groups.spec import GroupSpec
 from hypercomm.process_groups.world import World
@@ -362,18 +361,11 @@ def _left_by(spec: GroupSpec, name: str, before: set[ProcessGroup]) -> set[Proce
     return {one for one in new if tuple(dist.get_process_group_ranks(one)) == spec.own[1]}
 
 
-def discard(
-    groups: Iterable[ProcessGroup | None], scope: Scope, stay: Collection[ProcessGroup] = ()
-) -> None:
+def discard(groups: Iterable[ProcessGroup | None], stay: Collection[ProcessGroup] = ()) -> None:
     """Destroy the groups of a call that fails on other ranks, the last one first.
 
     Args:
         groups: The groups, in the order of creation.
-        scope: The ranks that have made the call.
         stay: Groups among them that are not destroyed.
     """
-    try:
-        torchdist.destroy(reversed([group for group in groups if group and group not in stay]))
-    finally:
-        with contextlib.suppress(RuntimeError):  # the store is gone
-            torchdist.forget(scope.world.store, scope.memory.take_stale())
+    torchdist.destroy(reversed([group for group in groups if group and group not in stay]))

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import logging
 import math
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -143,7 +144,7 @@ class Round:
     Attributes:
         name: A name for what the work creates, the same on all ranks and new in each round.
         number: The number of the round.
-        store: A client of the world's store which no other thread uses.
+        store: A client of the world's store which no other call uses.
         stale: Receives keys of the store that no rank needs any more; a later call deletes them.
         left_s: How many seconds are left until the deadline.
         has_failed: Returns whether the call has failed meanwhile.
@@ -268,11 +269,14 @@ class Driver(Generic[T]):
         pending: BaseException | None = None
         end = member.deadline + _STUCK_S
         until = member.began + member.slow_s
+        is_started = False
         _active.add(self)
         try:
-            self._start(None, None)
             while True:
                 try:
+                    if not is_started:
+                        is_started = True
+                        self._start(None, None)
                     now = self._note_time()
                     if self._ended.wait(max(0.0, min(until, now + _BEAT_S, end) - now)):
                         break
@@ -291,15 +295,19 @@ class Driver(Generic[T]):
         return self._conclude(pending)
 
     def _note_time(self) -> float:
-        """Return the time, and note whether the process was stopped since the last call."""
+        """Return the time, and note whether the process was stopped at its deadline."""
         now = system.now()
-        self._was_stopped |= now - self._beat > 2 * _BEAT_S
+        self._was_stopped |= self._is_stopped_until(now)
         self._beat = now
         return now
 
+    def _is_stopped_until(self, now: float) -> bool:
+        """Return whether the process was stopped since the last beat, beyond its deadline."""
+        return now - self._beat > 2 * _BEAT_S and now >= self._member.deadline
+
     def _moment(self) -> Moment:
         now = system.now()
-        return Moment(now, self._was_stopped or now - self._beat > 2 * _BEAT_S)
+        return Moment(now, self._was_stopped or self._is_stopped_until(now))
 
     def _continue_elsewhere(self) -> float:
         """Have another worker continue the steps if theirs is blocked beyond its limit.
@@ -428,7 +436,10 @@ class Driver(Generic[T]):
                 return
             self._outcome, self._error = outcome, failure
             self._has_failed = outcome is None or outcome.kind != "agreed"
-        self._roll_back()
+        if self._is_working:  # its groups may hold what the roll-back needs, such as the store
+            system.start(self._roll_back, lambda: None)
+        else:
+            self._roll_back()
         self._is_over = True
 
     def _follow(self, client: Any, reply: object, error: BaseException | None) -> Outcome:
@@ -467,7 +478,8 @@ class Driver(Generic[T]):
         if is_new:
             self._perform_blocking(blocked, client)
         else:
-            blocked.changed.wait(max(0.0, operation.until - system.now()))
+            left_s = min(operation.until - system.now(), system.longest_s)
+            blocked.changed.wait(max(0.0, left_s))
         with self._lock:
             if is_new and blocked.is_continued:
                 raise _LeftError
@@ -699,9 +711,11 @@ _active: set[Driver[Any]] = set()
 def _end_all() -> None:
     """End all waits: a worker in gloo while the interpreter ends would abort the process."""
     for call in list(_active):
-        call.interrupt()
+        with contextlib.suppress(RuntimeError):  # no thread starts any more
+            call.interrupt()
     if _active:
         system.sleep(2 * _LINGER_S)
 
 
 atexit.register(_end_all)
+os.register_at_fork(after_in_child=_active.clear)

@@ -40,6 +40,7 @@ from hypercomm.process_groups.agreement.records import (
     Entries,
     Exchange,
     InterruptedCallError,
+    MarkedTwiceError,
     Moment,
     Now,
     Outcome,
@@ -544,7 +545,11 @@ class Member:
         scope, ticket = self.scope, self._round
         scope.memory.entered[scope.path] = ticket.round
         is_end = key == ticket.end
-        is_last, complete = yield from tree.mark(scope.position)
+        try:
+            is_last, complete = yield from tree.mark(scope.position)
+        except MarkedTwiceError:
+            again = Outcome("restarted", f"{scope.name} has begun again")
+            raise EndedCallError((yield from self._decide(again))) from None
         if not is_last:
             stale = [*complete, *scope.memory.take_stale()]
             if stale:
@@ -694,7 +699,10 @@ class Member:
             moment = yield Now()
             if not silent or moment.seconds >= until:
                 break
-            yield Wait(ticket.end, moment.seconds + _STUCK_S / 20)
+            try:
+                yield Wait(ticket.end, moment.seconds + _STUCK_S / 20)
+            except InterruptedCallError:
+                return Outcome("failed", f"{scope.name} was interrupted")
         if silent:
             silent = (yield from self._silent_of(silent)) or silent
             return (yield from self._missing(silent, "unfinished", "did not connect"))
@@ -719,7 +727,7 @@ class Member:
         if key == ticket.go or not self.is_connecting:
             before = (ticket.record.failed or (None,))[-1]
             here = {*scope.ranks} - {*absent} if before else set()
-            if before is not None and here <= {*before.absent}:
+            if before is not None and here and here <= {*before.absent}:
                 return self._late(*sorted(here))  # the others wait for none of these any more
             return (yield from self._missing(absent, "missing", "did not join"))
         if moment.was_stopped:

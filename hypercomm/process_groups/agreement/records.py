@@ -94,7 +94,7 @@ class Now:
 
 @attrs.frozen
 class Moment:
-    """The time in seconds, and whether the process was stopped since its call began."""
+    """The time in seconds, and whether the process was stopped while its deadline passed."""
 
     seconds: float
     was_stopped: bool = False
@@ -109,6 +109,10 @@ Steps = Generator[Operation, Any, T]
 
 class InterruptedCallError(Exception):
     """The calling thread was interrupted while the call waited."""
+
+
+class MarkedTwiceError(Exception):
+    """Another process of this rank has set its bit in the same round."""
 
 
 class StoreLostError(Exception):
@@ -507,12 +511,18 @@ class Tree:
 
         Returns:
             Whether all bits are set now, and the keys of complete blocks, which the caller deletes.
+
+        Raises:
+            MarkedTwiceError: The bit was set before.
         """
         complete: list[str] = []
         for level, count in enumerate(self._children()):
             block, bit = divmod(position, WIDTH)
             key, width = self._key(level, block), min(WIDTH, count - block * WIDTH)
-            if (yield Add(key, 1 << bit)) != (1 << width) - 1:
+            bits = yield Add(key, 1 << bit)
+            if not bits >> bit & 1:  # it was set: the sum has carried
+                raise MarkedTwiceError(key)
+            if bits != (1 << width) - 1:
                 return False, complete
             complete.append(key)
             position = block

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -371,6 +372,9 @@ def why_not_reconfigured(backend: str) -> str | None:
     return f"backend {others[0]!r} cannot do it" if others else None
 
 
+_SLICE_S = 5.0
+"""The longest request that waits for the handles of members."""
+
 _PLACE = "hypercomm/reconfigure/"
 _prefix = Patch("PrefixStore")
 _here = threading.local()
@@ -422,12 +426,28 @@ def reconfigure(
     keys = [f"{name}/handle/{member}" for member in ranks]
     own = keys[list(ranks).index(rank)]
     store.set(own, _any(group).get_reconfigure_handle())
-    stale.append(own)
-    store.wait(keys, timedelta(seconds=min(left_s, 1e6)))
-    handles = [store.get(key).decode() for key in keys]
-    number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
-    _reconfigure(group, number, handles, timeout)
+    try:
+        _wait_for(store, keys, left_s)
+        handles = [store.get(key).decode() for key in keys]
+        number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+        _reconfigure(group, number, handles, timeout)
+    finally:
+        stale.append(own)  # all members have read it, or the creation fails
     _torch._world.pg_group_ranks[group] = _numbers([*ranks])
+
+
+def _wait_for(store: Any, keys: list[str], left_s: float) -> None:
+    """Wait for keys; end each request after some seconds, as others may use the same client."""
+    until = time.monotonic() + left_s
+    while True:
+        slice_s = min(_SLICE_S, max(0.01, until - time.monotonic()))
+        try:
+            store.wait(keys, timedelta(seconds=slice_s))
+        except dist.DistStoreError:
+            if time.monotonic() >= until:
+                raise
+        else:
+            return
 
 
 def isolate(group: ProcessGroup) -> None:
