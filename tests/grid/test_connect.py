@@ -112,7 +112,7 @@ def gone_at_dp(rank, how, more):
     grid.destroy()
     assert time.monotonic() - begin < late_s(20)
     words, group = str(caught.value), "dp" if rank == 1 else "".join(more)
-    assert words.startswith("connect() of each group: timed out: rank 3 (tp=1,")
+    assert words.startswith("connect(): timed out: rank 3 (tp=1,")
     assert (caught.value.missing, caught.value.group) == ((3,), group)
     assert not group or words.endswith(f"; rank {rank} was connecting {group}")
 

@@ -153,6 +153,19 @@ def test_a_rank_joins_again(name, seed):
     assert [len(rank.held) for rank in job.ranks] == [count, count, 0, count], job
 
 
+# Ranks that wait for a rank that never joins time out, and name it.
+@seeds
+def test_a_rank_never_joins(seed):
+    def program():
+        if dist.get_rank() < 2:
+            attempt(joined)
+
+    job = simulate_job(program, 3, seed=seed)
+    check_time(job, T + GRACE_S)
+    assert [call.kind for call in job.calls(0)] == ["GroupCreationTimeout"] * 2, job
+    assert [call.error.missing for call in job.calls(0)] == [(2,)] * 2, job
+
+
 # A process that has claimed a rank, and ends before it arrives, is not named: the engine is, which
 # has arrived. Process 3 is an engine again, and process 4 is trainer 1 again.
 @pytest.mark.parametrize("pause_at", range(1, 9))

@@ -621,7 +621,7 @@ class Member:
         own = yield from self._report(waits_for)
         if before >= (_SEARCHERS if ticket.size <= WIDTH else 1):
             return False
-        reason = yield from world.why_ended()
+        reason = "" if scope.is_claimed else (yield from world.why_ended())
         if reason:
             yield from self._end(Outcome("restarted", reason))
         namespace = scope.memory.namespace or ""
