@@ -497,6 +497,9 @@ def _enter(world: JoinedWorld, limit_s: float, *, is_new: bool) -> None:
         left_s = max(0.1, deadline - system.now())
         if seen is not None:
             lobby.left["join"] = seen
+            if seen < 0:  # the store is a new one, whose rounds begin with 0
+                lobby.entered.clear()
+                lobby.agreed.clear()
         is_new = False
         made: list[ProcessGroup] = []
 
