@@ -459,7 +459,8 @@ class Driver(Generic[T]):
                 elif isinstance(operation, (Wait, Work)):
                     reply = self._block(operation, client)
                 else:
-                    reply = _perform_on(client, operation)
+                    with _as_lost_store():
+                        reply = perform(operation, client)
             except _LeftError:
                 raise
             except BaseException as raised:  # noqa: BLE001 - the steps handle it
@@ -500,14 +501,11 @@ class Driver(Generic[T]):
                 reply: Any = True
             else:
                 slice_s = _SLICE_S + member.scope.world.size / 1000
-                reply = _wait(client, operation.key, member.deadline + _STUCK_S, slice_s)
+                with _as_lost_store():
+                    reply = _wait(client, operation.key, member.deadline + _STUCK_S, slice_s)
             error = None
         except BaseException as raised:  # noqa: BLE001 - raised where the steps continue
             reply, error = None, raised
-        if isinstance(operation, Wait) and isinstance(error, RuntimeError):
-            lost = StoreLostError(str(error))
-            lost.__cause__ = error
-            error = lost
         with self._lock:
             blocked.reply, blocked.error, blocked.is_over = reply, error, True
             blocked.changed.set()
@@ -546,14 +544,11 @@ class Driver(Generic[T]):
                 logger.warning("rolling back %s: %s", self._member.title, error)
 
 
-def _perform_on(client: Any, operation: Operation) -> Any:
-    """Perform an operation on the store.
-
-    Raises:
-        StoreLostError: The store is gone.
-    """
+@contextlib.contextmanager
+def _as_lost_store() -> Iterator[None]:
+    """Raise an error of torch within a `with` block as StoreLostError, which the steps handle."""
     try:
-        return perform(operation, client)
+        yield
     except RuntimeError as error:
         raise StoreLostError(str(error)) from error
 

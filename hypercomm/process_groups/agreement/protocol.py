@@ -162,10 +162,9 @@ def propose(
 
 def _delete_before(ended: Ticket) -> Steps[None]:
     """Delete the keys of the round before one that has ended: all ranks have left that."""
-    number = ended.round - 1
-    if number < 0:
+    if ended.round == 0:
         return
-    before = attrs.evolve(ended, record=attrs.evolve(ended.record, round=number))
+    before = ended.before
     is_agreed = ended.record.outcome == AGREED
     keys = [] if is_agreed else [before.end]  # the last rank of a round that agreed has deleted it
     if ended.record.failed:  # else its ranks have deleted the others
@@ -563,11 +562,9 @@ class Member:
             outcome = yield from self._decide(AGREED)
             if outcome.kind != "agreed":
                 raise EndedCallError(outcome)
-            before = attrs.evolve(
-                ticket, record=attrs.evolve(ticket.record, round=ticket.round - 1)
-            )
             rest = [ticket.first, *([ticket.go] if self.is_connecting else [])]
-            rest += [before.end] if ticket.round > 0 else []  # all ranks have left that round
+            if ticket.round > 0:
+                rest.append(ticket.before.end)  # all ranks have left that round
             yield Delete([*complete, *rest, *scope.memory.take_stale()])
         else:
             yield Write(key, _GO)

@@ -445,6 +445,11 @@ class Ticket:
         return f"{self.key}/{self.round}"
 
     @property
+    def before(self) -> Ticket:
+        """The round before this one, for its keys."""
+        return attrs.evolve(self, record=attrs.evolve(self.record, round=self.round - 1))
+
+    @property
     def first(self) -> str:
         """The key of the first proposal."""
         return f"{self.name}/first"

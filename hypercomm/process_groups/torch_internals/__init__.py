@@ -98,7 +98,6 @@ from hypercomm.process_groups.torch_internals.split import (
     why_not_split,
 )
 from hypercomm.process_groups.torch_internals.store import (
-    forget,
     read_bytes,
 )
 
@@ -123,7 +122,6 @@ __all__ = [
     "end_world",
     "flatten_mesh",
     "flattened",
-    "forget",
     "forget_meshes",
     "forget_non_members",
     "given_timeout",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 _ABSENT = "absent"
@@ -12,9 +11,3 @@ def read_bytes(store: Any, key: str) -> bytes | None:
     """Return the bytes of a key of a store, in one operation; None if it is not set."""
     found: bytes = store.compare_set(key, _ABSENT, _ABSENT)  # sets nothing
     return None if found == _ABSENT.encode() else found
-
-
-def forget(store: Any, keys: Iterable[str]) -> None:
-    """Delete keys of a store."""
-    for key in keys:
-        store.delete_key(key)
