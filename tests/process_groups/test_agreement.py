@@ -111,11 +111,12 @@ def test_the_end_of_a_grid():
 @pytest.mark.ranks(2)
 def test_ctrl_c():
     grid, rank = HyperCommGrid([2], ["dp"]), dist.get_rank()
+    store = store_of_world().clone()  # the creation holds the client of WORLD while it waits
     dist.barrier()
-    begin, keys = time.monotonic(), store_of_world().num_keys()
+    begin, keys = time.monotonic(), store.num_keys()
 
     def interrupt():
-        wait_until(lambda: store_of_world().num_keys() > keys)  # this rank has published something
+        wait_until(lambda: store.num_keys() > keys)  # this rank has published something
         os.kill(os.getpid(), signal.SIGINT)
 
     if rank == 0:

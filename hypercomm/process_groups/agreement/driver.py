@@ -47,7 +47,7 @@ from hypercomm.process_groups.agreement.records import (
     Work,
     Write,
 )
-from hypercomm.process_groups.agreement.scope import Connections, Scope
+from hypercomm.process_groups.agreement.scope import Scope, client_of
 from hypercomm.process_groups.agreement.system import LateError, in_time, system
 from hypercomm.process_groups.world import World
 
@@ -244,7 +244,7 @@ class Driver(Generic[T]):
         self._work = work
         self._undo = undo
         self._steps = member.call()
-        self._connections = member.scope.memory.connections_to(member.scope.world.store)
+        self._store = member.scope.world.store
         self._device = torchdist.current_device()
         self._lock = threading.Lock()  # never held while this thread waits
         self._undoing = system.lock()
@@ -354,7 +354,7 @@ class Driver(Generic[T]):
             steps = member.interrupt(f"{member.scope.name} was interrupted")
         try:
             last = member.give_up(steps)  # once the store answers, even after the limit
-            self._outcome = in_time(lambda: _run_once(last, self._connections), _LAST_S)
+            self._outcome = in_time(lambda: _run_once(last, self._store), _LAST_S)
         except BaseException as error:  # noqa: BLE001 - also a second Ctrl-C
             self._error = self._explain(error)
         member.leave(self._outcome)
@@ -420,17 +420,14 @@ class Driver(Generic[T]):
         system.start(lambda: self._run(reply, error), note_idle)
 
     def _run(self, reply: object, error: BaseException | None) -> None:
-        client = outcome = failure = None
+        outcome = failure = None
         try:
-            client = self._connections.take()
-            outcome = self._follow(client, reply, error)
+            with client_of(self._store) as client:
+                outcome = self._follow(client, reply, error)
         except _LeftError:
             return
         except BaseException as raised:  # noqa: BLE001 - raised in the calling thread
             failure = self._explain(raised)
-        finally:
-            if client is not None:
-                self._connections.give_back(client)
         with self._lock:
             if self._is_over:
                 return
@@ -682,21 +679,17 @@ def refuse(scope: Scope, error: BaseException, data: str = "") -> None:
         now = system.now()
         member = Member(scope, "refuse()", list, now, now)
         steps = member.refuse(failure_of(scope.name, error), data)
-        connections = scope.memory.connections_to(world.store)
         with contextlib.suppress(RuntimeError):
-            in_time(lambda: _run_once(steps, connections), _REFUSAL_S)
+            in_time(lambda: _run_once(steps, world.store), _REFUSAL_S)
             _linger(world)
     finally:
         lock.release()
 
 
-def _run_once(steps: Steps[V], connections: Connections) -> V:
-    """Run steps on a client that no other thread uses."""
-    client = connections.take()
-    try:
+def _run_once(steps: Steps[V], store: Any) -> V:
+    """Run steps on a client of a store that no other call uses."""
+    with client_of(store) as client:
         return run(steps, client)
-    finally:
-        connections.give_back(client)
 
 
 _active: set[Driver[Any]] = set()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import os
 import socket
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary
@@ -15,6 +17,7 @@ from weakref import WeakKeyDictionary
 import attrs
 
 from hypercomm.layout import RankLayout
+from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.agreement.records import Read, Steps
 from hypercomm.process_groups.agreement.system import system
 from hypercomm.process_groups.world import World
@@ -55,17 +58,9 @@ class Memory:
     reported: set[str] = attrs.field(factory=set)
     is_reporting: bool = False
     stale: list[str] = attrs.field(factory=list)
-    _connections: Connections | None = None
     _locks: dict[str, Any] = attrs.field(factory=dict)
     _counts: Counter[str] = attrs.field(factory=Counter)
     _lock: threading.Lock = attrs.field(factory=threading.Lock)
-
-    def connections_to(self, store: Any) -> Connections:
-        """Return the clients of the world's store; it is another one once a world was rejoined."""
-        with self._lock:
-            if self._connections is None or self._connections.store is not store:
-                self._connections = Connections(store)
-            return self._connections
 
     def lock_of(self, path: str) -> Any:
         """Return the lock that a thread holds while it makes a call at a record."""
@@ -90,32 +85,39 @@ class Memory:
         return keys
 
 
-class Connections:
-    """The clients of one store. A request that blocks, such as a wait, holds its client.
+_busy: list[Any] = []
+"""The clients of stores that calls of this process use now, without the prefixes of their keys."""
 
-    Args:
-        store: The store, which is the first client. Others are made when that one is in use.
+_busy_lock = threading.Lock()
+
+os.register_at_fork(after_in_child=_busy.clear)
+
+
+@contextlib.contextmanager
+def client_of(store: Any) -> Iterator[Any]:
+    """Use a client of a store that no other call of this process uses, within a `with` block.
+
+    A request that blocks, such as a wait, holds its client, and worlds may share one. A second call
+    at the same time gets a connection of its own, which is closed afterwards.
     """
+    own = torchdist.without_prefix(store)
+    with _busy_lock:
+        is_free = all(one is not own for one in _busy)
+        if is_free:
+            _busy.append(own)
+    try:
+        yield store if is_free else _clone(store)
+    finally:
+        if is_free:
+            with _busy_lock:
+                _busy[:] = [one for one in _busy if one is not own]
 
-    def __init__(self, store: Any) -> None:
-        self.store = store
-        self._free = [store]
 
-    def take(self) -> Any:
-        """Return a client that no other thread uses."""
-        try:
-            return self._free.pop()
-        except IndexError:
-            pass
-        try:
-            return self.store.clone()
-        except (AttributeError, NotImplementedError):  # a store that has one client
-            return self.store
-
-    def give_back(self, client: Any) -> None:
-        """Accept a client that its thread does not use any more."""
-        if client is self.store:
-            self._free.append(client)  # the others are closed
+def _clone(store: Any) -> Any:
+    try:
+        return store.clone()
+    except (AttributeError, NotImplementedError):  # a store that has one client
+        return store
 
 
 _memories: WeakKeyDictionary[World, Memory] = WeakKeyDictionary()

@@ -48,6 +48,7 @@ from hypercomm.process_groups.torch_internals.capabilities import (
     takes_options,
     why_unavailable,
     with_timeout,
+    without_prefix,
     world_group,
     world_options,
 )
@@ -165,6 +166,7 @@ __all__ = [
     "why_not_split",
     "why_unavailable",
     "with_timeout",
+    "without_prefix",
     "world_group",
     "world_options",
 ]

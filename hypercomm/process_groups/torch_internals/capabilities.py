@@ -365,11 +365,19 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+def without_prefix(store: Any) -> Any:
+    """Return the client of a store that prefixes its keys, or the store itself."""
+    while isinstance(store, _STORE_WITH_PREFIX):
+        store = store.underlying_store
+    return store
+
+
+_STORE_WITH_PREFIX: Any = dist.PrefixStore  # type: ignore[attr-defined]
+
+
 def store_address() -> tuple[str, int] | None:
     """Return address and port of the store of WORLD, or None if it is not known."""
-    place = default_store()
-    while isinstance(place, dist.PrefixStore):  # type: ignore[attr-defined]
-        place = place.underlying_store
+    place = without_prefix(default_store())
     if isinstance(place, dist.TCPStore):  # type: ignore[attr-defined]
         return str(place.host), int(place.port)
     return None

@@ -90,7 +90,8 @@ def part_of_mesh(
     part: Any = mesh_of([group], mesh.device_type, ranks, (name,))
     if keeps_mesh_order(mesh):
         keep_mesh_order(part)
-    part._layout = _as_one_dim(mesh._get_slice_mesh_layout(tuple(dims)))
+    layout = mesh._get_slice_mesh_layout(tuple(dims))
+    part._layout = layout if len(dims) == 1 else _as_one_dim(layout)
     part._root_mesh = mesh
     part._rank_map = mesh._rank_map
     part._flatten_rank_map = mesh._flatten_rank_map
