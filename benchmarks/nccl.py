@@ -410,7 +410,7 @@ def _new_groups(device: Any) -> list[Any]:
     from hypercomm import RankLayout
 
     del device
-    layout, own = RankLayout.parse(SIZES), []
+    layout, own = RankLayout(SIZES), []
     for dims in SEVEN:
         for members in layout.groups(dims).to_lists():
             group = dist.new_group(members)

@@ -37,7 +37,7 @@ def _seconds(runs: int, megabytes: int) -> tuple[dict[str, list[float]], float]:
     """On a rank: seconds of each way in each run, and how much the peak of its memory grew."""
     warnings.simplefilter("ignore")
     rank = dist.get_rank()
-    source, target = RankLayout.parse("tp=2,dp=2"), RankLayout.parse("tp=2,dp=2", rank_offset=4)
+    source, target = RankLayout("tp=2,dp=2"), RankLayout("tp=2,dp=2", rank_offset=4)
     mapping = RankMapping(source, target, along=None)
     # The targets' parts together are so many megabytes: each of two replicas has a half twice.
     rows = megabytes * 10**6 // 4 // 4 // LAYERS // 1024

@@ -30,7 +30,7 @@ class Groups:
 
     def svg(self) -> str:
         """Return an SVG whose colours and arcs change without a script."""
-        layout = RankLayout.parse("tp=2,cp=2,dp=2")
+        layout = RankLayout("tp=2,cp=2,dp=2")
         phases = ["tp", "cp", "dp", "tp+cp"]
         period = self.SECONDS * len(phases)
         end = self.left(7) + self.CELL + self.HOST
@@ -111,28 +111,28 @@ class Groups:
 
 
 def _cube() -> Drawing:
-    return draw(RankLayout.parse("tp=2,cp=2,dp=2"), on=4)
+    return draw(RankLayout("tp=2,cp=2,dp=2"), on=4)
 
 
 def _cell() -> Drawing:
-    return draw(RankLayout.parse("tp=2,cp=2,dp=2"))
+    return draw(RankLayout("tp=2,cp=2,dp=2"))
 
 
 def _cluster() -> Drawing:
-    return draw(RankLayout.parse("tp=8,cp=2,dp=256,pp=4"), on=8)
+    return draw(RankLayout("tp=8,cp=2,dp=256,pp=4"), on=8)
 
 
 def _change() -> Drawing:
-    return draw(difference(RankLayout.parse("tp=2,cp=2,dp=2"), RankLayout.parse("tp=4,dp=2")))
+    return draw(difference(RankLayout("tp=2,cp=2,dp=2"), RankLayout("tp=4,dp=2")))
 
 
 def _loss() -> Drawing:
     after = RankLayout([2, 3], ["tp", "dp"], ranks=[0, 1, 2, 3, 6, 7])
-    return draw(difference(RankLayout.parse("tp=2,dp=4"), after))
+    return draw(difference(RankLayout("tp=2,dp=4"), after))
 
 
 def _mapping() -> Drawing:
-    encoder, llm = RankLayout.parse("tp=2,dp=4"), RankLayout.parse("tp=4,dp=2", rank_offset=8)
+    encoder, llm = RankLayout("tp=2,dp=4"), RankLayout("tp=4,dp=2", rank_offset=8)
     return draw(RankMapping(encoder, llm, along="dp"))
 
 

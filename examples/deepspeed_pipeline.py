@@ -22,7 +22,7 @@ from hypercomm.compat.deepspeed import process_topology
 
 STEPS, RATE = 5, 1e-2
 REPLICAS, MICRO_BATCHES, MICRO_BATCH = 2, 2, 4
-LAYOUT = RankLayout.parse("dp=2,pp=2")  # the ranks of a stage are neighbours
+LAYOUT = RankLayout("dp=2,pp=2")  # the ranks of a stage are neighbours
 
 
 def layers() -> list[nn.Module]:

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from hypercomm import HyperCommGrid, RankLayout, RankMapping, run_ranks, transfer_state
 
 WORDS, HIDDEN, INNER, STEPS, LENGTH = 32, 16, 64, 3, 12
-TRAINER, INFERENCE = RankLayout.parse("tp=4,dp=2"), RankLayout.parse("tp=2,dp=2", rank_offset=8)
+TRAINER, INFERENCE = RankLayout("tp=4,dp=2"), RankLayout("tp=2,dp=2", rank_offset=8)
 SHARDS = {"up": {"tp": 1}, "down": {"tp": 0}, "*": {}}
 
 

@@ -26,7 +26,7 @@ def check(is_right, told):
 for extra in ("pytest", "hypothesis", "click", "rich", "matplotlib", "yaml"):
     check(importlib.util.find_spec(extra) is None, f"{extra} is installed; this shows nothing")
 check(importlib.util.find_spec("hypercomm").origin.count("site-packages"), "not from the wheel")
-check(list(RankLayout.parse("tp=2,dp=4").groups("dp")) == [(0, 2, 4, 6), (1, 3, 5, 7)], "groups")
+check(list(RankLayout("tp=2,dp=4").groups("dp")) == [(0, 2, 4, 6), (1, 3, 5, 7)], "groups")
 check("torch" not in sys.modules, "a layout has loaded torch")
 
 done = subprocess.run(

@@ -29,8 +29,8 @@ def test_one_line():
 # A mapping reads its ends off a grid or a text, as well as off a layout.
 def test_ends_of_a_mapping():
     grid = HyperCommGrid("tp=2,dp=2", world_size=4)
-    layout = RankLayout.parse("tp=2,dp=2")
-    assert RankMapping(grid, "dp=4") == RankMapping(layout, RankLayout.parse("dp=4"))
+    layout = RankLayout("tp=2,dp=2")
+    assert RankMapping(grid, "dp=4") == RankMapping(layout, RankLayout("dp=4"))
     grid.register_view("expert", [4], ["dp"])
     assert RankMapping(layout, grid.view("expert")).target.sizes == {"dp": 4}
 

@@ -36,7 +36,7 @@ def loads_torch(statement):
     return run_python("-c", program).returncode == 3
 
 
-GROUPS = "from hypercomm import RankLayout; print([*RankLayout.parse('dp=2').groups('dp')])"
+GROUPS = "from hypercomm import RankLayout; print([*RankLayout('dp=2').groups('dp')])"
 
 
 # `import hypercomm` and layouts work where torch cannot be imported.

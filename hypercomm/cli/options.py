@@ -59,7 +59,7 @@ def combinations_of(layout: RankLayout) -> list[tuple[str, ...]]:
     """List each dim, and the combinations of dims larger than 1; of more than 6 dims, the pairs.
 
     Example:
-        >>> combinations_of(RankLayout.parse("tp=2,cp=1,dp=2"))
+        >>> combinations_of(RankLayout("tp=2,cp=1,dp=2"))
         [('tp',), ('cp',), ('dp',), ('tp', 'dp')]
     """
     long = [name for name in layout.dim_names if layout.size_of(name) > 1]
@@ -78,7 +78,7 @@ def read_views(layout: RankLayout, texts: Sequence[str]) -> Views:
         LayoutError, WorldSizeError: The sizes do not fit.
 
     Example:
-        >>> dense = RankLayout.parse("tp=2,dp=2,pp=2")
+        >>> dense = RankLayout("tp=2,dp=2,pp=2")
         >>> str(read_views(dense, ["ep=4,pp=2"])["view1"])
         'ep=4,pp=2 sharing pp'
     """
@@ -105,7 +105,7 @@ def read_keys(views: Views, wanted: Sequence[tuple[str, ...]] | None) -> list[Ke
         UnknownDimError: Neither the layout nor a view has the dims.
 
     Example:
-        >>> dense = RankLayout.parse("tp=2,pp=2")
+        >>> dense = RankLayout("tp=2,pp=2")
         >>> print(*read_keys(read_views(dense, ["e:ep=2,pp=2"]), None))
         tp pp tp+pp e:ep e:ep+pp
     """

@@ -77,7 +77,7 @@ def _read_roles(layout: RankLayout, given: Mapping[str, Dims]) -> dict[str, tupl
         LayoutError: An argument is not a dim, a dim has two roles, or one larger than 1 has none.
 
     Example:
-        >>> layout = RankLayout.parse("tp=2,cp=2,dp=4")
+        >>> layout = RankLayout("tp=2,cp=2,dp=4")
         >>> _read_roles(layout, {"tp": "tp", "pp": "pp", "dp": ["dp", "cp"]})
         {'tp': ('tp',), 'pp': (), 'dp': ('cp', 'dp')}
     """
@@ -232,11 +232,11 @@ def topology_axes(
     Example:
         Rank = tp * 1 + dp * 2 + pp * 8, so DeepSpeed's slowest axis is the pipeline.
 
-        >>> topology_axes(RankLayout.parse("tp=2,dp=4,pp=3"))
+        >>> topology_axes(RankLayout("tp=2,dp=4,pp=3"))
         {'pipe': 3, 'data': 4, 'model': 2}
-        >>> topology_axes(RankLayout.parse("pp=2,cp=2,dp=4"), dp=["dp", "cp"])
+        >>> topology_axes(RankLayout("pp=2,cp=2,dp=4"), dp=["dp", "cp"])
         {'data': 8, 'pipe': 2}
-        >>> topology_axes(RankLayout.parse("dp=4"))
+        >>> topology_axes(RankLayout("dp=4"))
         {'pipe': 1, 'data': 4}
     """
     layout = layout.layout if isinstance(layout, GridView) else RankLayout(layout)
@@ -276,7 +276,7 @@ def process_topology(
         ImportError: DeepSpeed cannot be imported.
 
     Example:
-        >>> layout = RankLayout.parse("tp=2,dp=4,pp=3")
+        >>> layout = RankLayout("tp=2,dp=4,pp=3")
         >>> topology = process_topology(layout)  # doctest: +SKIP
         >>> topology.get_coord(21), layout.coords(21)  # doctest: +SKIP
         (ProcessCoord(pipe=2, data=2, model=1), {'tp': 1, 'dp': 2, 'pp': 2})

@@ -358,7 +358,7 @@ def _pairs(kind: str, groups: RankGroups) -> RankGroups:
     """Return the edges of a kind in pipelines, which a reshape may have made too short for it.
 
     >>> from hypercomm import RankLayout
-    >>> pp = RankLayout.parse("pp=5").groups("pp")
+    >>> pp = RankLayout("pp=5").groups("pp")
     >>> [list(_pairs(kind, pp)) for kind in ("even", "odd", "wrap")]
     [[(0, 1), (2, 3)], [(1, 2), (3, 4)], [(0, 4)]]
     """

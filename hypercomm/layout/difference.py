@@ -96,7 +96,7 @@ class LayoutDifference:
             as one where its size is 1, so the coordinate is 0.
 
     Example:
-        >>> layouts = RankLayout.parse("tp=2,cp=2,dp=2"), RankLayout.parse("tp=4,dp=2")
+        >>> layouts = RankLayout("tp=2,cp=2,dp=2"), RankLayout("tp=4,dp=2")
         >>> changes = difference(*layouts)
         >>> [change.before for change in changes.changes if change.result == "kept"]
         [('dp',), ('tp', 'cp'), ('tp', 'cp', 'dp')]
@@ -138,7 +138,7 @@ class LayoutDifference:
         """The shards that are lost with the ranks that only the layout before has.
 
         Example:
-            >>> layouts = RankLayout.parse("tp=2,dp=2"), RankLayout([3], ["dp"])
+            >>> layouts = RankLayout("tp=2,dp=2"), RankLayout([3], ["dp"])
             >>> difference(*layouts).lost.shards("tp", "dp")
             ({'tp': 1, 'dp': 1},)
         """
@@ -149,7 +149,7 @@ class LayoutDifference:
         """The difference in one sentence.
 
         Example:
-            >>> layouts = RankLayout.parse("tp=2,dp=4"), RankLayout.parse("tp=2,dp=2")
+            >>> layouts = RankLayout("tp=2,dp=4"), RankLayout("tp=2,dp=2")
             >>> difference(*layouts).summary.partition("; ")[2]
             '0 of 4 shared ranks change coordinates, 4 are gone'
         """
@@ -189,7 +189,7 @@ def difference(before: RankLayout, after: RankLayout) -> LayoutDifference:
     Example:
         With tp=2 the ranks 0 and 1 are together, and with cp=4 the ranks 0..3 are.
 
-        >>> print(difference(RankLayout.parse("tp=2,cp=2"), RankLayout.parse("cp=4")))
+        >>> print(difference(RankLayout("tp=2,cp=2"), RankLayout("cp=4")))
         before  after  groups x size  result
         tp      -      2 x 2          gone
         cp      -      2 x 2          gone
@@ -284,7 +284,7 @@ class Lost:
         after: The layout after; only its ranks count.
 
     Example:
-        >>> before = RankLayout.parse("tp=2,dp=4")
+        >>> before = RankLayout("tp=2,dp=4")
         >>> lost = Lost(before, RankLayout([2, 3], ["tp", "dp"], ranks=[0, 1, 2, 3, 6, 7]))
         >>> lost.ranks, lost.shards("tp"), lost.shards("dp")
         ((4, 5), (), ({'dp': 2},))

@@ -202,7 +202,7 @@ class RankGroups(Sequence[tuple[int, ...]]):
 
         Example:
             >>> from hypercomm import RankLayout
-            >>> list(RankLayout.parse("dp=6").groups("dp").chunks(3))
+            >>> list(RankLayout("dp=6").groups("dp").chunks(3))
             [(0, 1, 2), (3, 4, 5)]
         """
         size = positive(size, "the chunk size")
@@ -223,7 +223,7 @@ class RankGroups(Sequence[tuple[int, ...]]):
 
         Example:
             >>> from hypercomm import RankLayout
-            >>> inner, outer = RankLayout.parse("cp=4").groups("cp").levels([2, 2])
+            >>> inner, outer = RankLayout("cp=4").groups("cp").levels([2, 2])
             >>> list(inner), list(outer)
             ([(0, 1), (2, 3)], [(0, 2), (1, 3)])
         """
@@ -253,7 +253,7 @@ class RankGroups(Sequence[tuple[int, ...]]):
 
         Example:
             >>> from hypercomm import RankLayout
-            >>> pp = RankLayout.parse("tp=2,pp=3").groups("pp")
+            >>> pp = RankLayout("tp=2,pp=3").groups("pp")
             >>> list(pp.pick(lambda group: (group[0], group[-1])))
             [(0, 4), (1, 5)]
         """
@@ -276,7 +276,7 @@ class RankGroups(Sequence[tuple[int, ...]]):
 
         Example:
             >>> from hypercomm import RankLayout
-            >>> RankLayout.parse("tp=2,pp=2,dp=2").groups("pp").to_lists()
+            >>> RankLayout("tp=2,pp=2,dp=2").groups("pp").to_lists()
             [[0, 2], [1, 3], [4, 6], [5, 7]]
         """
         return list(map(list, self))

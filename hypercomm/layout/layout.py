@@ -62,7 +62,6 @@ from hypercomm.layout.parsing import (
     close_sizes,
     known_size,
     nearest_multiples,
-    parse_sizes,
     read_sizes,
     sizes_of_environment,
 )
@@ -212,26 +211,6 @@ class RankLayout:
     # ---- text and other forms ---------------------------------------------------------------
 
     @classmethod
-    def parse(cls, text: str, *, world_size: int | None = None, rank_offset: int = 0) -> RankLayout:
-        """Make a layout from sizes as text, first dim fastest; `str(layout)` writes it back.
-
-        Args:
-            text: Sizes, as in "tp=2,cp=3,dp=4". One may be -1, or a name alone: it is inferred.
-            world_size: The number of ranks that the sizes must multiply to.
-            rank_offset: The smallest rank.
-
-        Raises:
-            LayoutError: The text cannot be read; the message names the offending part.
-            WorldSizeError: The sizes do not multiply to `world_size`.
-
-        Example:
-            >>> from hypercomm import RankLayout
-            >>> RankLayout.parse("tp=2,cp=3,dp=-1", world_size=24).shape
-            (2, 3, 4)
-        """
-        return cls(parse_sizes(text), world_size=world_size, rank_offset=rank_offset)
-
-    @classmethod
     def fit(
         cls, world_size: int, /, *, rank_offset: int = 0, **sizes: int | Iterable[int]
     ) -> RankLayout:
@@ -369,7 +348,7 @@ class RankLayout:
 
         Example:
             >>> from hypercomm import RankLayout
-            >>> layout = RankLayout.parse("tp=2,dp=4")
+            >>> layout = RankLayout("tp=2,dp=4")
             >>> layout.size_of("dp"), layout.size_of("tp", "dp"), layout.size_of("cp", default=1)
             (4, 8, 1)
         """
@@ -389,7 +368,7 @@ class RankLayout:
 
         Example:
             >>> from hypercomm import RankLayout
-            >>> layout = RankLayout.parse("tp=2,cp=2,dp=2")
+            >>> layout = RankLayout("tp=2,cp=2,dp=2")
             >>> layout.order_dims(["dp", "tp"]), layout.order_dims("dp+tp")
             (('tp', 'dp'), ('tp', 'dp'))
         """
@@ -441,7 +420,7 @@ class RankLayout:
 
         Example:
             >>> from hypercomm import RankLayout
-            >>> layout = RankLayout.parse("tp=2,pp=3")
+            >>> layout = RankLayout("tp=2,pp=3")
             >>> layout.shift(2, "pp", 1), layout.shift(4, "pp", 1)
             (4, None)
             >>> layout.shift(4, "pp", 1, periodic=True)
@@ -466,7 +445,7 @@ class RankLayout:
             UnknownDimError, LayoutError: As for `rank`.
 
         Example:
-            >>> RankLayout.parse("tp=2,dp=2,pp=2").ranks_where(pp=1, tp=0)
+            >>> RankLayout("tp=2,dp=2,pp=2").ranks_where(pp=1, tp=0)
             (4, 6)
         """
         free = [name for name in self.dim_names if name not in coords]
@@ -484,7 +463,7 @@ class RankLayout:
             UnknownDimError, LayoutError: As for `order_dims`.
 
         Example:
-            >>> layout = RankLayout.parse("tp=2,cp=2,dp=2")
+            >>> layout = RankLayout("tp=2,cp=2,dp=2")
             >>> list(layout.groups("tp", "dp"))
             [(0, 1, 4, 5), (2, 3, 6, 7)]
         """
@@ -498,7 +477,7 @@ class RankLayout:
             UnknownDimError, LayoutError: As for `order_dims`.
 
         Example:
-            >>> pp = RankLayout.parse("tp=2,pp=3").place(3, "pp")
+            >>> pp = RankLayout("tp=2,pp=3").place(3, "pp")
             >>> pp.rank, pp.ranks
             (1, (1, 3, 5))
         """
@@ -555,7 +534,7 @@ class RankLayout:
             LayoutError: The sizes (one may be -1) do not multiply to the size of `dim`.
 
         Example:
-            >>> str(RankLayout.parse("tp=2,cp=8").split("cp", cp_inner=2, cp_outer=4))
+            >>> str(RankLayout("tp=2,cp=8").split("cp", cp_inner=2, cp_outer=4))
             'tp=2,cp_inner=2,cp_outer=4'
         """
         axis = self._axis_of(dim)
@@ -574,7 +553,7 @@ class RankLayout:
             UnknownDimError: An old name is not one of the layout's.
 
         Example:
-            >>> str(RankLayout.parse("tp=2,dp=4").rename(dp="fsdp"))
+            >>> str(RankLayout("tp=2,dp=4").rename(dp="fsdp"))
             'tp=2,fsdp=4'
         """
         for name in names:
@@ -592,7 +571,7 @@ class RankLayout:
             LayoutError: A coordinate is not in range(size), or no dim is left.
 
         Example:
-            >>> stage = RankLayout.parse("tp=2,pp=2,dp=2").select(pp=1)
+            >>> stage = RankLayout("tp=2,pp=2,dp=2").select(pp=1)
             >>> str(stage), stage.ranks
             ('tp=2,dp=2', (2, 3, 6, 7))
         """

@@ -116,7 +116,7 @@ class Placement:
         WorldSizeError: A layout reaches beyond the world.
 
     Example:
-        >>> encoder, llm = RankLayout.parse("dp=4"), RankLayout.parse("tp=4", rank_offset=6)
+        >>> encoder, llm = RankLayout("dp=4"), RankLayout("tp=4", rank_offset=6)
         >>> placement = Placement({"encoder": encoder, "llm": llm}, 12)
         >>> placement.kind, placement.overlaps, placement.spare_ranks
         ('disjoint', {}, (4, 5, 10, 11))
@@ -168,7 +168,7 @@ class Placement:
             WorldSizeError: The layouts have another placement; names them and their ranks.
 
         Example:
-            >>> dp = RankLayout.parse("dp=4")
+            >>> dp = RankLayout("dp=4")
             >>> try:
             ...     Placement({"a": dp, "b": dp}, 4).require("disjoint")
             ... except WorldSizeError as error:

@@ -44,7 +44,7 @@ class Views(Mapping[str, View]):
         base: The layout whose ranks all of them factorise.
 
     Example:
-        >>> views = Views(RankLayout.parse("tp=2,dp=4,pp=2"))
+        >>> views = Views(RankLayout("tp=2,dp=4,pp=2"))
         >>> view = views.register("expert", [4, 2, 2], ["ep", "expt_dp", "pp"], ["pp"])
         >>> str(view), views.find(["pp"], "expert")[1], views.find(["ep"], "expert")[1]
         ('ep=4,expt_dp=2,pp=2 sharing pp', ('pp',), ('ep',))

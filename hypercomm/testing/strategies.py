@@ -114,7 +114,7 @@ def dim_subsets(
 
     Example:
         >>> from hypothesis import find
-        >>> find(dim_subsets(RankLayout.parse("tp=2,dp=4")), lambda dims: "dp" in dims)
+        >>> find(dim_subsets(RankLayout("tp=2,dp=4")), lambda dims: "dp" in dims)
         ('dp',)
     """
     names = RankLayout(layout).dim_names
@@ -137,7 +137,7 @@ def ranks_of(layout: RankLayout) -> st.SearchStrategy[int]:
 
     Example:
         >>> from hypothesis import find
-        >>> find(ranks_of(RankLayout.parse("dp=8", rank_offset=3)), lambda rank: True)
+        >>> find(ranks_of(RankLayout("dp=8", rank_offset=3)), lambda rank: True)
         3
     """
     return st.sampled_from(RankLayout(layout).ranks)
@@ -231,7 +231,7 @@ def views_of(
 
     Example:
         >>> from hypothesis import find
-        >>> layout = RankLayout.parse("tp=2,dp=4,pp=2")
+        >>> layout = RankLayout("tp=2,dp=4,pp=2")
         >>> views = views_of(layout, shared_dims=["pp"])
         >>> print(find(views, lambda view: len(view.dim_names) > 2))
         ep=2,expt_tp=4,pp=2

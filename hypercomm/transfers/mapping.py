@@ -326,7 +326,7 @@ class Sharding:
         active: The number of replicas of a cell that send or receive.
 
     Example:
-        >>> sharding = Sharding(RankLayout.parse("tp=2,dp=2,pp=2"), [("dp",)], {"pp": 1})
+        >>> sharding = Sharding(RankLayout("tp=2,dp=2,pp=2"), [("dp",)], {"pp": 1})
         >>> sharding.active, sharding.ranks, sharding.replicas_of(7)
         (2, (4, 5, 6, 7), (6, 7))
         >>> sharding.cell_of(7), sharding.cell_of(3), sharding.rank_at((1,), 1)
@@ -445,7 +445,7 @@ class RankMapping:
         The source's ranks 0, 1 and 2, 3 hold the halves of the batch twice; the target's ranks
         4 .. 7 want a quarter each.
 
-        >>> mapping = RankMapping(RankLayout.parse("tp=2,dp=2"), RankLayout([4], ["dp"], 4))
+        >>> mapping = RankMapping(RankLayout("tp=2,dp=2"), RankLayout([4], ["dp"], 4))
         >>> print(mapping)
         tp=2,dp=2 at 0 -> dp=4 at 4: fan-out 2 -> 4 along dp; tp replicates
         >>> [mapping.targets_of(rank) for rank in range(4)]
@@ -586,7 +586,7 @@ class RankMapping:
         must agree, as they do after the all-reduce of tensor parallelism.
 
         Example:
-            >>> mapping = RankMapping(RankLayout.parse("pp=2"), RankLayout.parse("pp=2"))
+            >>> mapping = RankMapping(RankLayout("pp=2"), RankLayout("pp=2"))
             >>> mapping.source_ranks, mapping.inverse().target_ranks
             ((1,), (1,))
         """
@@ -656,7 +656,7 @@ class RankMapping:
             LayoutError: There are more than a million.
 
         Example:
-            >>> mapping = RankMapping(RankLayout.parse("dp=2"), RankLayout([3], ["tp"], 2))
+            >>> mapping = RankMapping(RankLayout("dp=2"), RankLayout([3], ["tp"], 2))
             >>> [row.tolist() for row in mapping.table()[["source", "target"]]]
             [(0, 2), (0, 3), (0, 4), (1, 2), (1, 3), (1, 4)]
             >>> mapping.table()["start"].ravel().tolist()
@@ -690,7 +690,7 @@ class RankMapping:
             RankOutsideError: The source does not hold `rank`.
 
         Example:
-            >>> mapping = RankMapping(RankLayout.parse("dp=4"), RankLayout.parse("tp=2,dp=2"))
+            >>> mapping = RankMapping(RankLayout("dp=4"), RankLayout("tp=2,dp=2"))
             >>> [message.target for message in mapping.sends(2)]
             [2, 3]
         """
@@ -708,7 +708,7 @@ class RankMapping:
             RankOutsideError: The target does not hold `rank`.
 
         Example:
-            >>> mapping = RankMapping(RankLayout.parse("dp=4"), RankLayout.parse("tp=2,dp=2"))
+            >>> mapping = RankMapping(RankLayout("dp=4"), RankLayout("tp=2,dp=2"))
             >>> [(message.source, message.target) for message in mapping.receives(3)]
             [(2, 3), (3, 3)]
         """
@@ -734,7 +734,7 @@ class RankMapping:
             RankOutsideError: The target does not hold `rank`.
 
         Example:
-            >>> mapping = RankMapping(RankLayout.parse("dp=4"), RankLayout.parse("tp=2,dp=2"))
+            >>> mapping = RankMapping(RankLayout("dp=4"), RankLayout("tp=2,dp=2"))
             >>> mapping.broadcast_siblings(3)
             (2, 3)
         """
@@ -748,7 +748,7 @@ class RankMapping:
                 mapping has `sizes`.
 
         Example:
-            >>> mapping = RankMapping(RankLayout.parse("dp=4"), RankLayout.parse("tp=2,dp=2"))
+            >>> mapping = RankMapping(RankLayout("dp=4"), RankLayout("tp=2,dp=2"))
             >>> mapping.received_shape([3, 5]), mapping.inverse().received_shape([6, 5])
             ((6, 5), (3, 5))
         """
@@ -896,7 +896,7 @@ def replicating(
     """Return the dims larger than 1, of either layout, that have none of the roles.
 
     Example:
-        >>> replicating(RankLayout.parse("tp=2,cp=1,dp=2"), RankLayout.parse("ep=3"), {"dp"})
+        >>> replicating(RankLayout("tp=2,cp=1,dp=2"), RankLayout("ep=3"), {"dp"})
         ('tp', 'ep')
     """
     dims = dict.fromkeys((*source.dim_names, *target.dim_names))

@@ -177,7 +177,7 @@ def test_world_size(monkeypatch):
 
 # Layouts in their places make a set, gaps and permuted hosts included; grids that exist join it.
 def test_explicit_places():
-    whole = RankLayout.parse("tp=2,pp=2,dp=2")
+    whole = RankLayout("tp=2,pp=2,dp=2")
     with fake_world(8, 3):
         llm = HyperCommGrid([2, 2], ["tp", "dp"], 0, name="own")
         grids = GridSet({"llm": llm, "tail": whole.select(pp=1)})

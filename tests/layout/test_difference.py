@@ -125,7 +125,7 @@ def test_totals(pair):
 
 # What str() prints, as a user sees it.
 def test_table():
-    before, after = RankLayout.parse("tp=2,cp=1,dp=3"), RankLayout.parse("tp=2,dp=3", rank_offset=2)
+    before, after = RankLayout("tp=2,cp=1,dp=3"), RankLayout("tp=2,dp=3", rank_offset=2)
     *table, _ = str(difference(before, after)).splitlines()
     assert [re.split("  +", line) for line in table] == [
         ["before", "after", "groups x size", "result"],
@@ -179,11 +179,11 @@ def test_lost_shards(case, data):
 
 # The text names the ranks and the lost shards over the fewest dims.
 def test_lost_in_words():
-    layout = RankLayout.parse("tp=2,dp=4")
+    layout = RankLayout("tp=2,dp=4")
     lost = Lost(layout, RankLayout([7], ["dp"], ranks=[0, 1, 2, 3, 4, 6, 7]))
     assert lost.words == "5: tp=1,dp=2"
     assert Lost(layout, layout).words == "none"
-    assert Lost(BINARY, RankLayout.parse("dp=4")).words == "4..8191: d2=1; d3=1; d4=1; d5=1; ..."
+    assert Lost(BINARY, RankLayout("dp=4")).words == "4..8191: d2=1; d3=1; d4=1; d5=1; ..."
     for dims in (["pp"], []):
         with pytest.raises(LayoutError):
             lost.shards(*dims)
@@ -192,7 +192,7 @@ def test_lost_in_words():
 # A million ranks that lose a host of eight are compared without a list of all shards.
 @pytest.mark.full
 def test_many_lost_ranks():
-    layout = RankLayout.parse("tp=8,cp=4,dp=1024,pp=32")
+    layout = RankLayout("tp=8,cp=4,dp=1024,pp=32")
     left = [rank for rank in range(layout.size) if rank // 8 != 5]
     lost = Lost(layout, RankLayout([len(left)], ["rank"], ranks=left))
     assert lost.words == "40..47: cp=1,dp=1,pp=0"

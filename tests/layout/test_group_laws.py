@@ -85,7 +85,7 @@ def test_all_ways_to_read_groups_agree(case):
 )
 def test_pick_refuses_a_wrong_choice(function, ask):
     with pytest.raises(LayoutError, match=r"pick\(\)"):
-        ask(RankLayout.parse("tp=2,pp=3").groups("pp").pick(function))
+        ask(RankLayout("tp=2,pp=3").groups("pp").pick(function))
 
 
 @st.composite

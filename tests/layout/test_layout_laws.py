@@ -180,8 +180,8 @@ def test_rename_and_renumber(case, data):
 
 # A dim of size 1 takes no step, so its stride leaves no gap beside other dims.
 def test_dims_of_size_1_leave_no_gap():
-    layout = RankLayout.parse("tp=2,cp=3,dp=1").select(cp=0)
-    assert layout == RankLayout.parse("tp=2,dp=1")
+    layout = RankLayout("tp=2,cp=3,dp=1").select(cp=0)
+    assert layout == RankLayout("tp=2,dp=1")
     assert layout.renumber([2], ["both"]).strides == (1,)
 
 
@@ -198,7 +198,7 @@ def test_written_layouts_read_back(case):
     twins = [RankLayout.from_json(layout.to_json()), pickle.loads(pickle.dumps(layout))]
     twins += [eval(repr(layout)), RankLayout(**layout.to_dict())]
     if isinstance(layout.ranks, range):
-        twins.append(RankLayout.parse(str(layout), rank_offset=layout.rank_offset))
+        twins.append(RankLayout(str(layout), rank_offset=layout.rank_offset))
     for twin in twins:
         assert twin == layout
         assert hash(twin) == hash(layout)
@@ -240,8 +240,8 @@ def test_one_open_size_is_inferred(order, sizes, open_name, offset):
     known = {name: size for name, size in sizes.items() if name != open_name}
     text = ",".join(f"{name}={known[name]}" if name in known else name for name in names)
     assert RankLayout({name: known.get(name, -1) for name in names}, **world) == expected
-    assert RankLayout.parse(text, **world) == expected
-    assert RankLayout.parse(text.replace(open_name, f"{open_name}=-1"), **world) == expected
+    assert RankLayout(text, **world) == expected
+    assert RankLayout(text.replace(open_name, f"{open_name}=-1"), **world) == expected
 
 
 # The layout that fits best is the best of all that fit; where none does, the numbers named would.

@@ -60,7 +60,7 @@ def test_layouts_in_a_world(monkeypatch):
 @pytest.mark.parametrize("text", ["{}", "{},pp=2", "pp=2, {}"])
 def test_sizes_that_cannot_be_read(text, part):
     with pytest.raises(LayoutError, match=re.escape(repr(part))):
-        RankLayout.parse(text.format(part))
+        RankLayout(text.format(part))
 
 
 # A text that makes no sense is answered quickly and shortly, however long it is.
@@ -68,7 +68,7 @@ def test_sizes_that_cannot_be_read(text, part):
 def test_long_texts(text):
     begin = time.process_time()
     with pytest.raises(LayoutError) as caught:
-        RankLayout.parse(text)
+        RankLayout(text)
     assert time.process_time() - begin < 0.1
     assert len(str(caught.value)) < 500
 

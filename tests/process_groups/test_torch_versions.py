@@ -121,7 +121,7 @@ def test_a_torch_that_is_too_old():
         f"    if name.partition('.')[0] == 'hypercomm':\n"
         f"        del sys.modules[name]\n"
     )
-    use = "from hypercomm import RankLayout; RankLayout.parse('tp=2'); print('planned')\n"
+    use = "from hypercomm import RankLayout; RankLayout('tp=2'); print('planned')\n"
     for then, told in (
         ("import hypercomm.grid", f"hypercomm.errors.MissingPackageError: {said}"),
         ("from hypercomm.cli import main; raise SystemExit(main(['doctor']))", said),

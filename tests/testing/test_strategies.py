@@ -22,7 +22,7 @@ from hypercomm.testing import (
     views_of,
 )
 
-LAYOUT = RankLayout.parse("tp=2,cp=3,dp=4", rank_offset=5)
+LAYOUT = RankLayout("tp=2,cp=3,dp=4", rank_offset=5)
 
 
 def find(strategy, condition=lambda _: True):
@@ -80,7 +80,7 @@ def test_layouts_keep_their_bounds(asked, data):
     ],
 )
 def test_layouts_reach_their_bounds_and_shrink(asked, condition, smallest):
-    assert find(layouts(**asked), condition) == RankLayout.parse(smallest)
+    assert find(layouts(**asked), condition) == RankLayout(smallest)
     assert find(layouts(**asked), lambda layout: layout.rank_offset == 16).rank_offset == 16
 
 
@@ -112,7 +112,7 @@ def test_views_of(layout, data):
 
 @pytest.mark.full
 def test_views_shrink():
-    layout = RankLayout.parse("tp=2,cp=2,dp=3,pp=2")
+    layout = RankLayout("tp=2,cp=2,dp=3,pp=2")
     assert find(views_of(layout)) == RankLayout([24], ["ep"])
     assert find(views_of(layout, shared_dims=["pp"])) == RankLayout([12, 2], ["ep", "pp"])
     four = find(views_of(layout, shared_dims=["cp"]), lambda view: len(view.dim_names) == 4)

@@ -101,8 +101,8 @@ CUTS = {"embedding": {"tp": 0}, "qkv": {"tp": 0}, "proj": {"tp": 1}, "norm": {}}
     ],
 )
 def test_balance(source, target):
-    here = RankLayout.parse(source)
-    there = RankLayout.parse(target, rank_offset=here.size)
+    here = RankLayout(source)
+    there = RankLayout(target, rank_offset=here.size)
     parameters = [
         (shape, torch.bfloat16, RankMapping(here, there, None, shards=CUTS[name]))
         for layer in range(12)

@@ -201,7 +201,7 @@ def test_ranks_off_the_stage():
 
 # By default cp cuts the sequence, which is the axis that the batch is not.
 def test_the_sequence_is_cut_by_default():
-    cp, dp = RankLayout.parse("cp=2"), RankLayout.parse("dp=2")
+    cp, dp = RankLayout("cp=2"), RankLayout("dp=2")
     assert RankMapping(cp, dp).shards == (("cp", 1),)
     assert RankMapping(cp, dp, batch_axis=1).shards == (("cp", 0),)
     assert RankMapping(cp, dp, shards={}).shards == ()
@@ -252,7 +252,7 @@ def test_exact_lengths():
 
 # The text says the sizes, where they begin, what becomes of each axis, and which dims replicate.
 def test_text():
-    mapping = RankMapping("tp=2,dp=4", RankLayout.parse("tp=4,dp=2", rank_offset=8))
+    mapping = RankMapping("tp=2,dp=4", RankLayout("tp=4,dp=2", rank_offset=8))
     for words in ("tp=2,dp=4 at 0", "tp=4,dp=2 at 8", "fan-in 4 -> 2 along dp", "tp replicates"):
         assert words in f"{mapping!r}"
     assert "backward" in str(mapping.inverse())

@@ -68,7 +68,7 @@ def test_arrivals(verify):
         ("tp=2,dp=2", "tp=4", 2, 4096, False),  # some are
         ("tp=3", "tp=2,dp=2", 2, 4096, False),
     ):
-        source, target = RankLayout.parse(text), RankLayout.parse(other, rank_offset=offset)
+        source, target = RankLayout(text), RankLayout(other, rank_offset=offset)
         state, wanted = parts(whole, source, rank), parts(whole, target, rank)
         into = wanted and {
             name: zeros if "1" in name else strided(zeros)
@@ -93,7 +93,7 @@ def test_arrivals(verify):
 def small_move():
     """A state from two ranks to two others: the call, the buffers, the names not yet arrived."""
     rank, whole = dist.get_rank(), whole_state()
-    source, target = RankLayout.parse("tp=2"), RankLayout([2], ["tp"], 2)
+    source, target = RankLayout("tp=2"), RankLayout([2], ["tp"], 2)
     mine, wanted = parts(whole, source, rank), parts(whole, target, rank) or {}
     into = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
 

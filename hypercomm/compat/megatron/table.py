@@ -229,7 +229,7 @@ def whole_instance(config: Configuration, groups: RankGroups, _: Any) -> RankGro
 
     Example:
         >>> config = Configuration(num_distributed_optimizer_instances=2)
-        >>> list(whole_instance(config, RankLayout.parse("tp=2,dp=4").groups("dp"), None))
+        >>> list(whole_instance(config, RankLayout("tp=2,dp=4").groups("dp"), None))
         [(0, 1, 2, 3), (4, 5, 6, 7)]
     """
     instances = config.num_distributed_optimizer_instances
@@ -432,11 +432,11 @@ def own_dims(layout: RankLayout, dims: str, grid: Side) -> tuple[str, ...]:
             expt_tp, expt_dp and expt_gtp_remat.
 
     Example:
-        >>> own_dims(RankLayout.parse("expt_tp=2,ep=2,dp=2,pp=2"), "tp-dp", "expert")
+        >>> own_dims(RankLayout("expt_tp=2,ep=2,dp=2,pp=2"), "tp-dp", "expert")
         ('expt_tp', 'dp')
-        >>> own_dims(RankLayout.parse("tp=2,dp=2"), "dp-cp", "dense")
+        >>> own_dims(RankLayout("tp=2,dp=2"), "dp-cp", "dense")
         ('dp',)
-        >>> own_dims(RankLayout.parse("tp=2,cp=2,dp=2"), "dp", "expert")
+        >>> own_dims(RankLayout("tp=2,cp=2,dp=2"), "dp", "expert")
         ('cp', 'dp')
     """
     named = _megatron_dims(layout, grid)

@@ -27,7 +27,7 @@ def blame(folder: str, sizes: str | None, as_json: bool) -> int:
     grid.watch(). Torch is not loaded, and no code in a dump is run. The exit code is 0 if no rank
     waits, 1 if one does, 2 for a folder that cannot be judged.
     """
-    layout = None if sizes is None else RankLayout.parse(sizes)
+    layout = None if sizes is None else RankLayout(sizes)
     verdict = Verdict(read_folder(folder, layout))
     if as_json:
         print_json(verdict.to_dict())

@@ -102,7 +102,7 @@ def read_traffic(
 
     Example:
         >>> from hypercomm import RankLayout
-        >>> found = read_traffic("tp=4k,pp=0.5M", RankLayout.parse("tp=2,pp=2"))[("pp",)]
+        >>> found = read_traffic("tp=4k,pp=0.5M", RankLayout("tp=2,pp=2"))[("pp",)]
         >>> found.bytes, found.pattern
         (500000, 'chain')
     """
@@ -126,7 +126,7 @@ def read_dims(text: str | Iterable[str], layout: RankLayout) -> list[Dims]:
 
     Example:
         >>> from hypercomm import RankLayout
-        >>> read_dims("dp+cp,tp", RankLayout.parse("tp=2,cp=2,dp=2"))
+        >>> read_dims("dp+cp,tp", RankLayout("tp=2,cp=2,dp=2"))
         [('cp', 'dp'), ('tp',)]
     """
     parts = [part.strip() for part in text.split(",")] if isinstance(text, str) else text
@@ -160,7 +160,7 @@ def usual_traffic(layout: RankLayout) -> dict[Dims, Traffic]:
 
     Example:
         >>> from hypercomm import RankLayout
-        >>> [traffic.bytes for traffic in usual_traffic(RankLayout.parse("dp=2,tp=2")).values()]
+        >>> [traffic.bytes for traffic in usual_traffic(RankLayout("dp=2,tp=2")).values()]
         [1, 1000000000000]
     """
     return {

@@ -228,7 +228,7 @@ def test_no_dims_of_megatrons():
 @pytest.mark.parametrize(
     "layout",
     [
-        RankLayout.parse("tp=2,dp=4,pp=2"),
+        RankLayout("tp=2,dp=4,pp=2"),
         RankLayout([2, 2, 2, 2], ["cp", "tp", "dp", "pp"], 3),
         RankLayout([2, 4], ["tp", "dp"], ranks=[5, 0, 3, 1, 2, 7, 6, 4]),
     ],

@@ -11,7 +11,7 @@ STATES = {"done": "completed", "runs": "started", "queued": "scheduled"}
 
 def blame(folder, layout=None):
     """The verdict on the dumps of a folder."""
-    return Verdict(read_folder(folder, layout and RankLayout.parse(layout)))
+    return Verdict(read_folder(folder, layout and RankLayout(layout)))
 
 
 class Dumps:

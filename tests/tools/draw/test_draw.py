@@ -71,7 +71,7 @@ def test_each_rank_once(layout):
     ],
 )
 def test_schematic(sizes, on, host):
-    layout = RankLayout.parse(sizes)
+    layout = RankLayout(sizes)
     svg, text = draw(layout, on=on).svg(), draw(layout, on=on).text(width=120)
     assert host in texts_of(svg)
     *path, block = text[: text.index("\n", text.index(f" {host}  "))].split("\n")[1:]
@@ -90,7 +90,7 @@ def test_schematic(sizes, on, host):
 
 # The stages of a pipeline are columns: the first, the second and the last have their own ranks.
 def test_stages():
-    svg = draw(RankLayout.parse("tp=8,cp=2,dp=8,pp=8"), on=8).svg()
+    svg = draw(RankLayout("tp=8,cp=2,dp=8,pp=8"), on=8).svg()
     texts = texts_of(svg)
     assert [text for text in texts if text.startswith("pp=")] == ["pp=0", "pp=1", "pp=7"]
     ends = (range(128), range(128, 256), range(896, 1024))
@@ -111,7 +111,7 @@ def test_stages():
     ],
 )
 def test_units(sizes, on):
-    layout = RankLayout.parse(sizes)
+    layout = RankLayout(sizes)
     topology = read_topology(on, layout.size)
     text = draw(layout, on=topology).text(width=160)
     for dim in layout.dim_names:
@@ -132,10 +132,10 @@ def test_units(sizes, on):
 def test_uneven_hosts():
     cyclic = Topology([Level("host", [rank % 64 for rank in range(512)])])
     for layout, on in (
-        (RankLayout.parse("tp=8,dp=64", rank_offset=4), 8),
+        (RankLayout("tp=8,dp=64", rank_offset=4), 8),
         (RankLayout([8, 64], ["tp", "dp"], ranks=[*range(3, 515)]), 8),
-        (RankLayout.parse("tp=8,dp=64"), cyclic),
-        (RankLayout.parse("tp=8,dp=64"), 512),
+        (RankLayout("tp=8,dp=64"), cyclic),
+        (RankLayout("tp=8,dp=64"), 512),
     ):
         texts = texts_of(draw(layout, on=on).svg())
         assert any("the dims do not fill hosts evenly" in text for text in texts)
@@ -167,10 +167,10 @@ def test_names_are_text():
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (RankLayout.parse("tp=2,cp=2,dp=2"), RankLayout.parse("tp=4,dp=2")),
-        (RankLayout.parse("tp=2,dp=8"), RankLayout.parse("tp=2,dp=4")),
-        (RankLayout.parse("tp=2,dp=4"), LISTED),
-        (RankLayout.parse("tp=1"), RankLayout.parse("tp=4,pp=1")),
+        (RankLayout("tp=2,cp=2,dp=2"), RankLayout("tp=4,dp=2")),
+        (RankLayout("tp=2,dp=8"), RankLayout("tp=2,dp=4")),
+        (RankLayout("tp=2,dp=4"), LISTED),
+        (RankLayout("tp=1"), RankLayout("tp=4,pp=1")),
     ],
     ids=str,
 )
@@ -207,7 +207,7 @@ def test_change(before, after):
     ],
 )
 def test_matrix(source, target, roles):
-    mapping = RankMapping(source, RankLayout.parse(target, rank_offset=1), **roles)
+    mapping = RankMapping(source, RankLayout(target, rank_offset=1), **roles)
     sent, whole = {}, 0
     for row in mapping.table():
         pair = int(row["source"]), int(row["target"])
@@ -233,7 +233,7 @@ def test_matrix(source, target, roles):
 # Text has a column for each rank and its coordinates, in any width.
 @pytest.mark.parametrize(("width", "on"), [(40, None), (80, 4), (200, 72)])
 def test_text(width, on):
-    layout = RankLayout.parse("tp=4,dp=3,pp=5")
+    layout = RankLayout("tp=4,dp=3,pp=5")
     text = draw(layout, on=on).text(width=width, color=False)
     assert max(map(len, text.splitlines())) <= width
     rows = {"rank": [], "tp": [], "dp": [], "pp": []}
@@ -251,14 +251,14 @@ def test_text(width, on):
 @pytest.mark.parametrize("sizes", ["tp=2,dp=4", "tp=8,cp=2,dp=8,pp=8"])
 def test_ascii(sizes):
     stream = io.TextIOWrapper(io.BytesIO(), "ascii")
-    Console(file=stream, width=80).print(draw(RankLayout.parse(sizes), on="4,16"))
+    Console(file=stream, width=80).print(draw(RankLayout(sizes), on="4,16"))
     stream.flush()
     assert b"host0" in stream.buffer.getvalue()
 
 
 # The ending of a file selects the kind; a file that exists is kept unless force is given.
 def test_files(tmp_path):
-    picture = draw(RankLayout.parse("tp=2,cp=2,dp=2"), on=8)
+    picture = draw(RankLayout("tp=2,cp=2,dp=2"), on=8)
     picture.save(tmp_path / "grid.SVG")
     assert (tmp_path / "grid.SVG").read_text(encoding="utf-8") == picture.svg()
     with pytest.raises(errors.LayoutError):
@@ -272,7 +272,7 @@ def test_files(tmp_path):
 
 
 def test_png(tmp_path, monkeypatch):
-    picture = draw(RankLayout.parse("tp=2,cp=2,dp=2"), on=8)
+    picture = draw(RankLayout("tp=2,cp=2,dp=2"), on=8)
     pytest.importorskip("resvg_py")
     picture.save(tmp_path / "grid.png")
     content = (tmp_path / "grid.png").read_bytes()
@@ -285,7 +285,7 @@ def test_png(tmp_path, monkeypatch):
 
 # Sizes as text are a layout, and so is a grid; what place returns has its layout and its machine.
 def test_forms_of_a_layout():
-    layout = RankLayout.parse("tp=2,dp=4")
+    layout = RankLayout("tp=2,dp=4")
     assert draw("tp=2,dp=4", on=4).svg() == draw(layout, on=4).svg()
     assert draw(HyperCommGrid("tp=2,dp=4", world_size=8), on=8).svg() == draw(layout, on=8).svg()
     placed = place("tp=2,dp=4", on=4)

@@ -8,7 +8,7 @@ from hypercomm import RankLayout, RankMapping, draw
 from hypercomm.layout.difference import difference
 
 pytestmark = pytest.mark.torch_free
-LAYOUT, OTHER = RankLayout.parse("tp=2,dp=4"), RankLayout.parse("tp=4,dp=2")
+LAYOUT, OTHER = RankLayout("tp=2,dp=4"), RankLayout("tp=4,dp=2")
 
 
 def test_terminal(in_process, monkeypatch):

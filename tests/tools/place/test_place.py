@@ -214,7 +214,7 @@ def test_listed_ranks():
 # An omitted size follows from hosts that are named; a layout is text, a layout, or has one.
 def test_forms_of_a_layout():
     assert str(place("tp=2,dp", on=[{"a": "s", "b": "s"}, 4]).layout) == "tp=2,dp=4"
-    placed = place(RankLayout.parse("tp=2,dp=2"), on=2)
+    placed = place(RankLayout("tp=2,dp=2"), on=2)
     assert place("tp=2,dp=2", on=2).layout == place(placed, on=2).layout == placed.layout
     assert place("dp=1", on=8).better is None
 
