@@ -191,7 +191,7 @@ def _default(parameter: Any) -> str:
 
 def launcher_table() -> str:
     """List the variables of every launcher."""
-    from hypercomm.launchers import LAUNCHERS
+    from hypercomm.job_environment import LAUNCHERS
 
     titles = ("launcher", "rank and size", "local rank and local size", "identified by")
     return table(

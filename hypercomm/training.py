@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hypercomm.errors import GroupOptionsError
 from hypercomm.grid.dims import GridDims
-from hypercomm.layout.text import shown
+from hypercomm.layout.text import short_repr
 from hypercomm.process_groups import torch_internals as torchdist
 
 __all__ = ["clip_grad_norm_", "grad_norm"]
@@ -88,7 +88,9 @@ def clip_grad_norm_(parameters: Parameters, max_norm: float, norm_type: float = 
     Source: the factor is that of torch 2.13's `torch.nn.utils.clip_grads_with_norm_`.
     """
     if not max_norm >= 0:
-        raise GroupOptionsError(f"max_norm must be a number of at least 0, got {shown(max_norm)}")
+        raise GroupOptionsError(
+            f"max_norm must be a number of at least 0, got {short_repr(max_norm)}"
+        )
     cuts = _gradients(parameters)  # once: they may be iterators
     norm = _norm(cuts, norm_type)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -100,7 +102,9 @@ def clip_grad_norm_(parameters: Parameters, max_norm: float, norm_type: float = 
 
 def _norm(cuts: Sequence[tuple[Cut, Sequence[Tensor]]], norm_type: float) -> Tensor:
     if not norm_type > 0:
-        raise GroupOptionsError(f"norm_type must be a number larger than 0, got {shown(norm_type)}")
+        raise GroupOptionsError(
+            f"norm_type must be a number larger than 0, got {short_repr(norm_type)}"
+        )
     devices = [one.device for _, gradients in cuts for one in gradients]
     # Other ranks may have float64 where this one has none; Apple's GPUs lack it.
     is_narrow = bool(devices) and devices[0].type == "mps"
@@ -140,14 +144,14 @@ def _gradients(parameters: Parameters) -> list[tuple[Cut, list[Tensor]]]:
     if not isinstance(parameters, Mapping):
         raise GroupOptionsError(
             f"parameters must map dims to parameters, as in {{grid['tp']: layer.parameters()}}, "
-            f"got {shown(parameters)}"
+            f"got {short_repr(parameters)}"
         )
     cuts = []
     for cut, given in parameters.items():
         if cut is not None and not isinstance(cut, GridDims):
             raise GroupOptionsError(
                 f"the keys of parameters must be dims of a grid, such as grid['tp', 'pp'], or "
-                f"None, got {shown(cut)}"
+                f"None, got {short_repr(cut)}"
             )
         own = [given] if isinstance(given, Tensor) else given
         cuts.append((cut, [_local(cut, one.grad) for one in own if one.grad is not None]))

@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _is_first() -> bool:
     """Return whether this is rank 0, or no rank of a job; else wait until rank 0 has printed."""
-    from hypercomm.launchers import find_job
+    from hypercomm.job_environment import find_job
 
     try:
         job = find_job(os.environ)

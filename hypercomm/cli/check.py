@@ -20,11 +20,11 @@ from hypercomm.cli import options
 from hypercomm.cli.options import Key, read_keys, read_views
 from hypercomm.cli.printing import console, numbers, print_json, quiet, table
 from hypercomm.errors import HyperCommError, RankFailedError, WorldSizeError
+from hypercomm.job_environment import FoundJob, find_job
 from hypercomm.launch import run_ranks
 from hypercomm.launch.run import most_ranks, preloads
-from hypercomm.launchers import FoundJob, find_job
 from hypercomm.layout import RankLayout
-from hypercomm.layout.parsing import close_sizes, parse_sizes
+from hypercomm.layout.parsing import infer_sizes, parse_sizes
 from hypercomm.layout.text import format_coords
 from hypercomm.layout.views import Views
 
@@ -95,9 +95,9 @@ def check(
         if ranks not in {None, job.size}:
             raise WorldSizeError(f"--nprocs is {ranks}, but {room}; leave --nprocs out")
         ranks = job.size
-    layout = RankLayout(close_sizes(parse_sizes(sizes), ranks, room))
+    layout = RankLayout(infer_sizes(parse_sizes(sizes), ranks, room))
     others = read_views(layout, views)
-    outcome = Outcome(Request(layout, read_keys(others, wanted), others, backend))
+    outcome = CheckResult(Request(layout, read_keys(others, wanted), others, backend))
     if job is None and not force and layout.size > most_ranks():
         raise WorldSizeError(
             f"{layout} would start {layout.size} processes on this machine: at most {most_ranks()} "
@@ -150,7 +150,7 @@ Message = tuple[int, Key, str | Figures]
 
 
 @attrs.define
-class Outcome:
+class CheckResult:
     """Runs the probe, gathers the messages of all ranks, and shows the result.
 
     Attributes:

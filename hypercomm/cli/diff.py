@@ -11,7 +11,7 @@ from hypercomm.cli.printing import console, numbers, print_json, table
 from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.difference import COLUMNS, LayoutDifference, difference
-from hypercomm.layout.parsing import OPEN, close_sizes, parse_sizes
+from hypercomm.layout.parsing import UNSPECIFIED, infer_sizes, parse_sizes
 
 _COLOURS = {"kept": "green", "partly": "yellow", "gone": "red", "new": "cyan"}
 
@@ -56,7 +56,7 @@ def read(before: str, after: str, world_size: int | None = None) -> tuple[RankLa
         ['tp=2,cp=2,dp=8', 'tp=4,dp=8']
     """
     sizes = [parse_sizes(text) for text in (before, after)]
-    is_open = [OPEN in given.values() for given in sizes]
+    is_open = [UNSPECIFIED in given.values() for given in sizes]
     if world_size is None and all(is_open):
         raise LayoutError(
             f"both {before!r} and {after!r} have an unspecified size; give one of them all its "
@@ -68,7 +68,7 @@ def read(before: str, after: str, world_size: int | None = None) -> tuple[RankLa
         room = f"the other layout has {world_size}"
     elif world_size is not None:
         room = f"--world-size is {world_size}"
-    one, other = (RankLayout(close_sizes(given, world_size, room)) for given in sizes)
+    one, other = (RankLayout(infer_sizes(given, world_size, room)) for given in sizes)
     return one, other
 
 

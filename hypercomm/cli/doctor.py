@@ -20,7 +20,7 @@ from hypercomm import __version__
 from hypercomm.cli import options
 from hypercomm.cli.printing import console, one_line, print_json, quiet, table
 from hypercomm.errors import LaunchError
-from hypercomm.launchers import VARIABLES, find_job
+from hypercomm.job_environment import VARIABLES, find_job
 
 _PIPED_WIDTH = 100
 """Columns of the table in a pipe."""

@@ -9,7 +9,7 @@ import attrs
 import click
 
 from hypercomm.layout import RankLayout
-from hypercomm.layout.parsing import close_sizes, parse_groups, parse_sizes
+from hypercomm.layout.parsing import infer_sizes, parse_groups, parse_sizes
 from hypercomm.layout.views import Views
 
 
@@ -88,7 +88,7 @@ def read_views(layout: RankLayout, texts: Sequence[str]) -> Views:
         if not colon:
             name, sizes = f"view{number}", text
         room = f"the layout {layout} has {layout.size}"
-        closed = close_sizes(parse_sizes(sizes), layout.size, room)
+        closed = infer_sizes(parse_sizes(sizes), layout.size, room)
         other = layout.renumber(tuple(closed.values()), tuple(closed))
         both = [dim for dim in layout.dim_names if dim in closed]
         shared = [dim for dim in both if layout.groups(dim) == other.groups(dim)]

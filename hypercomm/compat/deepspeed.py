@@ -20,7 +20,7 @@ from hypercomm.grid.arguments import GroupArguments
 from hypercomm.grid.grid import GridView
 from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.layout.parsing import as_dims
-from hypercomm.layout.text import shown
+from hypercomm.layout.text import short_repr
 from hypercomm.transfers.mapping import roles_of
 
 __all__ = ["Mpu", "process_topology", "topology_axes"]
@@ -85,7 +85,7 @@ def _read_roles(layout: RankLayout, given: Mapping[str, Dims]) -> dict[str, tupl
     part_of = roles_of((f"{part}=", name) for part, names in named.items() for name in names)
     for name, size in layout.sizes.items():
         if size > 1 and name not in part_of:
-            parts = ", ".join(f"{part}={shown(dims)}" for part, dims in given.items())
+            parts = ", ".join(f"{part}={short_repr(dims)}" for part, dims in given.items())
             raise LayoutError(
                 f"dim {name!r} of size {size} has no role in {parts}, so DeepSpeed would not "
                 f"keep its ranks equal; name it in one, as in dp=('dp', {name!r})"

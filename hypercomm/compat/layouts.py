@@ -26,7 +26,7 @@ from hypercomm.errors import (
 )
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import positive
-from hypercomm.layout.parsing import OPEN, close_sizes, divisors, known_size, parse_order
+from hypercomm.layout.parsing import UNSPECIFIED, divisors, infer_sizes, known_size, parse_order
 from hypercomm.layout.views import Views
 
 EXPERT = "expert"
@@ -162,7 +162,7 @@ def _with_dp(
         size = positive(given, name)
         if size > 1 or dim != GTP:
             found[dim] = called[name] = size
-    return {**found, "dp": close_sizes({**called, "dp": OPEN}, total, room)["dp"]}
+    return {**found, "dp": infer_sizes({**called, "dp": UNSPECIFIED}, total, room)["dp"]}
 
 
 def _check_pipelines(layouts: Layouts, order: str) -> None:
@@ -243,7 +243,7 @@ TORCHTITAN_VIEWS = {
 def torchtitan_layouts(
     *,
     dp_replicate: int = 1,
-    dp_shard: int = OPEN,
+    dp_shard: int = UNSPECIFIED,
     cp: int = 1,
     tp: int = 1,
     pp: int = 1,
@@ -276,13 +276,13 @@ def torchtitan_layouts(
         rest = f"; dp_shard={layout.size_of('dp_shard')} is what {world_size} ranks leave"
         raise WorldSizeError(
             f"ep={experts} must divide dp_shard * cp * tp = {inner} ({layout})"
-            f"{rest if dp_shard == OPEN else ''}"
+            f"{rest if dp_shard == UNSPECIFIED else ''}"
         )
     views, sizes = Views(layout), layout.sizes | {"ep": experts}
     for name, dims in TORCHTITAN_VIEWS.items():
         order = list(reversed(dims))
         shared = [dim for dim in order if dim in given]
-        views.register(name, [sizes.get(dim, OPEN) for dim in order], order, shared)
+        views.register(name, [sizes.get(dim, UNSPECIFIED) for dim in order], order, shared)
     return views
 
 
@@ -316,7 +316,7 @@ KINDS = {
     "deepspeed": Kind(
         ("tp", "sp", "dp"), "dp", {"hpz": ("hpz", "hpz_replicas"), "expert": ("ep", "expt_dp")}
     ),
-    "fsdp": Kind(("fsdp", "ddp"), "ddp", {"sequence": ("sp", "dp")}, {"fsdp": OPEN}),
+    "fsdp": Kind(("fsdp", "ddp"), "ddp", {"sequence": ("sp", "dp")}, {"fsdp": UNSPECIFIED}),
     "sglang": Kind(
         ("tp", "pp", "dp", "engines"),
         "engines",
@@ -444,10 +444,10 @@ def _of_engine(kind: str, given: Mapping[str, int]) -> dict[str, int]:
     """Add the sizes that inference engines infer: tp from its GPUs, dp from its experts."""
     sizes = dict(given)
     if "engine" in sizes and "tp" not in sizes:
-        parts = {"tp": OPEN, "pp": sizes.get("pp", 1)}
+        parts = {"tp": UNSPECIFIED, "pp": sizes.get("pp", 1)}
         sizes["tp"] = RankLayout(parts, world_size=sizes["engine"]).size_of("tp")
     if kind == "vllm" and sizes.get("ep", 1) > 1 and "dp" not in sizes:
-        parts = {"tp": sizes.get("tp", 1), "dp": OPEN}
+        parts = {"tp": sizes.get("tp", 1), "dp": UNSPECIFIED}
         sizes["dp"] = RankLayout(parts, world_size=sizes["ep"]).size_of("dp")
     return sizes
 
@@ -455,8 +455,8 @@ def _of_engine(kind: str, given: Mapping[str, int]) -> dict[str, int]:
 def _of_kind(row: Kind, sizes: Mapping[str, int], world_size: int | None) -> Views:
     """Return the layouts of a row of `KINDS`."""
     given = {dim: sizes.get(dim, row.defaults.get(dim, 1)) for dim in row.dims}
-    if OPEN not in given.values() and not _is_whole(row, sizes):
-        given[row.rest] = OPEN
+    if UNSPECIFIED not in given.values() and not _is_whole(row, sizes):
+        given[row.rest] = UNSPECIFIED
         if world_size is None:
             del given[row.rest]
     views = Views(RankLayout(given, world_size=world_size))
@@ -465,7 +465,7 @@ def _of_kind(row: Kind, sizes: Mapping[str, int], world_size: int | None) -> Vie
         if any(sizes.get(dim, 1) > 1 for dim in own) or (
             own == ["ep"] and "expert_parallel" in sizes
         ):
-            every = {**dict.fromkeys(own, OPEN), **sizes, **views.base.sizes}
+            every = {**dict.fromkeys(own, UNSPECIFIED), **sizes, **views.base.sizes}
             there = [dim for dim in dims if dim in given or dim in own]
             shared = [dim for dim in there if dim in given]
             views.register(name, [every[dim] for dim in there], there, shared)

@@ -15,8 +15,8 @@ import attrs
 from hypercomm.errors import GroupOptionsError, WorldSizeError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import check_choice, is_utf8
-from hypercomm.layout.parsing import Dims, check_spelling, close_sizes, read_sizes
-from hypercomm.layout.text import did_you_mean, format_ranks, shown
+from hypercomm.layout.parsing import Dims, check_spelling, infer_sizes, read_sizes
+from hypercomm.layout.text import did_you_mean, format_ranks, short_repr
 from hypercomm.process_groups.options import (
     GroupOptions,
     as_verified,
@@ -134,7 +134,7 @@ def check_choices(creation: object, share: object) -> None:
 def check_name(name: object) -> None:
     """Raise unless the name can be part of a key of the store."""
     if not isinstance(name, str) or not name or not is_utf8(name):
-        raise GroupOptionsError(f"name must be a non-empty string of text, got {shown(name)}")
+        raise GroupOptionsError(f"name must be a non-empty string of text, got {short_repr(name)}")
 
 
 def check_keywords(call: str, given: Iterable[str], known: Iterable[str]) -> None:
@@ -174,7 +174,7 @@ def check_dims(call: str, dims: Mapping[str, object], keywords: Iterable[str]) -
         is_number = isinstance(size, Real) or hasattr(size, "__index__")
         hint = did_you_mean(name, keywords)
         if not is_number and not hint:
-            hint = f"; if it is a dim, its size must be an int, not {shown(size)}"
+            hint = f"; if it is a dim, its size must be an int, not {short_repr(size)}"
         is_flag = isinstance(size, bool) or bool(get_close_matches(name, _FLAGS, 1, 0.8))
         if hint and (is_flag or not is_number):
             raise TypeError(f"{call}() got an unexpected keyword argument {name!r}{hint}")
@@ -219,7 +219,7 @@ def read_target(
     if ranks is not None:
         kept, what = RankLayout([len(ranks)], ["rank"], ranks=ranks), "ranks"
     if not isinstance(target, RankLayout):
-        sizes = close_sizes(read_sizes(target), kept.size, f"{what} has {kept.size} ranks")
+        sizes = infer_sizes(read_sizes(target), kept.size, f"{what} has {kept.size} ranks")
         return kept.renumber(tuple(sizes.values()), tuple(sizes))
     if others := sorted({*target.ranks} ^ {*kept.ranks}):
         raise WorldSizeError(

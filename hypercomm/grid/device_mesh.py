@@ -20,7 +20,7 @@ from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_ordered
 from hypercomm.layout.parsing import Dims, as_dims
-from hypercomm.layout.text import shown
+from hypercomm.layout.text import short_repr
 from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.table import GroupTable
 
@@ -217,7 +217,9 @@ def read_mesh(mesh: DeviceMesh) -> tuple[RankLayout, dict[str, ProcessGroup] | N
     ranks = mesh.mesh.numpy()
     in_order = getattr(mesh, _IN_ORDER, False) or torchdist.keeps_mesh_order(mesh)
     if not (in_order or _is_ascending(ranks)):
-        raise LayoutError(f"the ranks of the mesh are permuted: {shown(ranks.tolist())}{_SORTED}")
+        raise LayoutError(
+            f"the ranks of the mesh are permuted: {short_repr(ranks.tolist())}{_SORTED}"
+        )
     layout = RankLayout(ranks.shape[::-1], names[::-1], ranks=ranks.ravel().tolist())
     if mesh.get_coordinate() is None:
         return layout, None

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from hypercomm.errors import GroupMissingError, SimulationError
 from hypercomm.grid.arguments import Share, StrategyName
 from hypercomm.layout import RankLayout
-from hypercomm.layout.groups import Place, RankGroups, groups_of_rows
+from hypercomm.layout.groups import Membership, RankGroups, groups_of_rows
 from hypercomm.layout.parsing import Dims
 from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.spec import Derive
@@ -94,7 +94,7 @@ class GridDims:
     def __init__(self, view: HasGroups, dims: tuple[str, ...]) -> None:
         self._view = view
         self.dims = dims
-        self._known: tuple[RankLayout, int, Place] | None = None
+        self._known: tuple[RankLayout, int, Membership] | None = None
         """The last place that was computed, and the layout and the rank that it holds for."""
 
     # ---- the calling rank -----------------------------------------------------------------------
@@ -144,12 +144,12 @@ class GridDims:
         return ranks[at] if 0 <= at < len(ranks) else None
 
     @property
-    def _place(self) -> Place:
+    def _place(self) -> Membership:
         rank = self._view._table.rank()
         layout = self._view.layout
         known = self._known
         if known is None or known[0] is not layout or known[1] != rank:
-            known = self._known = layout, rank, layout.place(rank, self.dims)
+            known = self._known = layout, rank, layout.membership(rank, self.dims)
         return known[2]
 
     # ---- the group ------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ from hypercomm.layout.checks import (
 )
 from hypercomm.layout.groups import format_sizes_of
 from hypercomm.layout.parsing import Dims
-from hypercomm.layout.text import format_coords, shown
+from hypercomm.layout.text import format_coords, short_repr
 from hypercomm.layout.views import View, Views
 from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.agreement.driver import limit_of, refusing
@@ -228,7 +228,7 @@ class GridView:
             UnknownDimError, LayoutError: As for `RankLayout.order_dims`. The error names the view
                 that has the dims, if one does.
         """
-        return self.layout.place(self._table.rank(rank), self._order(dims)).ranks
+        return self.layout.membership(self._table.rank(rank), self._order(dims)).ranks
 
     def get_rank_enum(self, dims: Dims, *more: Dims, view: str | None = None) -> list[list[int]]:
         """Return all groups over some dims, members in the order of the layout.
@@ -633,7 +633,9 @@ class GridView:
         for request in as_ordered(requests, "the list in create_pgs(['tp', ['dp', 'cp']])"):
             given = dict(request) if isinstance(request, Mapping) else {"dims": request}
             if "dims" not in given:
-                raise GroupOptionsError(f"the request {shown(given)} of create_pgs() needs 'dims'")
+                raise GroupOptionsError(
+                    f"the request {short_repr(given)} of create_pgs() needs 'dims'"
+                )
             dims = given.pop("dims")
             keywords = cast("GroupKeywords", {**defaults, **given})
             found.append((table, self._request("create_pg", dims, (), keywords)))

@@ -32,7 +32,7 @@ from hypercomm.layout.placement import (
     naming,
     tile,
 )
-from hypercomm.layout.text import aligned, did_you_mean, format_ranks, shown
+from hypercomm.layout.text import aligned, did_you_mean, format_ranks, short_repr
 from hypercomm.process_groups.agreement.grid import GridAgreement
 from hypercomm.process_groups.creation import create_all
 from hypercomm.process_groups.spec import GroupRequest
@@ -44,7 +44,7 @@ from hypercomm.transfers.transfer import transfer
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack  # typing has them from Python 3.11 on
 
-CREATE = "GridSet.create_pgs()"
+_CREATE_PGS = "GridSet.create_pgs()"
 
 
 class GridSet(Mapping[str, HyperCommGrid]):
@@ -227,7 +227,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
     def __getitem__(self, name: str) -> HyperCommGrid:
         if not isinstance(name, str) or name not in self._grids:
             raise UnknownDimError(
-                f"there is no grid {shown(name)} in this set; it has {list(self)}"
+                f"there is no grid {short_repr(name)} in this set; it has {list(self)}"
                 f"{did_you_mean(name, self)}"
             )
         return self._grids[name]
@@ -391,7 +391,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
             return found
 
         labels = {self[name]._table: name for name in names}
-        entries = create_all(scope, CREATE, find, labels)
+        entries = create_all(scope, _CREATE_PGS, find, labels)
         created: dict[str, list[ProcessGroup | None]] = {name: [] for name in names}
         for name, entry in zip(owners, entries, strict=True):
             created[name].append(entry.communicator.pg)
@@ -466,6 +466,6 @@ def _split(call: str, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         if hint:
             raise TypeError(
                 f"{call}() got an unexpected keyword argument {name!r}{hint} (a grid of this name "
-                f"needs sizes, as {name}='tp=2,dp=4', not {shown(value)})"
+                f"needs sizes, as {name}='tp=2,dp=4', not {short_repr(value)})"
             )
     return arguments, grids

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hypercomm.errors import HyperCommError, LaunchError, RankOutsideError
-from hypercomm.launchers import FoundJob, find_job
+from hypercomm.job_environment import FoundJob, find_job
 from hypercomm.layout.checks import as_int, as_ranks
 from hypercomm.layout.text import format_ranks
 from hypercomm.process_groups import torch_internals as torchdist

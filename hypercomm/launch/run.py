@@ -34,7 +34,7 @@ import attrs
 from hypercomm import _required
 from hypercomm.errors import GroupOptionsError, NotInitializedError, RankFailedError
 from hypercomm.layout.checks import check_duration, is_positive, positive
-from hypercomm.layout.text import shown
+from hypercomm.layout.text import short_repr
 
 T = TypeVar("T")
 
@@ -140,7 +140,7 @@ def run_ranks(
     positive(nprocs, "nprocs")
     if not is_positive(timeout):
         raise GroupOptionsError(
-            f"timeout must be a number of seconds above 0, got {shown(timeout)}; a timedelta "
+            f"timeout must be a number of seconds above 0, got {short_repr(timeout)}; a timedelta "
             f"has it as total_seconds()"
         )
     if group_timeout is not None:

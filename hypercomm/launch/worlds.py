@@ -33,7 +33,7 @@ from hypercomm.errors import (
     WorldRestartedError,
 )
 from hypercomm.layout.checks import as_int, check_duration, is_utf8
-from hypercomm.layout.text import did_you_mean, shown
+from hypercomm.layout.text import did_you_mean, short_repr
 from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.agreement import protocol
 from hypercomm.process_groups.agreement.driver import Round, agree, ask, run
@@ -346,7 +346,7 @@ def join_world(
     limit_s = _seconds(timeout)
     sizes, number = _read_parts(parts, part, rank)
     if not isinstance(name, str) or not name or "/" in name or not is_utf8(name):
-        raise LayoutError(f"name must be a text without '/', got {shown(name)}")
+        raise LayoutError(f"name must be a text without '/', got {short_repr(name)}")
     check_backend(backend)
     chosen = None if device is None else torch.device(device)
     if chosen is not None and chosen.type != "cpu":
@@ -358,7 +358,9 @@ def join_world(
     elif hasattr(address, "compare_set"):
         store = address
     else:
-        raise LayoutError(f"address must be 'tcp://host:port' or a store, got {shown(address)}")
+        raise LayoutError(
+            f"address must be 'tcp://host:port' or a store, got {short_repr(address)}"
+        )
     world = JoinedWorld(
         number,
         sum(sizes.values()),
@@ -395,16 +397,18 @@ def _seconds(timeout: timedelta) -> float:
 def _read_parts(parts: object, part: str, rank: int) -> tuple[dict[str, int], int]:
     """Return the size of each part, and the calling rank in the world."""
     if not isinstance(parts, Mapping) or not parts:
-        raise LayoutError(f"parts must be sizes by name, as {{'engine': 4}}, got {shown(parts)}")
+        raise LayoutError(
+            f"parts must be sizes by name, as {{'engine': 4}}, got {short_repr(parts)}"
+        )
     for one in parts:
         if not isinstance(one, str) or not _PART.fullmatch(one):
             raise LayoutError(
-                f"a part is named by letters, digits, '_', '-' or '.', got {shown(one)}"
+                f"a part is named by letters, digits, '_', '-' or '.', got {short_repr(one)}"
             )
     sizes = {one: as_int(size, f"parts[{one!r}]", 1) for one, size in parts.items()}
     if part not in sizes:
         raise LayoutError(
-            f"unknown part {shown(part)}; parts has {[*sizes]}{did_you_mean(str(part), sizes)}"
+            f"unknown part {short_repr(part)}; parts has {[*sizes]}{did_you_mean(str(part), sizes)}"
         )
     number = as_int(rank, "rank")
     if not 0 <= number < sizes[part]:
@@ -428,7 +432,7 @@ def _reach(address: str, serve: bool | None, limit_s: float) -> tuple[Any, bool]
     scheme, _, place = address.partition("://")
     host, _, port = place.rpartition(":")
     if scheme != "tcp" or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise LayoutError(f"address must be like 'tcp://host:29600', got {shown(address)}")
+        raise LayoutError(f"address must be like 'tcp://host:29600', got {short_repr(address)}")
     if address in _served:
         return _served[address], True
     reason = ""

@@ -20,7 +20,7 @@ from hypercomm.errors import (
     RankOutsideError,
     WorldSizeError,
 )
-from hypercomm.layout.text import did_you_mean, shown
+from hypercomm.layout.text import did_you_mean, short_repr
 
 LARGEST_WORLD = 2**24
 """The most ranks that may be listed one by one."""
@@ -57,11 +57,11 @@ def as_int(
     except TypeError:
         is_int = False
     if not is_int:
-        raise error(f"{what} must be an int, got {shown(value)}")
+        raise error(f"{what} must be an int, got {short_repr(value)}")
     if least is not None and number < least:
-        raise error(f"{what} must be at least {least}, got {shown(number)}")
+        raise error(f"{what} must be at least {least}, got {short_repr(number)}")
     if most is not None and number > most:
-        raise error(f"{what} must be at most {most}, got {shown(number)}")
+        raise error(f"{what} must be at most {most}, got {short_repr(number)}")
     return number
 
 
@@ -96,7 +96,7 @@ def check_choice(
     """
     if not isinstance(value, str) or value not in choices:
         hint = did_you_mean(value, choices)
-        raise error(f"{what} must be one of {list(choices)}, got {shown(value)}{hint}")
+        raise error(f"{what} must be one of {list(choices)}, got {short_repr(value)}{hint}")
 
 
 def check_duration(timeout: object, what: str = "timeout") -> None:
@@ -111,7 +111,7 @@ def check_duration(timeout: object, what: str = "timeout") -> None:
     if not isinstance(timeout, timedelta):
         hint = "write timedelta(seconds=...)"
         raise GroupOptionsError(
-            f"{what} must be a datetime.timedelta, got {shown(timeout)}; {hint}"
+            f"{what} must be a datetime.timedelta, got {short_repr(timeout)}; {hint}"
         )
     if timeout <= timedelta(0):
         raise GroupOptionsError(f"{what} must be longer than 0, got {timeout}")
@@ -155,13 +155,13 @@ def as_tuple(value: object, what: str) -> tuple[Any, ...]:
             return tuple(value)  # type: ignore[arg-type]
         except TypeError:
             pass
-    raise LayoutError(f"{what} must be a sequence, got {shown(value)}")
+    raise LayoutError(f"{what} must be a sequence, got {short_repr(value)}")
 
 
 def as_ordered(value: object, what: str) -> tuple[Any, ...]:
     """Return an iterable as a tuple, where the order means something."""
     if isinstance(value, AbstractSet):
-        raise LayoutError(f"{what} must be a sequence, and a set has no order: {shown(value)}")
+        raise LayoutError(f"{what} must be a sequence, and a set has no order: {short_repr(value)}")
     return as_tuple(value, what)
 
 
@@ -170,7 +170,9 @@ def as_strings(value: object, what: str) -> tuple[str, ...]:
     strings = as_ordered(value, what)
     for string in strings:
         if not isinstance(string, str):
-            raise LayoutError(f"{what} must hold strings, got {shown(string)} in {shown(strings)}")
+            raise LayoutError(
+                f"{what} must hold strings, got {short_repr(string)} in {short_repr(strings)}"
+            )
     return strings
 
 
@@ -187,16 +189,16 @@ def as_ranks(value: object, what: str, world_size: int = LARGEST_RANK + 1) -> tu
         return ranks
     for rank, count in Counter(ranks).items():
         if not 0 <= rank < world_size:
-            raise LayoutError(f"{what} must be in range({world_size}), got {shown(rank)}")
+            raise LayoutError(f"{what} must be in range({world_size}), got {short_repr(rank)}")
         if count > 1:
-            raise LayoutError(f"rank {rank} comes twice in {what}, which is {shown(ranks)}")
+            raise LayoutError(f"rank {rank} comes twice in {what}, which is {short_repr(ranks)}")
     return ranks
 
 
 def as_sizes(value: object, what: str = "shape") -> tuple[int, ...]:
     """Return the sizes of a shape, each at least 1."""
     sizes = as_ordered(value, what)
-    return tuple([positive(size, f"every size in {what} {shown(sizes)}") for size in sizes])
+    return tuple([positive(size, f"every size in {what} {short_repr(sizes)}") for size in sizes])
 
 
 def as_names(value: object, what: str = "dim name") -> tuple[str, ...]:
@@ -205,13 +207,13 @@ def as_names(value: object, what: str = "dim name") -> tuple[str, ...]:
     names = as_ordered(value, plural)
     for name in names:
         if not isinstance(name, str) or not name:
-            wrong = f"every {what} must be a non-empty string, got {shown(name)}"
+            wrong = f"every {what} must be a non-empty string, got {short_repr(name)}"
         elif not name.isprintable() or {*name} & {*_SEPARATORS, " "}:
             allowed = f"must be printable, without white space and without any of {_SEPARATORS!r}"
-            wrong = f"{what} {shown(name)} {allowed}"
+            wrong = f"{what} {short_repr(name)} {allowed}"
         elif names.count(name) > 1:
             wrong = f"duplicate {plural}: {name!r} comes twice"
         else:
             continue
-        raise LayoutError(f"{wrong} in {shown(names)}")
+        raise LayoutError(f"{wrong} in {short_repr(names)}")
     return names

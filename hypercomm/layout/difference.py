@@ -18,7 +18,7 @@ from hypercomm.errors import LayoutError
 from hypercomm.layout.checks import LARGEST_WORLD
 from hypercomm.layout.groups import RankGroups
 from hypercomm.layout.layout import RankLayout
-from hypercomm.layout.text import aligned, format_ranks, format_sizes, shown
+from hypercomm.layout.text import aligned, format_ranks, format_sizes, short_repr
 
 MOST_DIMS = 12
 """The most dims larger than 1 that are compared; they have 4,095 combinations."""
@@ -216,7 +216,7 @@ def difference(before: RankLayout, after: RankLayout) -> LayoutDifference:
 def _every_groups(layout: RankLayout, what: str) -> dict[_Dims, RankGroups]:
     """The groups over every combination of dims larger than 1, few dims first."""
     if not isinstance(layout, RankLayout):
-        raise LayoutError(f"{what} must be a RankLayout, got {shown(layout)}")
+        raise LayoutError(f"{what} must be a RankLayout, got {short_repr(layout)}")
     if layout.size > LARGEST_WORLD:
         raise LayoutError(
             f"{what} has {layout.size:,} ranks; the most to compare are {LARGEST_WORLD:,}"

@@ -29,7 +29,7 @@ from hypercomm.layout.checks import (
     positive,
 )
 from hypercomm.layout.numbering import Axis, Listing, coalesce, cut_axes, lattice
-from hypercomm.layout.text import format_range, shown
+from hypercomm.layout.text import format_range, short_repr
 
 _STRIDE = operator.itemgetter(1)
 
@@ -170,7 +170,7 @@ class RankGroups(Sequence[tuple[int, ...]]):
         """
         found = self._find(rank if type(rank) is int else as_rank(rank))
         if found is None:
-            raise RankOutsideError(f"rank {shown(rank)} is in none of these groups: {self!r}")
+            raise RankOutsideError(f"rank {short_repr(rank)} is in none of these groups: {self!r}")
         return found
 
     def of(self, rank: int) -> tuple[int, ...]:
@@ -423,8 +423,8 @@ class PickedGroups(RankGroups):
         picked = tuple([rank for rank in group if rank in chosen])
         if not picked or len(picked) < len(chosen):
             raise LayoutError(
-                f"pick() must name at least one rank, all from group {index} {shown(group)}; "
-                f"the function returned {shown([*chosen])}"
+                f"pick() must name at least one rank, all from group {index} {short_repr(group)}; "
+                f"the function returned {short_repr([*chosen])}"
             )
         if index and len(picked) != self.group_size:
             raise LayoutError(
@@ -515,9 +515,9 @@ def _check_disjoint(groups: Sequence[tuple[int, ...]]) -> None:
         for rank in group:
             if first.setdefault(rank, index) < index:
                 raise LayoutError(
-                    f"rank {rank} is in two groups, {shown(groups[first[rank]])} and "
-                    f"{shown(group)}, but groups of one key are disjoint; create a key for each "
-                    f"list, in one call: create_pgs([{{'dims': grid.dim_names, 'name': f'path"
+                    f"rank {rank} is in two groups, {short_repr(groups[first[rank]])} and "
+                    f"{short_repr(group)}, but groups of one key are disjoint; create a key for "
+                    f"each list, in one call: create_pgs([{{'dims': grid.dim_names, 'name': f'path"
                     f"{{i}}', 'derive': [ranks]}} for i, ranks in enumerate(lists)])"
                 )
 
@@ -535,7 +535,7 @@ def format_sizes_of(groups: RankGroups) -> str:
 # ---- one rank in its group ----------------------------------------------------------------------
 
 
-class Place(NamedTuple):
+class Membership(NamedTuple):
     """A rank's place in its group: the ranks of the group, and the rank's position among them."""
 
     ranks: tuple[int, ...]

@@ -39,7 +39,7 @@ from hypercomm.layout.checks import (
     positive,
     world_too_small,
 )
-from hypercomm.layout.groups import ListedGroups, Place, RankGroups, StridedGroups
+from hypercomm.layout.groups import ListedGroups, Membership, RankGroups, StridedGroups
 from hypercomm.layout.numbering import (
     Axis,
     Listing,
@@ -53,19 +53,19 @@ from hypercomm.layout.numbering import (
     strides_of,
 )
 from hypercomm.layout.parsing import (
-    OPEN,
+    UNSPECIFIED,
     VARIABLE,
     Dims,
     as_dims,
     as_size,
     check_spelling,
-    close_sizes,
+    infer_sizes,
     known_size,
     nearest_multiples,
     read_sizes,
     sizes_of_environment,
 )
-from hypercomm.layout.text import did_you_mean, format_coords, format_sizes, shown
+from hypercomm.layout.text import did_you_mean, format_coords, format_sizes, short_repr
 
 
 @attrs.frozen(init=False, repr=False)
@@ -153,10 +153,10 @@ class RankLayout:
         if isinstance(shape, RankLayout):
             if rank_offset or dims or any(one is not None for one in (dim_names, strides, ranks)):
                 raise LayoutError(f"{shape!r} already has dims and ranks: leave out the others")
-            close_sizes(shape.sizes, world_size)
+            infer_sizes(shape.sizes, world_size)
             self._set(shape.shape, shape.dim_names, shape.strides, shape._map)
             return
-        sizes = close_sizes(read_sizes(shape, dim_names, dims), world_size)
+        sizes = infer_sizes(read_sizes(shape, dim_names, dims), world_size)
         steps, numbering = _read_numbering(sizes, rank_offset, strides, ranks)
         self._set(tuple(sizes.values()), tuple(sizes), steps, numbering)
 
@@ -202,7 +202,7 @@ class RankLayout:
         if self.last_rank > LARGEST_RANK:
             raise LayoutError(
                 f"{self} at rank_offset {self.rank_offset} needs ranks up to "
-                f"{shown(self.last_rank)}; torch numbers them up to {LARGEST_RANK}"
+                f"{short_repr(self.last_rank)}; torch numbers them up to {LARGEST_RANK}"
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -243,22 +243,22 @@ class RankLayout:
             is_one = isinstance(given, str) or not isinstance(given, Iterable)
             several = [given] if is_one else list(given)  # type: ignore[arg-type]
             choices[name] = sorted([as_size(name, size) for size in several], reverse=True)
-        inferred = [name for name, choice in choices.items() if OPEN in choice]
+        inferred = [name for name, choice in choices.items() if UNSPECIFIED in choice]
         if not choices or not all(choices.values()) or len(inferred) > 1:
             raise LayoutError(
                 f"give each dim a size, or sizes to choose from, and -1 to one at most: "
-                f"got {shown(sizes)}"
+                f"got {short_repr(sizes)}"
             )
         possible = [[size for size in choice if total % size == 0] for choice in choices.values()]
         for shape in product(*possible):
             fitting = dict(zip(choices, shape, strict=True))
             known = known_size(fitting)
-            if known == total or (OPEN in shape and total % known == 0):
+            if known == total or (UNSPECIFIED in shape and total % known == 0):
                 return cls(fitting, rank_offset=rank_offset, world_size=total)
         smallest = math.prod([abs(min(choice)) for choice in choices.values()])
         hint = "" if inferred else " with a further dim of size -1"
         raise WorldSizeError(
-            f"no sizes of {shown(choices)} multiply to {total} ranks; allow more sizes, or "
+            f"no sizes of {short_repr(choices)} multiply to {total} ranks; allow more sizes, or "
             f"{nearest_multiples(total, smallest)} ranks would do{hint}"
         )
 
@@ -272,7 +272,9 @@ class RankLayout:
         try:
             return cls(**json.loads(text))
         except (TypeError, json.JSONDecodeError, RecursionError) as error:
-            raise LayoutError(f"{shown(text)} is not the JSON form of a layout: {error}") from error
+            raise LayoutError(
+                f"{short_repr(text)} is not the JSON form of a layout: {error}"
+            ) from error
 
     def to_json(self) -> str:
         """Return the layout as JSON; equal layouts give equal text.
@@ -299,7 +301,9 @@ class RankLayout:
         fields = {"shape": self.shape, "dim_names": self.dim_names, **self._map.arguments()}
         if not self.is_listed:
             fields["strides"] = self.strides
-        return f"RankLayout({', '.join(f'{name}={shown(one)}' for name, one in fields.items())})"
+        return (
+            f"RankLayout({', '.join(f'{name}={short_repr(one)}' for name, one in fields.items())})"
+        )
 
     def _repr_pretty_(self, printer: Any, _: object) -> None:
         """Print, in hypothesis and IPython, text that can be pasted back."""
@@ -469,7 +473,7 @@ class RankLayout:
         """
         return groups_over(self, self.order_dims(dims))
 
-    def place(self, rank: int, /, *dims: Dims) -> Place:
+    def membership(self, rank: int, /, *dims: Dims) -> Membership:
         """Return a rank's place in its group over dims.
 
         Raises:
@@ -477,13 +481,13 @@ class RankLayout:
             UnknownDimError, LayoutError: As for `order_dims`.
 
         Example:
-            >>> pp = RankLayout("tp=2,pp=3").place(3, "pp")
+            >>> pp = RankLayout("tp=2,pp=3").membership(3, "pp")
             >>> pp.rank, pp.ranks
             (1, (1, 3, 5))
         """
         self._index(rank)  # its error is about the layout, not about the groups
         groups = self.groups(*dims)
-        return Place(groups.of(rank), groups.position_of(rank))
+        return Membership(groups.of(rank), groups.position_of(rank))
 
     def enumerate_ranks(self, dims: Dims) -> NDArray[np.int64]:
         """Enumerate groups with members in the order of `dims`, the LAST one varying fastest.
@@ -540,7 +544,7 @@ class RankLayout:
         axis = self._axis_of(dim)
         size = self.shape[axis]
         try:
-            parts = close_sizes(read_sizes(None, None, sizes), size, f"dim {dim!r} has {size}")
+            parts = infer_sizes(read_sizes(None, None, sizes), size, f"dim {dim!r} has {size}")
         except (LayoutError, WorldSizeError) as error:
             raise LayoutError(f"dim {dim!r} cannot be split: {error}") from error
         shape = (*self.shape[:axis], *parts.values(), *self.shape[axis + 1 :])
@@ -593,7 +597,7 @@ class RankLayout:
     def _axis_of(self, dim: object) -> int:
         if not isinstance(dim, str) or dim not in self.dim_names:
             raise UnknownDimError(
-                f"unknown dim {shown(dim)}; this layout has dims {self.dim_names}"
+                f"unknown dim {short_repr(dim)}; this layout has dims {self.dim_names}"
                 f"{did_you_mean(dim, self.dim_names)}"
             )
         return self.dim_names.index(dim)
@@ -605,7 +609,7 @@ class RankLayout:
         for name in wanted:
             self._axis_of(name)
             if wanted.count(name) > 1:
-                raise LayoutError(f"dim {name!r} comes twice in dims {shown(wanted)}")
+                raise LayoutError(f"dim {name!r} comes twice in dims {short_repr(wanted)}")
         return wanted
 
     def _offset_at(self, coords: Mapping[str, int]) -> int:
@@ -617,7 +621,7 @@ class RankLayout:
             if not 0 <= index < self.shape[axis]:
                 raise LayoutError(
                     f"the coordinate of dim {name!r} must be in range({self.shape[axis]}), "
-                    f"got {shown(coordinate)}"
+                    f"got {short_repr(coordinate)}"
                 )
             offset += index * self.strides[axis]
         return offset
@@ -629,10 +633,12 @@ class RankLayout:
             return index
         held = f"ranks {self.rank_offset}..{self.last_rank}"
         if self.is_listed:
-            held = f"the ranks {shown(self.ranks)}"
+            held = f"the ranks {short_repr(self.ranks)}"
         elif self.last_rank - self.rank_offset >= self.size:
             held += f", in strides of {self.strides}"
-        raise RankOutsideError(f"rank {shown(rank)} is not in layout {self}, which holds {held}")
+        raise RankOutsideError(
+            f"rank {short_repr(rank)} is not in layout {self}, which holds {held}"
+        )
 
     def _find(self, rank: object) -> list[int] | None:
         """Return the coordinates of a rank, or None if the layout does not hold it."""
@@ -680,7 +686,7 @@ def _read_numbering(
         return None, Span(offset)
     listing = Listing(as_ranks(ranks, "ranks"))
     if len(listing.ranks) != math.prod(sizes.values()):
-        positions = f"shape has {shown(math.prod(sizes.values()))} positions"
+        positions = f"shape has {short_repr(math.prod(sizes.values()))} positions"
         raise LayoutError(f"ranks holds {len(listing.ranks)} ranks, but {positions}")
     if offset not in {0, listing.first}:
         raise LayoutError(f"rank_offset {offset} cannot be combined with ranks")
@@ -753,10 +759,10 @@ def read_layout(
                 raise LayoutError(f"sizes are missing: give 'tp=2,dp=-1', or set {VARIABLE}")
         given = read_sizes(sizes, dim_names, dims)
         offset = as_int(rank_offset, "rank_offset", 0) if rank_offset else 0
-        if OPEN in given.values() or world_size is None:
+        if UNSPECIFIED in given.values() or world_size is None:
             left = None if world_size is None else positive(world_size, "world_size") - offset
             room = f"{left} are left from rank {offset} on" if offset else ""
-            given = close_sizes(given, None if left is None else max(1, left), room)
+            given = infer_sizes(given, None if left is None else max(1, left), room)
         layout = RankLayout(given, rank_offset=offset)
     if world_size is not None and layout.last_rank >= world_size:
         where = f" from rank {layout.rank_offset}" if layout.rank_offset else ""

@@ -14,9 +14,9 @@ from typing import Any
 
 from hypercomm.errors import LayoutError, WorldSizeError
 from hypercomm.layout.checks import as_int, as_names, as_ordered, as_tuple, positive
-from hypercomm.layout.text import format_sizes, shown
+from hypercomm.layout.text import format_sizes, short_repr
 
-OPEN = -1
+UNSPECIFIED = -1
 """The size of a dim that is to be inferred from the world size."""
 
 VARIABLE = "HYPERCOMM_LAYOUT"
@@ -35,7 +35,7 @@ _KEYWORDS = ("dim_names", "rank_offset", "world_size")
 def parse_sizes(text: str) -> dict[str, int]:
     """Read "tp=2,cp=3,dp=4" into sizes by dim name, in the order given.
 
-    A size of -1, or a name alone, is unspecified (`OPEN`).
+    A size of -1, or a name alone, is unspecified (`UNSPECIFIED`).
 
     Raises:
         LayoutError: A part cannot be read, or a dim is given twice; shows the part.
@@ -44,22 +44,22 @@ def parse_sizes(text: str) -> dict[str, int]:
     {'tp': 2, 'cp': 3, 'dp': -1}
     """
     if not isinstance(text, str):
-        raise LayoutError(f"expected a text like 'tp=2,dp=4', got {shown(text)}")
+        raise LayoutError(f"expected a text like 'tp=2,dp=4', got {short_repr(text)}")
     sizes: dict[str, int] = {}
     for part in text.split(","):
         match = _SIZE.fullmatch(part)
-        size = int(match[2] or OPEN) if match else 0
+        size = int(match[2] or UNSPECIFIED) if match else 0
         is_no_name = match and match[2] is None and (":" in part or match[1].isdigit())
         if not match or size == 0 or is_no_name:  # "tp:2", "2"
-            where = "" if part == text else f" in {shown(text)}"
+            where = "" if part == text else f" in {short_repr(text)}"
             raise LayoutError(
-                f"{shown(part.strip())}{where} cannot be read as a size; write positive sizes, or "
-                f"-1, and separate sizes with commas, as in 'tp=2,dp=4'"
+                f"{short_repr(part.strip())}{where} cannot be read as a size; write positive "
+                f"sizes, or -1, and separate sizes with commas, as in 'tp=2,dp=4'"
             )
         if not match[1].isprintable():
-            raise LayoutError(f"dim name {shown(match[1])} must be printable")
+            raise LayoutError(f"dim name {short_repr(match[1])} must be printable")
         if match[1] in sizes:
-            raise LayoutError(f"dim {shown(match[1])} is given twice in {shown(text)}")
+            raise LayoutError(f"dim {short_repr(match[1])} is given twice in {short_repr(text)}")
         sizes[match[1]] = size
     return sizes
 
@@ -75,7 +75,7 @@ def parse_order(text: str) -> tuple[str, ...]:
     """
     names = _split(text, "-", "tp-cp-dp")
     if len(set(names)) < len(names):
-        raise LayoutError(f"order {shown(text)} must name each dim once, as in 'tp-cp-dp'")
+        raise LayoutError(f"order {short_repr(text)} must name each dim once, as in 'tp-cp-dp'")
     return names
 
 
@@ -90,7 +90,7 @@ def parse_groups(text: str) -> list[tuple[str, ...]]:
     """
     wanted = [split_dims(part) for part in _split(text, ",", "tp,dp+cp")]
     if len(set(map(frozenset, wanted))) < len(wanted):
-        raise LayoutError(f"groups are listed twice in {shown(text)}")
+        raise LayoutError(f"groups are listed twice in {short_repr(text)}")
     return wanted
 
 
@@ -105,20 +105,20 @@ def split_dims(text: str) -> tuple[str, ...]:
     """
     if "," in text:
         joined = "+".join(map(str.strip, text.split(",")))
-        raise LayoutError(f"{shown(text)} is several sets of groups; write one as {joined!r}")
+        raise LayoutError(f"{short_repr(text)} is several sets of groups; write one as {joined!r}")
     dims = tuple(map(str.strip, re.split("[+-]", text)))
     if "" in dims:
-        raise LayoutError(f"{shown(text)} lacks a dim name; write dims like 'dp+cp'")
+        raise LayoutError(f"{short_repr(text)} lacks a dim name; write dims like 'dp+cp'")
     return dims
 
 
 def _split(text: str, separator: str, example: str) -> tuple[str, ...]:
     """Return the names in a text, without the white space around them."""
     if not isinstance(text, str):
-        raise LayoutError(f"expected a text like {example!r}, got {shown(text)}")
+        raise LayoutError(f"expected a text like {example!r}, got {short_repr(text)}")
     names = tuple(map(str.strip, text.split(separator)))
     if "" in names:
-        raise LayoutError(f"{shown(text)} lacks a dim name; write it like {example!r}")
+        raise LayoutError(f"{short_repr(text)} lacks a dim name; write it like {example!r}")
     return names
 
 
@@ -167,21 +167,23 @@ def read_sizes(
     if dims:
         check_spelling(dims)
         if sizes is not None or dim_names is not None:
-            raise LayoutError(f"sizes are given twice: {shown(sizes)} and {shown(dict(dims))}")
+            raise LayoutError(
+                f"sizes are given twice: {short_repr(sizes)} and {short_repr(dict(dims))}"
+            )
         sizes = dims
     if isinstance(sizes, (str, Mapping)):
         if dim_names is not None:
-            raise LayoutError(f"{shown(sizes)} names the dims; leave dim_names out")
+            raise LayoutError(f"{short_repr(sizes)} names the dims; leave dim_names out")
         if isinstance(sizes, str):
             return parse_sizes(sizes)
         dim_names, sizes = tuple(sizes), tuple(sizes.values())
     if dim_names is None or sizes is None:
         missing = "sizes" if sizes is None else "dim_names"
         example = "give 'tp=2,dp=4', or ([2, 4], ['tp', 'dp'])"
-        raise LayoutError(f"{missing} are missing: {example}, got {shown(sizes)}")
+        raise LayoutError(f"{missing} are missing: {example}, got {short_repr(sizes)}")
     names, shape = as_names(dim_names), as_ordered(sizes, "shape")
     if len(shape) != len(names):
-        given = f"len(shape) {shown(list(shape))} != len(dim_names) {shown(list(names))}"
+        given = f"len(shape) {short_repr(list(shape))} != len(dim_names) {short_repr(list(names))}"
         raise LayoutError(f"{given}; give one size for each name")
     if not names:
         raise LayoutError("a layout needs at least one dim, but shape and dim_names are empty")
@@ -212,8 +214,8 @@ def short_names(
     for long, short in names.items():
         if long in sizes and short in sizes:
             raise TypeError(
-                f"{call}() got {short}={shown(sizes[short])} and {long}={shown(sizes[long])}, two "
-                f"names of one size; give one of them"
+                f"{call}() got {short}={short_repr(sizes[short])} and "
+                f"{long}={short_repr(sizes[long])}, two names of one size; give one of them"
             )
     unused = {long: short for long, short in names.items() if long not in sizes}
     return {names.get(name, name): size for name, size in sizes.items()}, unused
@@ -239,7 +241,7 @@ def sizes_of_environment() -> dict[str, int] | None:
         raise LayoutError(f"the environment's {VARIABLE}: {error}") from error
 
 
-def close_sizes(sizes: Mapping[str, int], world_size: int | None, room: str = "") -> dict[str, int]:
+def infer_sizes(sizes: Mapping[str, int], world_size: int | None, room: str = "") -> dict[str, int]:
     """Infer the unspecified size, if there is one, so that the product is `world_size`.
 
     Args:
@@ -251,19 +253,19 @@ def close_sizes(sizes: Mapping[str, int], world_size: int | None, room: str = ""
         LayoutError: Several sizes are unspecified, or one is and no world size is given.
         WorldSizeError: The sizes do not multiply to the world size, or do not divide it.
 
-    >>> close_sizes({"tp": 2, "dp": -1}, 8)
+    >>> infer_sizes({"tp": 2, "dp": -1}, 8)
     {'tp': 2, 'dp': 4}
-    >>> close_sizes({"tp": 4, "dp": 4}, 8)
+    >>> infer_sizes({"tp": 4, "dp": 4}, 8)
     Traceback (most recent call last):
     hypercomm.errors.WorldSizeError: tp=4,dp=4 needs 16 ranks; the world has 8
     """
-    unknown = check_one_open([name for name, size in sizes.items() if size == OPEN])
+    unknown = check_one_unspecified([name for name, size in sizes.items() if size == UNSPECIFIED])
     known = known_size(sizes)
     if world_size is None:
         if unknown is None:
             return dict(sizes)
         raise LayoutError(
-            f"the size of dim {shown(unknown)} is unspecified; give it, as in 'tp=2', or "
+            f"the size of dim {short_repr(unknown)} is unspecified; give it, as in 'tp=2', or "
             f"world_size, the number of ranks"
         )
     rest, remainder = divmod(positive(world_size, "world_size"), known)
@@ -273,22 +275,22 @@ def close_sizes(sizes: Mapping[str, int], world_size: int | None, room: str = ""
             needs = f"a multiple of {known} ranks, as {nearest_multiples(world_size, known)}"
         here = room or f"the world has {world_size}"
         raise WorldSizeError(f"{format_sizes(sizes)} needs {needs}; {here}")
-    return {name: rest if size == OPEN else size for name, size in sizes.items()}
+    return {name: rest if size == UNSPECIFIED else size for name, size in sizes.items()}
 
 
-def check_one_open(names: Sequence[str]) -> str | None:
+def check_one_unspecified(names: Sequence[str]) -> str | None:
     """Return the dim whose size is to be inferred, if there is one.
 
     Raises:
         LayoutError: There are several.
 
-    >>> check_one_open(["dp"])
+    >>> check_one_unspecified(["dp"])
     'dp'
     """
     if len(names) > 1:
         raise LayoutError(
-            f"only one size can be inferred, but those of {shown(list(names))} are unspecified; "
-            f"give all but one, as in 'tp=2'"
+            f"only one size can be inferred, but those of {short_repr(list(names))} are "
+            f"unspecified; give all but one, as in 'tp=2'"
         )
     return names[0] if names else None
 
@@ -306,7 +308,7 @@ def as_size(name: str, size: object) -> int:
     """Return the size of one dim as an int; it may be unspecified."""
     what = f"the size of dim {name!r}"
     number = as_int(size, what)
-    return OPEN if number == OPEN else positive(number, what)
+    return UNSPECIFIED if number == UNSPECIFIED else positive(number, what)
 
 
 def nearest_multiples(number: int, factor: int) -> str:

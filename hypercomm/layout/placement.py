@@ -18,8 +18,14 @@ from hypercomm.layout.checks import (
     world_too_small,
 )
 from hypercomm.layout.layout import RankLayout
-from hypercomm.layout.parsing import OPEN, check_one_open, close_sizes, known_size, read_sizes
-from hypercomm.layout.text import counted, format_ranks, shown, some_of
+from hypercomm.layout.parsing import (
+    UNSPECIFIED,
+    check_one_unspecified,
+    infer_sizes,
+    known_size,
+    read_sizes,
+)
+from hypercomm.layout.text import first_n, format_ranks, pluralize, short_repr
 
 T = TypeVar("T")
 
@@ -55,15 +61,20 @@ def tile(layouts: Layouts, world_size: int) -> dict[str, RankLayout]:
         llm tp=4,dp=2,pp=2 range(8, 24)
     """
     sizes = {name: _read(name, given) for name, given in check_names(layouts).items()}
-    known = [known_size(own) for own in sizes.values() if OPEN not in own.values()]
+    known = [known_size(own) for own in sizes.values() if UNSPECIFIED not in own.values()]
     left = as_world_size(world_size) - sum(known)
-    check_one_open(
-        [f"{dim} of {name}" for name, own in sizes.items() for dim in own if own[dim] == OPEN]
+    check_one_unspecified(
+        [
+            f"{dim} of {name}"
+            for name, own in sizes.items()
+            for dim in own
+            if own[dim] == UNSPECIFIED
+        ]
     )
     placed: dict[str, RankLayout] = {}
     first = 0
     for name, own in sizes.items():
-        room = left if OPEN in own.values() else known_size(own)
+        room = left if UNSPECIFIED in own.values() else known_size(own)
         placed[name] = _placed(name, own, room, f"{left} are left", first)
         first += placed[name].size
     return placed
@@ -94,7 +105,7 @@ def colocate(layouts: Layouts, world_size: int) -> dict[str, RankLayout]:
     sizes = {name: _read(name, given) for name, given in check_names(layouts).items()}
     room, why = as_world_size(world_size), ""
     for name, own in sizes.items():
-        if OPEN not in own.values():
+        if UNSPECIFIED not in own.values():
             room, why = known_size(own), f"grid {name!r} has {known_size(own)}"
             break
     return {name: _placed(name, own, room, why) for name, own in sizes.items()}
@@ -185,10 +196,10 @@ class Placement:
         if not fits[wanted]:
             held = {name: format_ranks(sorted(one.ranks)) for name, one in self.layouts.items()}
             places = [f"{name} has ranks {ranks}" for name, ranks in held.items()]
-            raise WorldSizeError(f"requires={wanted!r}, but {self}; {some_of(places, 16)}")
+            raise WorldSizeError(f"requires={wanted!r}, but {self}; {first_n(places, 16)}")
 
     def __str__(self) -> str:
-        kind, grids = self.kind, counted(len(self.layouts), "grid")
+        kind, grids = self.kind, pluralize(len(self.layouts), "grid")
         lines = [f"{grids}, {kind}, in a world of {self.world_size} ranks"]
         if kind == "overlapping":
             for (one, other), ranks in self.overlaps.items():
@@ -212,14 +223,18 @@ def check_names(layouts: Mapping[str, T]) -> Mapping[str, T]:
     if not isinstance(layouts, Mapping) or not layouts:
         raise LayoutError(
             f"grids must map names to layouts, at least one, as in encoder='tp=2,dp=4', "
-            f"got {shown(layouts)}"
+            f"got {short_repr(layouts)}"
         )
     for name in layouts:
         if not isinstance(name, str) or not name or not is_utf8(name):
-            raise LayoutError(f"the name of a grid must be a non-empty text, got {shown(name)}")
+            raise LayoutError(
+                f"the name of a grid must be a non-empty text, got {short_repr(name)}"
+            )
         if "." in name:
             hint = f"write {name.replace('.', '_')!r}"
-            raise LayoutError(f"the name of a grid must not contain '.', got {shown(name)}; {hint}")
+            raise LayoutError(
+                f"the name of a grid must not contain '.', got {short_repr(name)}; {hint}"
+            )
     return layouts
 
 
@@ -243,7 +258,7 @@ def _placed(
     if room < 1:
         raise WorldSizeError(f"grid {name!r}: no ranks are left for it; make other grids smaller")
     with naming(name):
-        return RankLayout(close_sizes(sizes, room, why), rank_offset=rank_offset)
+        return RankLayout(infer_sizes(sizes, room, why), rank_offset=rank_offset)
 
 
 def _common(one: RankLayout, other: RankLayout) -> Sequence[int]:

@@ -20,10 +20,10 @@ _SHORT.maxtuple = _SHORT.maxlist = _SHORT.maxset = _SHORT.maxfrozenset = 64
 _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 64, 85, 200, 200
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """Write a value as `repr` does, cut where it is long; the keys of a dict are sorted.
 
-    >>> shown("tp"), shown(10**5000), len(shown("a" * 1000))
+    >>> short_repr("tp"), short_repr(10**5000), len(short_repr("a" * 1000))
     ("'tp'", '<int too long to show>', 85)
     """
     try:
@@ -46,20 +46,20 @@ def did_you_mean(value: object, names: Iterable[str]) -> str:
     return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
 
 
-def some_of(items: Sequence[object], most: int) -> str:
+def first_n(items: Sequence[object], most: int) -> str:
     """Write the first items, and how many more there are.
 
-    >>> some_of([4, 2, 7], 3), some_of([4, 2, 7], 1)
+    >>> first_n([4, 2, 7], 3), first_n([4, 2, 7], 1)
     ('4, 2, 7', '4 and 2 more')
     """
     left = len(items) - most
     return ", ".join(map(str, items[:most])) + (f" and {left} more" if left > 0 else "")
 
 
-def counted(count: int, what: str) -> str:
+def pluralize(count: int, what: str) -> str:
     """Write a number of things.
 
-    >>> counted(1, "host"), counted(1200, "switch")
+    >>> pluralize(1, "host"), pluralize(1200, "switch")
     ('1 host', '1,200 switches')
     """
     return f"{count:,} {plural(what, count)}"

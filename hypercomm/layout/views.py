@@ -9,8 +9,8 @@ import attrs
 from hypercomm.errors import LayoutError, UnknownDimError, WorldSizeError
 from hypercomm.layout.checks import as_names
 from hypercomm.layout.layout import RankLayout
-from hypercomm.layout.parsing import Dims, as_dims, close_sizes, read_sizes
-from hypercomm.layout.text import did_you_mean, shown
+from hypercomm.layout.parsing import Dims, as_dims, infer_sizes, read_sizes
+from hypercomm.layout.text import did_you_mean, short_repr
 
 BASE = "base"
 """The name of the factorisation that a grid was made with."""
@@ -58,7 +58,7 @@ class Views(Mapping[str, View]):
         if not isinstance(name, str) or name not in self._views:
             known = list(self._views) or "none yet"
             raise UnknownDimError(
-                f"View {shown(name)} is not registered for {self.base}; there are {known}"
+                f"View {short_repr(name)} is not registered for {self.base}; there are {known}"
                 f"{did_you_mean(name, self._views)}"
             )
         return self._views[name]
@@ -84,7 +84,7 @@ class Views(Mapping[str, View]):
         given = shape.sizes if isinstance(shape, RankLayout) else shape
         sizes, size = read_sizes(given, dim_names), self.base.size
         try:
-            sizes = close_sizes(sizes, size, f"the grid size is {size}")
+            sizes = infer_sizes(sizes, size, f"the grid size is {size}")
         except WorldSizeError as error:
             raise LayoutError(f"View {name!r}: {error} ({self.base})") from error
         layout = self.base.renumber(tuple(sizes.values()), tuple(sizes))
@@ -139,7 +139,8 @@ class Views(Mapping[str, View]):
             hint = f"ask with view={having[0]!r}" if having else "no view has all of them"
             views = "; ".join(f"{name} ({one})" for name, one in layouts.items())
             raise UnknownDimError(
-                f"{shown(dims)} is not in view {view or BASE!r}: {error}; {hint}; views: {views}"
+                f"{short_repr(dims)} is not in view {view or BASE!r}: {error}; {hint}; views: "
+                f"{views}"
             ) from error
         if found is None:
             return None, ordered

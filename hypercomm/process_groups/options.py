@@ -11,7 +11,7 @@ import attrs
 
 from hypercomm.errors import GroupOptionsError
 from hypercomm.layout.checks import check_duration, is_utf8
-from hypercomm.layout.text import shown
+from hypercomm.layout.text import short_repr
 from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.world import World
 
@@ -51,7 +51,7 @@ class GroupOptions:
         desc = self.group_desc
         if desc is not None and not (isinstance(desc, str) and is_utf8(desc)):
             raise GroupOptionsError(
-                f"group_desc must be a string that can be written as UTF-8, got {shown(desc)}"
+                f"group_desc must be a string that can be written as UTF-8, got {short_repr(desc)}"
             )
         if self.lazy_init is not None:
             check_lazy_init(self.lazy_init)
@@ -71,13 +71,13 @@ class GroupOptions:
         if pg_options is not None:
             if not any(map(torchdist.takes_options, singles)):
                 raise GroupOptionsError(
-                    f"pg_options {shown(pg_options)} would be dropped: torch passes no options to "
-                    f"backend {backend!r}; leave pg_options out"
+                    f"pg_options {short_repr(pg_options)} would be dropped: torch passes no "
+                    f"options to backend {backend!r}; leave pg_options out"
                 )
             if (is_fake or "fake" in singles) and not torchdist.has_timeout(pg_options):
                 raise GroupOptionsError(
                     f"pg_options must be options of a backend, such as a ProcessGroupNCCL.Options, "
-                    f"got {shown(pg_options)}"
+                    f"got {short_repr(pg_options)}"
                 )
         timeout = self.timeout or torchdist.given_timeout(pg_options) or world.timeout_of(backend)
         if pg_options is not None:
@@ -123,7 +123,9 @@ def check_lazy_init(lazy_init: bool | None) -> None:
         GroupOptionsError: With the given value.
     """
     if lazy_init is not None and not isinstance(lazy_init, bool):
-        raise GroupOptionsError(f"lazy_init must be True, False or None, got {shown(lazy_init)}")
+        raise GroupOptionsError(
+            f"lazy_init must be True, False or None, got {short_repr(lazy_init)}"
+        )
 
 
 def check_backend(backend: str | None) -> None:
@@ -156,7 +158,7 @@ def check_known(backend: str) -> None:
         GroupOptionsError: With the names that it knows.
     """
     if not isinstance(backend, str) or not backend:
-        raise GroupOptionsError(f"backend must be a name such as 'gloo', got {shown(backend)}")
+        raise GroupOptionsError(f"backend must be a name such as 'gloo', got {short_repr(backend)}")
     pairs = torchdist.pairs_of(backend)
     is_readable = all(_PART.fullmatch(part) for part in backend.lower().split(","))
     if not is_readable or len(dict(pairs)) < len(pairs):
@@ -183,7 +185,7 @@ def as_verified(verify: bool | None) -> bool:
         GroupOptionsError: It is none of True, False and None, or the variable none of 0 and 1.
     """
     if verify is not None and not isinstance(verify, bool):
-        raise GroupOptionsError(f"verify must be True, False or None, got {shown(verify)}")
+        raise GroupOptionsError(f"verify must be True, False or None, got {short_repr(verify)}")
     text = os.environ.get("HYPERCOMM_VERIFY", "0")
     if verify is None and text not in {"0", "1"}:
         raise GroupOptionsError(f"the environment's HYPERCOMM_VERIFY must be 0 or 1, got {text!r}")

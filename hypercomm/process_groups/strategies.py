@@ -33,7 +33,7 @@ from hypercomm.process_groups.world import World
 
 
 @attrs.frozen
-class Plan:
+class ResolvedOptions:
     """How groups with some options are created in a world.
 
     Attributes:
@@ -49,7 +49,7 @@ class Plan:
 
 def plan(
     world: World, groups: RankGroups, given: GroupOptions, creation: str, *, by_all: bool
-) -> Plan:
+) -> ResolvedOptions:
     """Decide how groups are created in a world, and complete their options.
 
     A plan that holds for all groups is made once in a world.
@@ -67,7 +67,7 @@ def plan(
             the strategies that would work.
     """
     asked = given, creation, by_all
-    known: Plan | None = world.choices.get(asked) if given.pg_options is None else None
+    known: ResolvedOptions | None = world.choices.get(asked) if given.pg_options is None else None
     if known is not None:
         return known
     creation = given.creation or creation
@@ -79,7 +79,7 @@ def plan(
             )
         creation = "local"
     strategy, reason = _choose(world, groups, given, creation, by_all=by_all)
-    made = Plan(given.resolve(world), strategy, reason)
+    made = ResolvedOptions(given.resolve(world), strategy, reason)
     depends_on_groups = strategy != "local" or torchdist.split_device() is not None
     if not depends_on_groups and given.pg_options is None:
         world.choices[asked] = made

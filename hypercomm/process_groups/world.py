@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import LaunchError, NotInitializedError, WorldSizeError
-from hypercomm.launchers import find_number
+from hypercomm.job_environment import find_number
 from hypercomm.process_groups import torch_internals as torchdist
 
 

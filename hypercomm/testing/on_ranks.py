@@ -27,7 +27,7 @@ from hypercomm.errors import LaunchError, RankFailedError
 from hypercomm.launch import run_ranks
 from hypercomm.launch.run import dumps, most_ranks, preloads
 from hypercomm.layout import RankLayout
-from hypercomm.layout.text import shown
+from hypercomm.layout.text import short_repr
 from hypercomm.testing import _bound
 from hypercomm.transfers.mapping import RankMapping
 
@@ -227,7 +227,7 @@ def _pickled(
         if found is not None and module not in cloudpickle.list_registry_pickle_by_value():
             cloudpickle.register_pickle_by_value(found)
             stack.callback(cloudpickle.unregister_pickle_by_value, found)
-        name = getattr(function, "__qualname__", shown(function))
+        name = getattr(function, "__qualname__", short_repr(function))
         values = {f"argument {argument!r} of {name}": arguments[argument] for argument in arguments}
         pickles = []
         for what, value in {name: function, **values}.items():
@@ -235,8 +235,8 @@ def _pickled(
                 pickles.append(dumps(value, _Pickler))
             except Exception as error:
                 raise LaunchError(
-                    f"{what} cannot be pickled for its ranks: {shown(value)}: {error}; make what "
-                    f"cannot be pickled in the function"
+                    f"{what} cannot be pickled for its ranks: {short_repr(value)}: {error}; make "
+                    f"what cannot be pickled in the function"
                 ) from error
         return pickles[0], dict(zip(arguments, pickles[1:], strict=True))
 

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hypercomm.layout.text import some_of
-from hypercomm.tools.blame.evidence import FROM_ANYBODY, Call, Group
+from hypercomm.layout.text import first_n
+from hypercomm.tools.blame.evidence import FROM_ANYBODY, LoggedCall, LoggedGroup
 
 # The op of a creation.
-CREATE = "create"
+CREATION = "create"
 
 _HIDDEN = (f"{Path(inspect.getfile(torch)).parent}/", f"{Path(__file__).parents[1]}/")
 # Functions of torch that call several collectives, which are recorded as one call.
@@ -28,7 +28,7 @@ _OBJECT_CALLS = frozenset(
 )
 
 
-class Creation(NamedTuple):
+class RecordedGroup(NamedTuple):
     """A process group that a rank would create.
 
     Attributes:
@@ -70,7 +70,7 @@ class Collective(NamedTuple):
     """
 
     op: str
-    group: Creation
+    group: RecordedGroup
     shapes: tuple[tuple[int, ...], ...]
     dtype: str = ""
     reduction: str = ""
@@ -88,7 +88,7 @@ class Collective(NamedTuple):
         return f" at {Path(self.place).name}" if self.place else ""
 
     def __str__(self) -> str:
-        shapes = some_of([str(list(shape)) for shape in self.shapes], 2)
+        shapes = first_n([str(list(shape)) for shape in self.shapes], 2)
         of = f" of {self.dtype}{shapes}" if self.dtype else ""
         how = f" ({self.reduction})" if self.reduction else ""
         toward = "to" if self.op.startswith(("send", "reduce", "gather")) else "from"
@@ -98,7 +98,7 @@ class Collective(NamedTuple):
 
 
 # A rank enters a call (False), or waits until it has ended (True).
-Step = tuple[bool, Call]
+Step = tuple[bool, LoggedCall]
 
 
 class Book:
@@ -118,8 +118,8 @@ class Book:
         self.steps: list[Step] = []
         self.has_objects = False
         self._simulated = simulated
-        self._groups: dict[str, Group] = {}
-        self._counts: Counter[tuple[Group, str]] = Counter()
+        self._groups: dict[str, LoggedGroup] = {}
+        self._counts: Counter[tuple[LoggedGroup, str]] = Counter()
         self._objects: FrameType | None = None
         self._turns: Counter[tuple[str, str]] = Counter()
         self._values: dict[tuple[tuple[str, str], int], Any] = {}
@@ -131,13 +131,13 @@ class Book:
         self._counts.clear()
         self._turns.clear()
 
-    def create(self, made: Creation) -> None:
+    def create(self, made: RecordedGroup) -> None:
         """Record a creation, which waits for the other members."""
-        group = self._group(f"{CREATE} {made.name}", made)
-        call = Call(CREATE, group, 1, len(self.steps), "started", terms=made, source=made)
+        group = self._group(f"{CREATION} {made.name}", made)
+        call = LoggedCall(CREATION, group, 1, len(self.steps), "started", terms=made, source=made)
         self.steps += [(False, call), (True, call)]
 
-    def call(self, made: Collective, channel: str = "") -> Call:
+    def call(self, made: Collective, channel: str = "") -> LoggedCall:
         """Record a call and its line; messages have a channel, as in dumps."""
         place, objects = _caller()
         self.has_objects = objects is not None
@@ -157,15 +157,15 @@ class Book:
             terms = (made.op, made.shapes, made.dtype, made.peer, made.reduction)
         self._counts[group, channel] += 1
         number = self._counts[group, channel]
-        call = Call(made.op, group, number, len(self.steps), state, terms, source=made)
+        call = LoggedCall(made.op, group, number, len(self.steps), state, terms, source=made)
         call.peer, call.channel = made.peer, channel
         self.steps.append((False, call))
         return call
 
-    def _group(self, name: str, made: Creation) -> Group:
+    def _group(self, name: str, made: RecordedGroup) -> LoggedGroup:
         if name not in self._groups:
             members = tuple(rank for rank in made.ranks if rank in self._simulated)
-            self._groups[name] = Group(name, members)
+            self._groups[name] = LoggedGroup(name, members)
         return self._groups[name]
 
     def post(self, lane: tuple[str, str], value: Any) -> None:

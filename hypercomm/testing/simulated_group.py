@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from hypercomm.errors import SimulationError
-from hypercomm.testing.recording import Book, Collective, Creation, Step
-from hypercomm.tools.blame.evidence import FROM_ANYBODY, Call
+from hypercomm.testing.recording import Book, Collective, RecordedGroup, Step
+from hypercomm.tools.blame.evidence import FROM_ANYBODY, LoggedCall
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 
@@ -92,7 +92,7 @@ class SimulatedWork(Work):
     """
 
     def __init__(
-        self, steps: list[Step], calls: Sequence[Call], results: Sequence[torch.Tensor] = ()
+        self, steps: list[Step], calls: Sequence[LoggedCall], results: Sequence[torch.Tensor] = ()
     ) -> None:
         super().__init__()
         self._steps, self._calls, self._results = steps, calls, list(results)
@@ -134,7 +134,7 @@ class RecordingGroup(SimulatedGroup):
 
     supports_coalescing = False
 
-    def __init__(self, creation: Creation, rank: int, book: Book, name: str) -> None:
+    def __init__(self, creation: RecordedGroup, rank: int, book: Book, name: str) -> None:
         ranks = creation.ranks
         description = "default_pg" if name == "0" else creation.description
         super().__init__(name, ranks.index(rank), len(ranks), creation.timeout, description)

@@ -17,20 +17,20 @@ import attrs
 from hypercomm.compat.ezpz import tp as ezpz
 from hypercomm.compat.megatron import state as megatron
 from hypercomm.errors import RankFailedError, SimulationError
-from hypercomm.launchers import VARIABLES
+from hypercomm.job_environment import VARIABLES
 from hypercomm.layout.checks import as_ranks, as_world_size, check_duration
-from hypercomm.layout.text import counted, some_of
+from hypercomm.layout.text import first_n, pluralize
 from hypercomm.process_groups.options import check_known
-from hypercomm.testing.recording import CREATE, Book, Collective, Creation, Step
+from hypercomm.testing.recording import CREATION, Book, Collective, RecordedGroup, Step
 from hypercomm.testing.simulated_group import RecordingGroup
 from hypercomm.testing.worlds import OtherWorld, other_worlds
 from hypercomm.tools.blame.analysis import ANSWERS, find_differences, find_waits
-from hypercomm.tools.blame.evidence import Call, Evidence, Group, Record
+from hypercomm.tools.blame.evidence import Evidence, LoggedCall, LoggedGroup, RankLog
 
 Result = TypeVar("Result")
 
 
-_NEVER = {CREATE: "never creates it", "send": "never receives it", "recv": "never sends it"}
+_NEVER = {CREATION: "never creates it", "send": "never receives it", "recv": "never sends it"}
 
 
 @attrs.frozen
@@ -46,9 +46,9 @@ class Disagreement:
         differs: How the calls differ; "" if they do not.
     """
 
-    group: Creation
+    group: RecordedGroup
     number: int
-    calls: Mapping[int, Creation | Collective]
+    calls: Mapping[int, RecordedGroup | Collective]
     absent: Mapping[int, str]
     differs: str = ""
 
@@ -84,7 +84,7 @@ class Simulation(Generic[Result]):
 
     world_size: int
     returned: Mapping[int, Result]
-    creations: Mapping[int, Sequence[Creation]]
+    creations: Mapping[int, Sequence[RecordedGroup]]
     collectives: Mapping[int, Sequence[Collective]]
     disagreements: tuple[Disagreement, ...]
 
@@ -109,7 +109,7 @@ class Simulation(Generic[Result]):
         if any(self.collectives.values()):
             headline += f"; {_range(self.collectives)} collectives on each"
         found = self.disagreements
-        verdict = f"{counted(len(found), 'disagreement')}:" if found else "all ranks agree"
+        verdict = f"{pluralize(len(found), 'disagreement')}:" if found else "all ranks agree"
         more = [f"  and {len(found) - 5:,} more"] if len(found) > 5 else []
         return "\n".join([headline, verdict, *(f"  {one}" for one in found[:5]), *more])
 
@@ -224,11 +224,11 @@ def simulate(
                     returned[rank] = function(*args)
                 except Exception as error:
                     raise RankFailedError(rank, traceback.format_exc()) from error
-    creations: dict[int, list[Creation]] = {}
+    creations: dict[int, list[RecordedGroup]] = {}
     collectives: dict[int, list[Collective]] = {}
     for rank, steps in book.programs.items():
         made = [call.source for does_wait, call in steps if not does_wait]
-        creations[rank] = [each for each in made if isinstance(each, Creation)]
+        creations[rank] = [each for each in made if isinstance(each, RecordedGroup)]
         collectives[rank] = [each for each in made if isinstance(each, Collective)]
     return Simulation(world_size, returned, creations, collectives, judge(book.programs))
 
@@ -242,13 +242,13 @@ def _job(
     def make_world() -> RecordingGroup:
         number = next(jobs)
         name = "WORLD" if number == 1 else f"WORLD (job {number})"
-        whole = Creation(name, range(len(everyone)), backend, timeout, name)
+        whole = RecordedGroup(name, range(len(everyone)), backend, timeout, name)
         return RecordingGroup(whole, rank, book, "0")
 
     def create(
         name: str, ranks: tuple[int, ...], backend: str, timeout: timedelta, description: str
     ) -> RecordingGroup:
-        made = Creation(name, ranks, backend, timeout, description)
+        made = RecordedGroup(name, ranks, backend, timeout, description)
         book.create(made)
         return RecordingGroup(made, rank, book, name)
 
@@ -262,7 +262,7 @@ def _job(
 Programs = Mapping[int, Sequence[Step]]
 
 # A group, a channel and a number: the calls that belong together.
-Point = tuple[Group, str, int]
+Point = tuple[LoggedGroup, str, int]
 
 
 def judge(programs: Programs) -> tuple[Disagreement, ...]:
@@ -294,7 +294,7 @@ def judge(programs: Programs) -> tuple[Disagreement, ...]:
 
 
 def _evidence(steps: Programs) -> Evidence:
-    records = {rank: Record(rank) for rank in steps}
+    records = {rank: RankLog(rank) for rank in steps}
     for rank, own in steps.items():
         for does_wait, call in own:
             if not does_wait:
@@ -302,24 +302,24 @@ def _evidence(steps: Programs) -> Evidence:
     return Evidence(records, len(records))
 
 
-def _other_end(call: Call) -> Point:
+def _other_end(call: LoggedCall) -> Point:
     """Return the other end of a message; of a collective, the same point."""
     way, _, route = call.channel.partition(" ")
     other = f"{ANSWERS[way]} {route}" if way in ANSWERS else call.channel
     return call.group, other, call.number
 
 
-def _needed(call: Call) -> int:
+def _needed(call: LoggedCall) -> int:
     return 1 if call.channel else len(call.group.ranks)
 
 
-def _advance(steps: Programs, first: Mapping[tuple[Group, str], int]) -> dict[int, int]:
+def _advance(steps: Programs, first: Mapping[tuple[LoggedGroup, str], int]) -> dict[int, int]:
     """Return the step in which each rank stops for ever, and mark the calls that have ended."""
     at = dict.fromkeys(steps, 0)
     entered: Counter[Point] = Counter()
     waiting: dict[Point, list[int]] = {}
 
-    def has_ended(call: Call) -> bool:
+    def has_ended(call: LoggedCall) -> bool:
         is_free = call.number >= first.get((call.group, call.channel), math.inf)
         return is_free or entered[_other_end(call)] >= _needed(call)
 
@@ -369,16 +369,16 @@ def _is_never(why: str) -> bool:
 
 
 def _disagreement(
-    calls: Mapping[int, Call], absent: Mapping[int, str], differs: str = ""
+    calls: Mapping[int, LoggedCall], absent: Mapping[int, str], differs: str = ""
 ) -> Disagreement:
     sources = {rank: calls[rank].source for rank in sorted(calls)}
     call = next(iter(calls.values()))
-    if call.op == CREATE:
+    if call.op == CREATION:
         return Disagreement(next(iter(sources.values())), 0, sources, absent, differs)
     return Disagreement(call.source.group, call.number, sources, absent, differs)
 
 
-def _describe(calls: Mapping[int, Call]) -> str:
+def _describe(calls: Mapping[int, LoggedCall]) -> str:
     """Describe calls that differ, those of the fewest ranks first."""
     kinds: dict[object, list[int]] = {}
     for rank in sorted(calls):
@@ -386,7 +386,7 @@ def _describe(calls: Mapping[int, Call]) -> str:
     texts = []
     for ranks in sorted(kinds.values(), key=lambda ranks: (len(ranks), ranks)):
         made = calls[ranks[0]].source
-        if isinstance(made, Creation):
+        if isinstance(made, RecordedGroup):
             who = _ranks_that(ranks, "creates", "create")
             texts.append(f"{who} {made} with {made.backend} and a timeout of {made.timeout}")
         else:
@@ -396,4 +396,4 @@ def _describe(calls: Mapping[int, Call]) -> str:
 
 
 def _ranks_that(ranks: Sequence[int], one: str, many: str) -> str:
-    return f"rank {ranks[0]} {one}" if len(ranks) == 1 else f"ranks {some_of(ranks, 4)} {many}"
+    return f"rank {ranks[0]} {one}" if len(ranks) == 1 else f"ranks {first_n(ranks, 4)} {many}"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hypercomm.errors import LayoutError
 from hypercomm.layout.checks import as_int, as_world_size
-from hypercomm.layout.text import shown
+from hypercomm.layout.text import short_repr
 from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.options import check_timeout
 from hypercomm.process_groups.world import World, current, note
@@ -211,7 +211,7 @@ def fake_world(
     check_timeout(timeout)
     as_int(rank, "rank", 0, world_size - 1)
     if parts is not None and sum(parts.values()) != world_size:
-        raise LayoutError(f"parts {shown(parts)} have not the {world_size} ranks of the world")
+        raise LayoutError(f"parts {short_repr(parts)} have not the {world_size} ranks of the world")
     if dist.is_initialized():  # a simulated job would ignore that another one begins
         raise ValueError("torch.distributed is already initialised; call fake_world() before that")
     fake: Any = importlib.import_module("torch.testing._internal.distributed.fake_pg")

@@ -16,10 +16,10 @@ from hypercomm.cli import options
 from hypercomm.cli.options import Key, read_keys, read_views
 from hypercomm.cli.printing import console, numbers, print_json, table
 from hypercomm.errors import LayoutError
-from hypercomm.launchers import find_number
+from hypercomm.job_environment import find_number
 from hypercomm.layout import RankLayout
-from hypercomm.layout.parsing import OPEN, close_sizes, parse_sizes
-from hypercomm.layout.text import counted, format_coords, format_range
+from hypercomm.layout.parsing import UNSPECIFIED, infer_sizes, parse_sizes
+from hypercomm.layout.text import format_coords, format_range, pluralize
 from hypercomm.tools.launch_files.command import with_files
 from hypercomm.tools.place.command import on_option
 from hypercomm.tools.place.live import machine
@@ -101,11 +101,11 @@ def plan(
 def _read_layout(text: str, world_size: int | None, rank_offset: int) -> RankLayout:
     """Read sizes; one that is unspecified fills the job whose variables are set, if any."""
     room = "" if world_size is None else f"--world-size is {world_size}"
-    if world_size is None and OPEN in parse_sizes(text).values():
+    if world_size is None and UNSPECIFIED in parse_sizes(text).values():
         job = find_number("WORLD_SIZE", os.environ)
         if job is not None:
             world_size, room = job[0], f"the job has {job[0]} ({job[1]})"
-    sizes = close_sizes(parse_sizes(text), world_size, room)
+    sizes = infer_sizes(parse_sizes(text), world_size, room)
     layout = RankLayout(sizes, rank_offset=rank_offset)
     if layout.size > _MOST_RANKS:
         raise LayoutError(f"{layout} has {layout.size:,} ranks; plan shows up to {_MOST_RANKS:,}")
@@ -150,7 +150,7 @@ def _groups_over(
 
 
 def _show(layout: RankLayout, found: dict[str, Any]) -> None:
-    hosts = f"{counted(found['hosts'], 'host')} of {format_range(*found['ranks_per_host'])}"
+    hosts = f"{pluralize(found['hosts'], 'host')} of {format_range(*found['ranks_per_host'])}"
     ranks = f"{found['ranks']:,} ranks {layout.rank_offset}..{layout.last_rank}"
     lines = [
         f"{layout}: {ranks}; the first dim varies fastest",

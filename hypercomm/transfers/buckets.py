@@ -13,7 +13,7 @@ import attrs
 import torch
 
 from hypercomm.errors import PlanMismatchError
-from hypercomm.transfers.holdings import Box, Shape, Source, Target, Wanted, size_of
+from hypercomm.transfers.holdings import Box, Shape, SourceTensor, Target, Wanted, size_of
 
 ALIGNMENT = 16
 """Segments begin at multiples of this many bytes: the size of the largest element type.
@@ -72,7 +72,7 @@ def room_for(nbytes: int) -> int:
 
 
 @attrs.frozen
-class Plan:
+class BucketPlan:
     """The plan of one rank.
 
     Attributes:
@@ -98,8 +98,8 @@ class Plan:
 
 
 def plan_of(
-    sources: Mapping[str, Source], targets: Iterable[Target], bucket_bytes: int, rank: int
-) -> Plan:
+    sources: Mapping[str, SourceTensor], targets: Iterable[Target], bucket_bytes: int, rank: int
+) -> BucketPlan:
     """Return the plan of a rank. `segments` explains the other arguments."""
     copies: list[Segment] = []
     sends: list[list[Segment]] = []
@@ -114,11 +114,11 @@ def plan_of(
             sends[segment.bucket].append(segment)
         elif segment.target == rank:
             receives[segment.bucket].append(segment)
-    return Plan(copies, sends, receives)
+    return BucketPlan(copies, sends, receives)
 
 
 def segments(
-    sources: Mapping[str, Source], targets: Iterable[Target], bucket_bytes: int
+    sources: Mapping[str, SourceTensor], targets: Iterable[Target], bucket_bytes: int
 ) -> Iterator[Segment]:
     """Cut parameters into segments, and assign each to a source, a target and a bucket.
 
@@ -137,7 +137,7 @@ def segments(
         Two source ranks have the same row of 2048 numbers, and each sends one half of it.
 
         >>> row = ((0, 2048),)
-        >>> sources = {"row": Source("float32", (2048,), {row: {0: (0,), 1: (0,)}})}
+        >>> sources = {"row": SourceTensor("float32", (2048,), {row: {0: (0,), 1: (0,)}})}
         >>> targets = [Target("row", "float32", [[Wanted(2, "row", row, (0,))]])]
         >>> found = segments(sources, targets, 1 << 16)
         >>> [(one.source, one.target_slices[0], one.bucket) for one in found]
@@ -192,7 +192,7 @@ Holders = dict[int, Shape]
 class _Overlaps:
     """Finds the boxes of the source that overlap a box; equal parameters have equal ones."""
 
-    def __init__(self, sources: Mapping[str, Source]) -> None:
+    def __init__(self, sources: Mapping[str, SourceTensor]) -> None:
         self._boxes = {name: tuple(source.boxes) for name, source in sources.items()}
         self._holders = {name: source.boxes for name, source in sources.items()}
         self._found: dict[tuple[tuple[Box, ...], Box], list[tuple[Box, Box]]] = {}

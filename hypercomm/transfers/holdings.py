@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hypercomm.errors import LayoutError, PlanMismatchError
-from hypercomm.layout.text import some_of
+from hypercomm.layout.text import first_n
 from hypercomm.transfers.mapping import RankMapping, chunk_sizes, resolve_axes
 
 Shape = tuple[int, ...]
@@ -129,8 +129,8 @@ def describe_dtensor(
     fits = {*members} <= {*ranks} if is_numbered else len(members) <= len(ranks)
     if coordinate is None or not fits:
         raise LayoutError(
-            f"is a DTensor on a mesh of {some_of(members, 8) or 'other ranks'}, and the mapping "
-            f"has ranks {some_of(ranks, 8)} here"
+            f"is a DTensor on a mesh of {first_n(members, 8) or 'other ranks'}, and the mapping "
+            f"has ranks {first_n(ranks, 8)} here"
         )
     whole = tuple(tensor.shape)
     spans = spans_of(whole, tuple(mesh.shape), coordinate, placements)
@@ -240,7 +240,7 @@ def assume(
 
 
 @attrs.frozen
-class Source:
+class SourceTensor:
     """A parameter of the source.
 
     Attributes:
@@ -285,7 +285,7 @@ def put_together(
     sent: Mapping[int, Sequence[Held]],
     received: Mapping[int, Sequence[Held]],
     dtype: torch.dtype | None = None,
-) -> tuple[dict[str, Source], list[Target]]:
+) -> tuple[dict[str, SourceTensor], list[Target]]:
     """Return the parameters of both ends, from the descriptions of all ranks.
 
     Args:
@@ -303,14 +303,14 @@ def put_together(
         for rank, regions in _regions(held, whole).items():
             for box, start in regions:
                 boxes.setdefault(box, {})[rank] = start
-        sources[name] = Source(next(iter(held.values())).dtype, tuple(map(sum, whole)), boxes)
+        sources[name] = SourceTensor(next(iter(held.values())).dtype, tuple(map(sum, whole)), boxes)
     targets, used = [], set()
     for name, held in sorted(_by_name(received, "into").items()):
         rank, one = next(iter(held.items()))
         parts = [name] if one.fused is None else one.fused[0]
         for part in parts:
             if part not in sources:
-                near = some_of([repr(known) for known in sorted(sources)], 4)
+                near = first_n([repr(known) for known in sorted(sources)], 4)
                 raise misfit(f"rank {rank} has {name!r} in into, for {part!r}; state has {near}")
             _check_dtype(name, one.dtype, part, sources[part].dtype, dtype)
         used |= {*parts}
@@ -322,12 +322,12 @@ def put_together(
         targets.append(Target(name, one.dtype, wanted))
     unused = [repr(name) for name in sorted(sources.keys() - used)]
     if unused:
-        raise misfit(f"rank {min(sent)} has {some_of(unused, 4)} in state, no rank has it in into")
+        raise misfit(f"rank {min(sent)} has {first_n(unused, 4)} in state, no rank has it in into")
     return sources, targets
 
 
 def _unfused(
-    name: str, held: Mapping[int, Held], sent: Mapping[int, Sequence[Held]], source: Source
+    name: str, held: Mapping[int, Held], sent: Mapping[int, Sequence[Held]], source: SourceTensor
 ) -> list[list[Wanted]]:
     """Return what each rank wants of a parameter that both ends have."""
     lengths = _whole(f"into[{name!r}]", held)
@@ -442,7 +442,7 @@ def size_of(box: Box) -> int:
     return prod(stop - start for start, stop in box)
 
 
-def _fused(rank: int, held: Held, sources: Mapping[str, Source]) -> list[Wanted]:
+def _fused(rank: int, held: Held, sources: Mapping[str, SourceTensor]) -> list[Wanted]:
     """Return what a rank wants of the parts of a fused parameter."""
     if held.fused is None:
         return []

@@ -28,7 +28,7 @@ from hypercomm.errors import LayoutError, RankOutsideError, UnknownDimError
 from hypercomm.layout.checks import as_int, as_ordered
 from hypercomm.layout.layout import RankLayout, read_layout
 from hypercomm.layout.parsing import nearest_multiples
-from hypercomm.layout.text import shown, some_of
+from hypercomm.layout.text import first_n, short_repr
 
 Cell = tuple[int, ...]
 """A part of a tensor: the index of its shard along each axis that is cut."""
@@ -810,8 +810,8 @@ class RankMapping:
             if not may_lack and dim not in {*names[0], *names[1]}:
                 hint = "; give along=None if no dim splits a batch" if role == "along" else ""
                 raise UnknownDimError(
-                    f"{role} names dim {shown(dim)}, which neither layout has; the source has dims "
-                    f"{names[0]}, the target {names[1]}{hint}"
+                    f"{role} names dim {short_repr(dim)}, which neither layout has; the source "
+                    f"has dims {names[0]}, the target {names[1]}{hint}"
                 )
         before, after = (1, 1) if self.along is None else self._sizes(self.along)
         if before % after and after % before:
@@ -837,7 +837,7 @@ def _cell_of(sharding: Sharding, rank: int) -> Cell | None:
 
 def _with_ranks(layout: RankLayout) -> str:
     if layout.is_listed:
-        return f"{layout} on ranks {some_of(tuple(layout.ranks), 16)}"
+        return f"{layout} on ranks {first_n(tuple(layout.ranks), 16)}"
     return f"{layout} at {layout.rank_offset}"
 
 
@@ -858,7 +858,7 @@ def as_shards(value: object) -> Shards:
     for pair in as_ordered(tuple(value.items()) if isinstance(value, Mapping) else value, "shards"):
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise LayoutError(
-                f"shards must map dims to axes, as in {{'cp': 1}}, got {shown(value)}"
+                f"shards must map dims to axes, as in {{'cp': 1}}, got {short_repr(value)}"
             )
         shards.append((pair[0], as_int(pair[1], f"the axis of dim {pair[0]!r} in shards")))
     return tuple(shards)
@@ -884,7 +884,7 @@ def roles_of(named: Iterable[tuple[str, str]]) -> dict[str, str]:
     for role, dim in named:
         if dim in roles:
             raise LayoutError(
-                f"dim {shown(dim)} is named by {roles[dim]} and by {role}; a dim has one role"
+                f"dim {short_repr(dim)} is named by {roles[dim]} and by {role}; a dim has one role"
             )
         roles[dim] = role
     return roles

@@ -28,10 +28,10 @@ from hypercomm.errors import (
     StateTransferError,
 )
 from hypercomm.layout.checks import as_int, as_ordered
-from hypercomm.layout.text import did_you_mean, shown, some_of
+from hypercomm.layout.text import did_you_mean, first_n, short_repr
 from hypercomm.process_groups.options import as_verified
 from hypercomm.process_groups.world import World, current
-from hypercomm.transfers.buckets import LEAST_BUCKET, Plan, Segment, plan_of
+from hypercomm.transfers.buckets import LEAST_BUCKET, BucketPlan, Segment, plan_of
 from hypercomm.transfers.exchange import consent, details, gather, post, ranks_of
 from hypercomm.transfers.holdings import (
     Fused,
@@ -197,7 +197,7 @@ class _How:
     def _check_dtype(self, _: object, dtype: object) -> None:
         if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             return
-        raise LayoutError(f"dtype must be a floating-point dtype of torch, got {shown(dtype)}")
+        raise LayoutError(f"dtype must be a floating-point dtype of torch, got {short_repr(dtype)}")
 
     def __str__(self) -> str:
         return f"buckets of {self.limit} bytes, verify={self.is_verified}, dtype={self.dtype}"
@@ -266,7 +266,7 @@ def _as_state(value: object, what: str, rank: int) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or not value:
         raise LayoutError(
             f"rank {rank} needs {what}, a dict of tensors by name that is not empty; got "
-            f"{shown(value)}"
+            f"{short_repr(value)}"
         )
     return value
 
@@ -386,7 +386,7 @@ class _Kept:
     """A plan that is kept, the descriptions of this rank, and a digest of all descriptions."""
 
     digest: str
-    plan: Plan
+    plan: BucketPlan
     about: _About
 
 
@@ -634,10 +634,10 @@ class _Mover:
         ]
         left = self.plan.receives[number:]
         names = sorted({repr(segment.name) for bucket in left for segment in bucket})
-        partly = f"; perhaps partly written: {some_of(names, 8)}" if names else ""
+        partly = f"; perhaps partly written: {first_n(names, 8)}" if names else ""
         return StateTransferError(
             f"{self.world.title(self.world.rank)} lost bucket {number} of {self.plan.buckets}, "
-            f"with {some_of(messages, 4)}: {_reason(error)}; all earlier ones have arrived on this "
+            f"with {first_n(messages, 4)}: {_reason(error)}; all earlier ones have arrived on this "
             f"rank{partly}: {_advice(self.world)}, and {_CONTINUE.format(number)}",
             bucket=number,
         )

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from hypercomm.errors import CreationError, LayoutError
 from hypercomm.layout.checks import as_int, as_ordered, world_too_small
-from hypercomm.layout.text import shown, some_of
+from hypercomm.layout.text import first_n, short_repr
 from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.options import as_verified
 from hypercomm.process_groups.world import World, current
@@ -206,7 +206,7 @@ def _role(mapping: RankMapping, rank: int) -> _Role:
 def check_mapping(mapping: object, size: int) -> None:
     """Raise unless this is a RankMapping whose ranks all exist in a job of this size."""
     if not isinstance(mapping, RankMapping):
-        raise LayoutError(f"mapping must be a RankMapping, got {shown(mapping)}")
+        raise LayoutError(f"mapping must be a RankMapping, got {short_repr(mapping)}")
     last_rank = max(mapping.source.last_rank, mapping.target.last_rank)
     if last_rank >= size:
         raise world_too_small(f"the mapping {mapping}", last_rank, size)
@@ -261,7 +261,7 @@ def _check_group(groups: object, role: _Role, *, leaders: bool) -> ProcessGroup 
     if not isinstance(groups, ProcessGroup) or sorted(members) != sorted(role.siblings):
         raise LayoutError(
             f"groups must be the process group of this rank's broadcast_siblings {role.siblings}, "
-            f"got {tuple(members) or shown(groups)}"
+            f"got {tuple(members) or short_repr(groups)}"
         )
     return groups
 
@@ -269,7 +269,7 @@ def _check_group(groups: object, role: _Role, *, leaders: bool) -> ProcessGroup 
 def as_tensor(value: object, what: str) -> Tensor:
     """Return a value that is a dense tensor with data, or raise LayoutError."""
     if not isinstance(value, Tensor):
-        raise LayoutError(f"{what} must be a torch.Tensor, got {shown(value)}")
+        raise LayoutError(f"{what} must be a torch.Tensor, got {short_repr(value)}")
     if value.layout is not torch.strided or value.device.type == "meta":
         raise LayoutError(
             f"{what} must be a dense tensor with data, got {value.layout} on {value.device}"
@@ -388,8 +388,8 @@ def _fit(mapping: RankMapping, blocks: tuple[tuple[int, bytes], ...]) -> tuple[R
             receiver, buffer = next(iter(into.items()))
             raise misfit(
                 f"tensor axis {axis} has length {sum(source)} at the source, in shards of "
-                f"{some_of(source, 8)}, where rank {first} has {one.shape}, and length "
-                f"{sum(target)} at the target, in shards of {some_of(target, 8)}, where rank "
+                f"{first_n(source, 8)}, where rank {first} has {one.shape}, and length "
+                f"{sum(target)} at the target, in shards of {first_n(target, 8)}, where rank "
                 f"{receiver} has {buffer.shape}"
             )
     return attrs.evolve(mapping, sizes=[sizes[axis] for axis in axes]), tuple(whole)

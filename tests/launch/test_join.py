@@ -12,7 +12,7 @@ from ports import free_port
 
 from hypercomm import HyperCommGrid, join
 from hypercomm.errors import GroupOptionsError, LaunchError, LayoutError
-from hypercomm.launchers import VARIABLES
+from hypercomm.job_environment import VARIABLES
 from hypercomm.testing import fake_world, simulate
 
 STEP = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "1"}

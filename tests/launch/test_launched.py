@@ -1,4 +1,4 @@
-"""join() under torchrun itself; what other launchers set is read in test_launchers.py."""
+"""join() under torchrun itself; what other launchers set is read in test_job_environment.py."""
 
 import json
 

@@ -12,7 +12,7 @@ from hypercomm import RankLayout
 from hypercomm.errors import LayoutError
 from hypercomm.layout import read_layout
 from hypercomm.layout.parsing import parse_groups
-from hypercomm.layout.text import shown
+from hypercomm.layout.text import short_repr
 
 pytestmark = pytest.mark.torch_free
 LAYOUT = RankLayout([2, 3, 4], ["tp", "cp", "dp"])
@@ -76,7 +76,7 @@ def test_long_texts(text):
 # Values in messages are cut before they are written.
 def test_values_are_shown_short():
     for value in ("a" * 10**7, [0] * 10**7, {"a" * 10**6: 1}, 10**5000, np.zeros(10**6)):
-        assert len(shown(value)) < 500
+        assert len(short_repr(value)) < 500
 
 
 # ---- dims ---------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ from hypercomm.grid.arguments import GroupArguments
 from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.layout.checks import check_duration, positive
 from hypercomm.layout.groups import as_groups
-from hypercomm.layout.text import shown
+from hypercomm.layout.text import short_repr
 from hypercomm.process_groups import torch_internals as torchdist
 
 _state = current.get
@@ -366,7 +366,7 @@ def _of_size(name: str, check_initialized: bool, group_size: int | None) -> Proc
     groups, option = _state().values[name], table.ROWS[name].option
     if group_size not in groups:
         raise GroupMissingError(
-            f"there is no group of group_size={shown(group_size)} in {name}; the sizes are "
+            f"there is no group of group_size={short_repr(group_size)} in {name}; the sizes are "
             f"{list(groups) or f'none: initialise with {option}=True'}"
         )
     return groups[group_size]

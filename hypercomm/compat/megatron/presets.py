@@ -16,7 +16,7 @@ from hypercomm.grid.arguments import GroupArguments, SetArguments, Share, check_
 from hypercomm.grid.grid_set import GridSet
 from hypercomm.layout.checks import as_world_size
 from hypercomm.layout.parsing import short_names
-from hypercomm.layout.text import did_you_mean, shown
+from hypercomm.layout.text import did_you_mean, short_repr
 from hypercomm.process_groups.world import size_of_world
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def megatron_grids(
         for dim in inference:
             if dim not in {*NAMES, *NAMES.values()}:
                 raise UnknownDimError(
-                    f"inference has no dim {shown(dim)}, but {list(NAMES.values())}"
+                    f"inference has no dim {short_repr(dim)}, but {list(NAMES.values())}"
                     f"{did_you_mean(dim, (*NAMES.values(), *NAMES))}"
                 )
         models["inference"] = dict(inference)

@@ -30,7 +30,7 @@ from hypercomm.grid import HyperCommGrid
 from hypercomm.grid.arguments import GroupArguments
 from hypercomm.grid.grid import GridView
 from hypercomm.layout.checks import as_ordered, check_choice
-from hypercomm.layout.text import shown
+from hypercomm.layout.text import short_repr
 from hypercomm.process_groups import torch_internals as torchdist
 
 logger = logging.getLogger(__name__)
@@ -258,7 +258,7 @@ def _read(path: str) -> NcclConfig:
     with Path(path).open("rb") as file:  # whose name is then in yaml's errors
         content = yaml.safe_load(file)
     if not isinstance(content, dict):
-        raise ConfigurationError(f"{path} must map groups to options, got {shown(content)}")
+        raise ConfigurationError(f"{path} must map groups to options, got {short_repr(content)}")
     return content
 
 

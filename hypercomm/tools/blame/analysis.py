@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import attrs
 
 from hypercomm.layout.text import format_ranks
-from hypercomm.tools.blame.evidence import Call, Evidence
+from hypercomm.tools.blame.evidence import Evidence, LoggedCall
 
 _T = TypeVar("_T")
 
@@ -21,7 +21,7 @@ ANSWERS = {"send": "recv", "recv": "send"}
 
 
 @attrs.frozen(eq=False)
-class Wait:
+class AwaitedRanks:
     """A call that has not ended.
 
     Attributes:
@@ -29,11 +29,11 @@ class Wait:
         absent: The members that have not entered it.
     """
 
-    calls: Mapping[int, Call]
+    calls: Mapping[int, LoggedCall]
     absent: tuple[int, ...]
 
     @property
-    def call(self) -> Call:
+    def call(self) -> LoggedCall:
         """The call of the first rank."""
         return next(iter(self.calls.values()))
 
@@ -64,9 +64,9 @@ class Deviation:
     """
 
     rank: int
-    last: Call | None
-    own: Call
-    usual: Call
+    last: LoggedCall | None
+    own: LoggedCall
+    usual: LoggedCall
     by: int
 
 
@@ -80,16 +80,16 @@ def _majority(values: Iterable[_T]) -> _T | None:
 # ---- differences within one group ---------------------------------------------------------------
 
 
-def find_differences(evidence: Evidence) -> list[dict[int, Call]]:
+def find_differences(evidence: Evidence) -> list[dict[int, LoggedCall]]:
     """Return the first calls of each group and of each channel that differ, by rank."""
-    found: list[dict[int, Call]] = []
+    found: list[dict[int, LoggedCall]] = []
     for (group, channel), own in evidence.lanes.items():
         ends = own
         if channel.startswith("recv "):
             ends = {**evidence.lanes.get((group, f"send {channel[5:]}"), {}), **own}
         if channel and not all(evidence.has_channels(rank, group) for rank in ends):
             continue
-        called: dict[int, dict[int, Call]] = {}
+        called: dict[int, dict[int, LoggedCall]] = {}
         for rank, calls in ends.items():
             for call in calls:
                 called.setdefault(call.number, {})[rank] = call
@@ -99,7 +99,7 @@ def find_differences(evidence: Evidence) -> list[dict[int, Call]]:
     return found
 
 
-def _find_odd(evidence: Evidence, calls: Mapping[int, Call]) -> tuple[list[int], list[int]]:
+def _find_odd(evidence: Evidence, calls: Mapping[int, LoggedCall]) -> tuple[list[int], list[int]]:
     """Return the ranks that differ from most, and the ranks of sibling groups that decided it."""
     terms = [call.terms for call in calls.values()]
     usual, siblings = _majority(terms), []
@@ -110,7 +110,9 @@ def _find_odd(evidence: Evidence, calls: Mapping[int, Call]) -> tuple[list[int],
     return odd, sorted(rank for rank, call in siblings if call.terms == usual)
 
 
-def _sibling_calls(evidence: Evidence, calls: Mapping[int, Call]) -> Iterator[tuple[int, Call]]:
+def _sibling_calls(
+    evidence: Evidence, calls: Mapping[int, LoggedCall]
+) -> Iterator[tuple[int, LoggedCall]]:
     """Yield the calls of the same number in the other groups over the same dims."""
     like = next(iter(calls.values()))
     members = {*like.group.ranks}
@@ -124,14 +126,14 @@ def _sibling_calls(evidence: Evidence, calls: Mapping[int, Call]) -> Iterator[tu
 # ---- waits --------------------------------------------------------------------------------------
 
 
-def find_waits(evidence: Evidence) -> list[Wait]:
+def find_waits(evidence: Evidence) -> list[AwaitedRanks]:
     """Find the first call of each lane that has not ended, with the members that are absent.
 
     If no member is absent, members whose device has the call only queued are counted as absent.
     """
-    found: list[Wait] = []
+    found: list[AwaitedRanks] = []
     for (group, channel), by_rank in evidence.lanes.items():
-        pending: dict[int, dict[int, Call]] = {}
+        pending: dict[int, dict[int, LoggedCall]] = {}
         for rank, calls in by_rank.items():
             call = next((one for one in calls if one.state != "finished"), None)
             if call is not None and channel:
@@ -140,16 +142,16 @@ def find_waits(evidence: Evidence) -> list[Wait]:
                 pending.setdefault(call.number, {})[rank] = call
         for number, inside in pending.items():
             absent = [rank for rank in group.ranks if evidence.last(rank, group) < number]
-            found.append(Wait(inside, tuple(absent)))
+            found.append(AwaitedRanks(inside, tuple(absent)))
     if not any(wait.absent for wait in found):
         for place, wait in enumerate(found):
             started = {rank: call for rank, call in wait.calls.items() if call.state == "started"}
             queued = tuple(rank for rank in wait.calls if rank not in started)
-            found[place] = Wait(started, queued) if started and queued else wait
+            found[place] = AwaitedRanks(started, queued) if started and queued else wait
     return found
 
 
-def _message_wait(evidence: Evidence, rank: int, call: Call) -> Iterator[Wait]:
+def _message_wait(evidence: Evidence, rank: int, call: LoggedCall) -> Iterator[AwaitedRanks]:
     peer, group, (way, _, route) = call.peer, call.group, call.channel.partition(" ")
     if peer == rank or (way == "send" and not evidence.ranks[rank].is_at(call)):
         return  # gloo reports the end of a send only to a rank that waits for it
@@ -157,10 +159,10 @@ def _message_wait(evidence: Evidence, rank: int, call: Call) -> Iterator[Wait]:
     if peer is not None and all(evidence.has_channels(one, group) for one in (rank, peer)):
         answered = evidence.last(peer, group, f"{ANSWERS[way]} {route}")
         absent = (peer,) if answered < call.number else ()
-    yield Wait({rank: call}, absent)
+    yield AwaitedRanks({rank: call}, absent)
 
 
-def _wait_graph(evidence: Evidence, waits: Iterable[Wait]) -> Any:
+def _wait_graph(evidence: Evidence, waits: Iterable[AwaitedRanks]) -> Any:
     """Return a directed graph from ranks to their waits, and from these to the absent ranks."""
     import networkx as nx  # comes with torch
 
@@ -187,7 +189,9 @@ def _waiting(graph: Any, ranks: Iterable[int]) -> tuple[int, ...]:
 
 
 def find_deviations(
-    evidence: Evidence, waits: Iterable[Wait], differences: Iterable[Mapping[int, Call]]
+    evidence: Evidence,
+    waits: Iterable[AwaitedRanks],
+    differences: Iterable[Mapping[int, LoggedCall]],
 ) -> dict[int, Deviation]:
     """Find ranks that leave the common order of calls, and because of which a rank waits.
 
@@ -202,7 +206,7 @@ def find_deviations(
         waits: The calls that have not ended.
         differences: The calls that differ.
     """
-    troubles = [*waits, *(Wait(calls, tuple(calls)) for calls in differences)]
+    troubles = [*waits, *(AwaitedRanks(calls, tuple(calls)) for calls in differences)]
     for with_messages in (False, True):  # messages differ between the stages of a pipeline
         every = list(_compare_orders(evidence, with_messages))
         leaving = defaultdict(set)
@@ -219,7 +223,7 @@ def find_deviations(
     return {}
 
 
-def _explains(one: Deviation, leaving: set[int], trouble: Wait) -> bool:
+def _explains(one: Deviation, leaving: set[int], trouble: AwaitedRanks) -> bool:
     """Return whether a rank waits, or calls differ, because one rank left the common order."""
     group = trouble.call.group
     is_missed = one.rank in trouble.absent and group.title == one.usual.group.title
@@ -233,7 +237,7 @@ def _explains(one: Deviation, leaving: set[int], trouble: Wait) -> bool:
 
 def _compare_orders(evidence: Evidence, with_messages: bool) -> Iterator[Deviation]:
     """Yield where a rank leaves the order of those with groups over the same dims."""
-    classes: dict[frozenset[str], dict[int, list[Call]]] = {}
+    classes: dict[frozenset[str], dict[int, list[LoggedCall]]] = {}
     for rank, record in evidence.ranks.items():
         lanes = [own for (_, way), own in record.lanes.items() if with_messages or not way]
         calls = sorted((call for own in lanes for call in own), key=lambda call: call.order)
@@ -252,7 +256,7 @@ def _compare_orders(evidence: Evidence, with_messages: bool) -> Iterator[Deviati
                 yield Deviation(rank, own[place - 1] if place else None, own[place], here[by], by)
 
 
-def _from_a_common_start(calls: Mapping[int, list[Call]]) -> dict[int, list[Call]]:
+def _from_a_common_start(calls: Mapping[int, list[LoggedCall]]) -> dict[int, list[LoggedCall]]:
     """Cut the calls where the oldest are lost, so that all ranks start at the same call."""
     places: dict[int, dict[tuple[str, int], int]] = {}
     for rank, own in calls.items():
@@ -301,11 +305,11 @@ class Verdict:
     Example:
         Rank 1 has not entered the second all_reduce.
 
-        >>> from hypercomm.tools.blame.evidence import Group, Record
-        >>> world = Group("0", (0, 1), "WORLD")
-        >>> first = Call("all_reduce", world, number=1, order=0, state="finished")
-        >>> second = Call("all_reduce", world, number=2, order=1, state="started")
-        >>> ranks = {0: Record(0), 1: Record(1)}
+        >>> from hypercomm.tools.blame.evidence import LoggedGroup, RankLog
+        >>> world = LoggedGroup("0", (0, 1), "WORLD")
+        >>> first = LoggedCall("all_reduce", world, number=1, order=0, state="finished")
+        >>> second = LoggedCall("all_reduce", world, number=2, order=1, state="started")
+        >>> ranks = {0: RankLog(0), 1: RankLog(1)}
         >>> for rank, call in [(0, first), (1, first), (0, second)]:
         ...     ranks[rank].add(call)
         >>> print(Verdict(Evidence(ranks, world_size=2)))
@@ -386,7 +390,7 @@ class Verdict:
             yield self._found("order", says, [rank], [rank])
 
     def _difference(
-        self, calls: Mapping[int, Call], odd: list[int], siblings: list[int]
+        self, calls: Mapping[int, LoggedCall], odd: list[int], siblings: list[int]
     ) -> Finding:
         first = next(iter(odd or calls))
         one = calls[first]

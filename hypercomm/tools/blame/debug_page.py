@@ -19,7 +19,7 @@ from hypercomm.process_groups.torch_internals.debug_server import (
     register_handler,
 )
 from hypercomm.tools.blame.analysis import Verdict
-from hypercomm.tools.blame.evidence import Evidence, Record, read_dumps
+from hypercomm.tools.blame.evidence import Evidence, RankLog, read_dumps
 
 _ENDPOINT = "hypercomm_watch"
 
@@ -85,7 +85,7 @@ class GridPage(DebugHandler):
         except ToolError as error:
             return str(error)
         for rank, record in now.ranks.items():
-            earlier = before.ranks.get(rank, Record(rank))
+            earlier = before.ranks.get(rank, RankLog(rank))
             for call in itertools.chain.from_iterable(record.lanes.values()):
                 calls = earlier.lanes.get((call.group, call.channel), [])
                 if all(one.number != call.number or one.state == "finished" for one in calls):

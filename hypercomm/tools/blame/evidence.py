@@ -23,14 +23,14 @@ import attrs
 
 from hypercomm.errors import ToolError, WorldSizeError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.text import format_coords, format_ranks, shown, some_of
+from hypercomm.layout.text import first_n, format_coords, format_ranks, short_repr
 
 WORLD = "WORLD"  # the title of the group of all ranks
 FROM_ANYBODY = "recv anybody"  # the channel of receives without a source
 
 
 @attrs.frozen(cache_hash=True)
-class Group:
+class LoggedGroup:
     """A process group.
 
     Attributes:
@@ -46,7 +46,7 @@ class Group:
 
 
 @attrs.define(eq=False)
-class Call:
+class LoggedCall:
     """One collective, send or receive of one rank, or one creation of a group.
 
     Attributes:
@@ -65,7 +65,7 @@ class Call:
     """
 
     op: str
-    group: Group
+    group: LoggedGroup
     number: int
     order: int
     state: str
@@ -95,15 +95,15 @@ class Call:
     def tensors(self) -> str:
         """The tensors in words: " with (4, 8) float32"."""
         dtypes = " ".join(dict.fromkeys(self.dtypes))
-        return f" with {some_of(self.shapes, 2)} {dtypes}" if self.shapes else ""
+        return f" with {first_n(self.shapes, 2)} {dtypes}" if self.shapes else ""
 
 
 # A group and a channel: calls of one lane are numbered together.
-Lane = tuple[Group, str]
+Lane = tuple[LoggedGroup, str]
 
 
 @attrs.define(eq=False)
-class Record:
+class RankLog:
     """The calls of one rank, and the facts that its dump holds about its process.
 
     Attributes:
@@ -120,9 +120,9 @@ class Record:
     """
 
     rank: int
-    lanes: dict[Lane, list[Call]] = attrs.field(factory=dict)
+    lanes: dict[Lane, list[LoggedCall]] = attrs.field(factory=dict)
     counts: dict[Lane, int] = attrs.field(factory=dict)
-    groups: Collection[Group] = ()
+    groups: Collection[LoggedGroup] = ()
     is_whole: bool = True
     file: str = ""
     host: str = ""
@@ -130,13 +130,13 @@ class Record:
     place: tuple[str, ...] = ()
     layout: RankLayout | None = None
 
-    def add(self, call: Call) -> None:
+    def add(self, call: LoggedCall) -> None:
         """Append a call to its lane."""
         lane = call.group, call.channel
         self.lanes.setdefault(lane, []).append(call)
         self.counts[lane] = call.number
 
-    def is_at(self, call: Call) -> bool:
+    def is_at(self, call: LoggedCall) -> bool:
         """Return whether the rank may be inside a call, going by its stack."""
         return not self.place or call.where in self.place
 
@@ -152,7 +152,7 @@ class Evidence:
         layout: The layout of the job; None if unknown.
     """
 
-    ranks: dict[int, Record]
+    ranks: dict[int, RankLog]
     world_size: int
     unreadable: dict[int, str] = attrs.field(factory=dict)
     layout: RankLayout | None = None
@@ -163,22 +163,22 @@ class Evidence:
         return [rank for rank in range(self.world_size) if rank not in self.ranks]
 
     @cached_property
-    def lanes(self) -> dict[Lane, dict[int, list[Call]]]:
+    def lanes(self) -> dict[Lane, dict[int, list[LoggedCall]]]:
         """The calls of each lane, by rank."""
-        found: dict[Lane, dict[int, list[Call]]] = {}
+        found: dict[Lane, dict[int, list[LoggedCall]]] = {}
         for record in self.ranks.values():
             for lane, calls in record.lanes.items():
                 found.setdefault(lane, {})[record.rank] = calls
         return found
 
-    def last(self, rank: int, group: Group, channel: str = "") -> float:
+    def last(self, rank: int, group: LoggedGroup, channel: str = "") -> float:
         """Return the number of the last call of a rank in a lane; infinite if it is unknown."""
         record = self.ranks.get(rank)
         if record is None:
             return 0
         return record.counts.get((group, channel), 0 if record.is_whole else math.inf)
 
-    def has_channels(self, rank: int, group: Group) -> bool:
+    def has_channels(self, rank: int, group: LoggedGroup) -> bool:
         """Return whether the messages of a rank in a group can be matched with those of others."""
         record = self.ranks.get(rank)
         return record is None or (record.is_whole and (group, FROM_ANYBODY) not in record.lanes)
@@ -236,8 +236,8 @@ def read_folder(folder: str | os.PathLike[str], layout: RankLayout | None = None
         files = sorted(entry for entry in Path(folder).iterdir() if entry.is_file())
     except (OSError, ValueError) as error:
         raise ToolError(
-            f"cannot read the folder {shown(str(folder))}: {error}; give the folder that the ranks "
-            f"wrote their dumps to"
+            f"cannot read the folder {short_repr(str(folder))}: {error}; give the folder that the "
+            f"ranks wrote their dumps to"
         ) from None
     found = {file: _RANK.search(file.name) for file in files}
     dumps = [
@@ -249,7 +249,7 @@ def read_folder(folder: str | os.PathLike[str], layout: RankLayout | None = None
         "; dumps come from grid.watch() or torch's flight recorder, and their names end with the "
         "rank: hypercomm_watch_3.json, nccl_trace_rank_3"
     )
-    return read_dumps(dumps, layout, f"the folder {shown(str(folder))}", hint)
+    return read_dumps(dumps, layout, f"the folder {short_repr(str(folder))}", hint)
 
 
 def read_dumps(
@@ -264,10 +264,10 @@ def read_dumps(
         ToolError, WorldSizeError: As `read_folder`; `source` names what holds the dumps, `hint`
             says where they come from.
     """
-    records: dict[int, Record] = {}
+    records: dict[int, RankLog] = {}
     unreadable: dict[int, str] = {}
     for rank, name, load in dumps:
-        record = Record(rank, file=name)
+        record = RankLog(rank, file=name)
         try:
             _read_dump(record, load(), layout)
         except Exception as error:  # noqa: BLE001 - whatever a dump holds, the others are judged
@@ -288,7 +288,7 @@ def read_dumps(
 
 
 def _world_size(
-    records: Mapping[int, Record], unreadable: Mapping[int, str], layout: RankLayout | None
+    records: Mapping[int, RankLog], unreadable: Mapping[int, str], layout: RankLayout | None
 ) -> int:
     """Return the number of ranks of WORLD, else that of the layout, else of the dumps."""
     groups = [(group, one.file) for one in records.values() for group in one.groups]
@@ -381,18 +381,18 @@ _LIBRARY = re.compile(
 )
 
 
-def _read_dump(record: Record, fields: Mapping[str, Any], layout: RankLayout | None) -> None:
+def _read_dump(record: RankLog, fields: Mapping[str, Any], layout: RankLayout | None) -> None:
     entries, process = fields["entries"], fields.get("hypercomm")
     if process is not None:  # what `grid.watch` adds
         record.host, record.why = _text(process["host"]), _text(process["why"])
         record.place = tuple(_places(process["stack"]))
         record.layout = RankLayout(**process["layouts"][""])
-    groups: dict[str, Group] = {}
+    groups: dict[str, LoggedGroup] = {}
     for config in fields["pg_config"].values():
         name, desc, ranks = _text(config["name"]), _text(config["desc"]), _ranks(config["ranks"])
         title = desc if desc not in {"", "undefined"} else _dims_of(ranks, layout or record.layout)
         title = WORLD if desc == "default_pg" else title or f"group {name}"
-        groups[name] = Group(name, ranks, title)
+        groups[name] = LoggedGroup(name, ranks, title)
     record.groups = groups.values()
     record.is_whole = process is not None or not entries or entries[0]["record_id"] == 0
     whole = [one for one in entries if one["profiling_name"].endswith(":coalesced")]
@@ -418,14 +418,18 @@ def _dims_of(ranks: Sequence[int], layout: RankLayout | None) -> str:
     return "+".join(dims) if layout.size_of(*dims) == len(ranks) else ""
 
 
-def _read_call(entry: Mapping[str, Any], group: Group, batches: Mapping[Any, str]) -> Call | None:
+def _read_call(
+    entry: Mapping[str, Any], group: LoggedGroup, batches: Mapping[Any, str]
+) -> LoggedCall | None:
     """Return the call of an entry; None for a batch of messages, whose messages are entries too."""
     op = _text(entry["profiling_name"]).partition(":")[2]
     message, state = _MESSAGE.search(op), _text(entry["state"])
     if op == "coalesced" or (message is not None and not entry["is_p2p"]):
         return None
     op = OPS.get(op, op)
-    call = Call(op, group, _integer(entry["collective_seq_id"]), _integer(entry["record_id"]), "")
+    call = LoggedCall(
+        op, group, _integer(entry["collective_seq_id"]), _integer(entry["record_id"]), ""
+    )
     call.shapes = _shapes(entry["input_sizes"])
     call.dtypes = tuple(map(_text, entry["input_dtypes"][:_MOST_TENSORS]))
     call.where = next(_places(entry.get("frames", [])), "")

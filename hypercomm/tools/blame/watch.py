@@ -36,7 +36,7 @@ import hypercomm
 from hypercomm.errors import ToolError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import is_positive
-from hypercomm.layout.text import shown
+from hypercomm.layout.text import short_repr
 from hypercomm.tools.blame.evidence import FROM_ANYBODY, OPS
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Watch:
         rank: int,
     ) -> None:
         if not is_positive(seconds, 1e6):
-            raise ToolError(f"seconds must be above 0 and at most 1e6, got {shown(seconds)}")
+            raise ToolError(f"seconds must be above 0 and at most 1e6, got {short_repr(seconds)}")
         self._seconds, self._layouts, self._pgs = seconds, layouts, pgs
         self.rank = rank
         self.file = Path(folder).absolute() / f"hypercomm_watch_{self.rank}.json"
@@ -155,7 +155,9 @@ class Watch:
             self.file.write_text("")  # instead of the record of an earlier job
             self.file.unlink()
         except OSError as error:
-            raise ToolError(f"cannot write to the folder {shown(str(folder))}: {error}") from None
+            raise ToolError(
+                f"cannot write to the folder {short_repr(str(folder))}: {error}"
+            ) from None
         for method, op in _CALLS.items():
             if not hasattr(ProcessGroup, method):
                 continue

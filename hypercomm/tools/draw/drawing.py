@@ -16,7 +16,7 @@ from hypercomm.layout.checks import as_tuple, as_world_size
 from hypercomm.layout.difference import LayoutDifference
 from hypercomm.layout.layout import read_layout
 from hypercomm.layout.parsing import parse_groups
-from hypercomm.layout.text import shown
+from hypercomm.layout.text import short_repr
 from hypercomm.tools.draw.pictures import Box, Scene, change_picture, mapping_picture
 from hypercomm.tools.draw.svg import svg_of
 from hypercomm.tools.place import Level, On, Placed, read_topology
@@ -108,7 +108,7 @@ class Drawing:
             ...     file.read_text(encoding="utf-8")[:4]
             '<svg'
         """
-        file, name = Path(path), shown(os.fspath(path))
+        file, name = Path(path), short_repr(os.fspath(path))
         if file.suffix.lower() not in {".svg", ".png"}:
             raise LayoutError(f"{name} must end in .svg or .png")
         content = self.png() if file.suffix.lower() == ".png" else self.svg().encode()

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hypercomm.layout import RankLayout
 from hypercomm.layout.difference import COLUMNS, LayoutDifference
-from hypercomm.layout.text import counted, format_coords, format_ranks, plural
+from hypercomm.layout.text import format_coords, format_ranks, plural, pluralize
 from hypercomm.tools.place import Level
 from hypercomm.tools.place.placing import units_of_groups
 from hypercomm.tools.place.traffic import kind_of
@@ -111,9 +111,9 @@ class Scene:
         units = []
         for level in self.levels:
             used = np.bincount(self._units(level)) > 0
-            units.append(counted(int(used.sum()), level.name))
+            units.append(pluralize(int(used.sum()), level.name))
         where = f" on {', '.join(units)}" if units else ""
-        line = f"{counted(self.layout.size, 'rank')}{where}; the first dim varies fastest"
+        line = f"{pluralize(self.layout.size, 'rank')}{where}; the first dim varies fastest"
         every = lit or self.long_dims
         reaches = {dims: self._reach(dims) for dims in dict.fromkeys([*self.long_dims, *every])}
         if self.layout.size <= MOST_RANKS:
@@ -175,7 +175,7 @@ class Scene:
             outside = [dim for dim in outer if dim.removesuffix(OUTER) in dims]
             fixed = inner if outside else outer
             some = layout.select(**dict.fromkeys(fixed, 0)).groups(*(outside or dims))
-        words, link = f"{counted(len(groups), 'group')} of {groups.group_size:,}", ""
+        words, link = f"{pluralize(len(groups), 'group')} of {groups.group_size:,}", ""
         each = " each" if len(groups) > 1 else ""
         for level in self.levels:
             counts = units_of_groups(level.of_rank[some.to_array()])
@@ -311,10 +311,10 @@ def mapping_picture(mapping: RankMapping) -> Box:
         cells.append([Cell(source)])
         for target, amount in zip(columns, sent, strict=True):
             fill = AMOUNTS[min(3, 4 * amount // moved.max())] if amount else ""
-            tip = f"{source} to {target}: {counted(amount, 'part')}"
+            tip = f"{source} to {target}: {pluralize(amount, 'part')}"
             cells[-1].append(Cell(f"{amount:,}" if amount else ".", fill, tip=tip))
-    messages = counted(is_moved.sum(), "message")
-    kept = counted(amounts[~is_moved].sum(), "part")
-    summary = f"{counted(moved.sum(), 'part')} moved in {messages}, {kept} kept in place"
+    messages = pluralize(is_moved.sum(), "message")
+    kept = pluralize(amounts[~is_moved].sum(), "part")
+    summary = f"{pluralize(moved.sum(), 'part')} moved in {messages}, {kept} kept in place"
     part = f"a part is 1/{table['stop'].max(axis=0).prod():,} of the tensor"
     return Box(str(mapping), "", [Box("", f"{summary}; {part}", [cells])])

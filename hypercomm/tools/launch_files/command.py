@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 from hypercomm.cli.diff import diff as diff_sizes
 from hypercomm.cli.printing import print_json, write
-from hypercomm.layout.text import aligned, counted
+from hypercomm.layout.text import aligned, pluralize
 from hypercomm.tools.launch_files.config import LaunchConfig, is_launch_file, read_config
 
 _WORLD_SIZE = click.Option(
@@ -71,7 +71,7 @@ def with_files(*arguments: str) -> Callable[[click.Command], click.Command]:
 def _report(path: str, config: LaunchConfig) -> str:
     """Return the framework, the sizes with their sources, and the problems."""
     size = config.world_size
-    ranks = "the number of ranks is not given" if size is None else counted(size, "rank")
+    ranks = "the number of ranks is not given" if size is None else pluralize(size, "rank")
     rows = [(name, str(one.value), str(one)) for name, one in config.sources.items()]
     lines = [f"{path}: {config.framework}; {ranks}", *aligned(rows)]
     return "\n".join([*lines, *(f"problem: {text}" for text in config.problems)]) + "\n"

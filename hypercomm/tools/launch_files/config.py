@@ -17,7 +17,7 @@ from hypercomm.compat.layouts import ENGINES, MESH, framework_layouts
 from hypercomm.errors import HyperCommError, LayoutError, UnknownDimError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_world_size
-from hypercomm.layout.text import shown
+from hypercomm.layout.text import short_repr
 from hypercomm.layout.views import Views
 from hypercomm.tools.launch_files.reading import Source, read_settings, resolved
 
@@ -83,7 +83,7 @@ class LaunchConfig:
         for name, source in self.sources.items():
             if size in (name, name.rpartition(".")[2]):
                 return source
-        raise UnknownDimError(f"no size {shown(size)}; there are {list(self.sources)}")
+        raise UnknownDimError(f"no size {short_repr(size)}; there are {list(self.sources)}")
 
     def grids(self, *modules: str, **arguments: Any) -> GridSet:
         r"""Make a grid for each module, with its views; no process group is created.
@@ -191,10 +191,10 @@ def _load(given: str | os.PathLike[str]) -> tuple[str, Path]:
             content = file.read(_LARGEST + 1)
         text = content.decode("utf-8-sig")
     except (OSError, ValueError) as error:
-        raise LayoutError(f"{shown(str(given))} cannot be read as text: {error}") from error
+        raise LayoutError(f"{short_repr(str(given))} cannot be read as text: {error}") from error
     if len(content) > _LARGEST or "\0" in text:
         raise LayoutError(
-            f"{shown(str(given))} is no launch file: it is binary, or has more than "
+            f"{short_repr(str(given))} is no launch file: it is binary, or has more than "
             f"{_LARGEST:,} bytes"
         )
     return text, Path() if is_text else Path(given)
@@ -338,7 +338,7 @@ class _Reading:
         if text in ("", "null", "none", "~", "auto") or (size in known.WEAK and "$" not in text):
             return None
         names = re.findall(r"\$\{?([A-Za-z_]\w*|\d)", one.value)
-        why = f"is not a number: {shown(one.value)}"
+        why = f"is not a number: {short_repr(one.value)}"
         if "$(" in text or "`" in text:
             why = "is computed by a command, which is not run; write its value"
         elif names:

@@ -159,8 +159,8 @@ def machine(on: Sequence[str]) -> Topology | Sequence[str] | None:
     if len(on) > 1:
         raise LayoutError("--on live cannot be combined with other --on values")
     from hypercomm.cli.printing import quiet
+    from hypercomm.job_environment import find_job
     from hypercomm.launch import join
-    from hypercomm.launchers import find_job
 
     if find_job(os.environ) is None:
         raise LaunchError(

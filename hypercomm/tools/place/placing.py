@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.layout import read_layout
-from hypercomm.layout.parsing import OPEN, check_one_open, parse_sizes
-from hypercomm.layout.text import aligned, counted, format_range, shown
+from hypercomm.layout.parsing import UNSPECIFIED, check_one_unspecified, parse_sizes
+from hypercomm.layout.text import aligned, format_range, pluralize, short_repr
 from hypercomm.tools.place import traffic as traffics
 from hypercomm.tools.place.reading import On, read_topology
 from hypercomm.tools.place.topology import Level, Topology
@@ -255,8 +255,8 @@ class Placed:
     def headline(self) -> str:
         """The layout and its machine in one sentence."""
         used = self.topology.select(self.layout.ranks)
-        units = ", ".join(counted(level.units, level.name) for level in used.levels)
-        return f"{self.layout}: {counted(self.layout.size, 'rank')} on {units}"
+        units = ", ".join(pluralize(level.units, level.name) for level in used.levels)
+        return f"{self.layout}: {pluralize(self.layout.size, 'rank')} on {units}"
 
     @property
     def notes(self) -> list[str]:
@@ -284,7 +284,7 @@ class Placed:
             if spread.level == level and spread.across and is_tight:
                 first = ", ".join(map(str, spread.first[:8])) + ", ..." * (spread.size > 8)
                 largest = int(self.topology.level(level).sizes.max())
-                why = f"; a {level} has {counted(largest, 'GPU')}" * (spread.size > largest)
+                why = f"; a {level} has {pluralize(largest, 'GPU')}" * (spread.size > largest)
                 found.append(
                     f"{spread.across:,} of {spread.groups:,} {'+'.join(spread.dims)} groups leave "
                     f"their {level}, the first is ({first}){why}"
@@ -416,7 +416,7 @@ def place(
     """
     sizes = parse_sizes(layout) if isinstance(layout, str) else {}
     gpus = None
-    if check_one_open([name for name, size in sizes.items() if size == OPEN]):
+    if check_one_unspecified([name for name, size in sizes.items() if size == UNSPECIFIED]):
         gpus = read_topology(on).world_size
     layout = read_layout(layout, world_size=gpus)
     topology = read_topology(on, layout.last_rank + 1)
@@ -438,7 +438,7 @@ def _weights(given: str | Mapping[str, float], topology: Topology) -> dict[str, 
         weights["host"] = 0
     for name, weight in traffics.read_amounts(given, "weights", "domain=1,leaf=7").items():
         if name not in names or not 0 <= weight < 10**9:
-            text = f"weights (--weights) has {shown(name)}={weight}"
+            text = f"weights (--weights) has {short_repr(name)}={weight}"
             raise LayoutError(f"{text}; give a level of {names}, and a number from 0 to 10**9")
         weights[name] = weight
     return weights

@@ -25,14 +25,14 @@ import numpy as np
 from hypercomm import _required
 from hypercomm.errors import LayoutError
 from hypercomm.layout.checks import as_world_size, check_choice
-from hypercomm.layout.text import counted, plural, shown
+from hypercomm.layout.text import plural, pluralize, short_repr
 from hypercomm.tools.place.topology import Level, Topology
 
 Hosts = Sequence[str] | Sequence[tuple[str, int]]
 """The host of each rank, or its host and the number of its GPU there."""
 
-Source = int | str | os.PathLike[str] | Mapping[str, str] | Hosts
-On = Source | Topology | Sequence[Source]
+MachineSource = int | str | os.PathLike[str] | Mapping[str, str] | Hosts
+On = MachineSource | Topology | Sequence[MachineSource]
 """The sources that `read_topology` accepts."""
 
 _MOST_LEVELS = 20
@@ -108,10 +108,10 @@ def read_topology(on: On, world_size: int | None = None) -> Topology:
     if world_size is None or world_size == topology.world_size:
         return topology
     if world_size > topology.world_size:
-        gpus = counted(topology.world_size, "GPU")
+        gpus = pluralize(topology.world_size, "GPU")
         hint = ""
         if _lists_hosts(on):
-            hint = f"; on (--on) lists the host of each rank, as none of {shown(on)} is a file"
+            hint = f"; on (--on) lists the host of each rank, as none of {short_repr(on)} is a file"
         raise LayoutError(f"{world_size:,} ranks need more than {gpus}{hint}")
     return topology.select(range(world_size))
 
@@ -140,8 +140,8 @@ def _read_machine(on: Any, world_size: int | None) -> Topology:
         world_size = len(hosts)
     elif world_size is None:
         raise LayoutError(
-            f"on={shown(on)} does not give the number of GPUs: give all sizes or the number of "
-            f"ranks, or a machine that names its hosts"
+            f"on={short_repr(on)} does not give the number of GPUs: give all sizes or the number "
+            f"of ranks, or a machine that names its hosts"
         )
     for name, size in sizes.items():
         if name not in levels:
@@ -162,7 +162,7 @@ def _merged_sizes(sources: Sequence[_Found]) -> dict[str, int]:
     for (inner, small), (outer, large) in pairwise(sizes.items()):
         if large % small or large == small:
             raise LayoutError(
-                f"a {outer} of {counted(large, 'GPU')} does not hold whole {plural(inner)} of "
+                f"a {outer} of {pluralize(large, 'GPU')} does not hold whole {plural(inner)} of "
                 f"{small}; {max(large // small, 2) * small} GPUs would work"
             )
     return sizes
@@ -236,8 +236,8 @@ def _read_hosts(on: Sequence[Any]) -> _Found:
     for pair in on:
         if len(pair) != 2 or not isinstance(pair[0], str) or type(pair[1]) is not int:
             raise LayoutError(
-                f"on has {shown(pair)} in the list of the host of each rank; write 'node1', or "
-                f"('node1', 0) with the number of the GPU"
+                f"on has {short_repr(pair)} in the list of the host of each rank; write 'node1', "
+                f"or ('node1', 0) with the number of the GPU"
             )
     (host, gpu), count = Counter(on).most_common(1)[0]
     if count > 1:
@@ -262,9 +262,9 @@ def _read(on: object) -> _Found:
     elif all("=" in part or part.strip(" -").isdecimal() for part in text.split(",")):
         return _read_sizes(text)
     elif re.search(r"[\[,]", text) and not re.search(r"[/\\{]", text):
-        found = _Found(f"the node list {shown(text)}", dict.fromkeys(_expand_hosts(text)))
+        found = _Found(f"the node list {short_repr(text)}", dict.fromkeys(_expand_hosts(text)))
     else:
-        raise LayoutError(f"{shown(text)} is not a file; on (--on) must be {_KINDS}")
+        raise LayoutError(f"{short_repr(text)} is not a file; on (--on) must be {_KINDS}")
     if not found.slots:
         raise LayoutError(f"{found.source} names no host")
     return found
@@ -278,12 +278,14 @@ def _read_sizes(text: str) -> _Found:
         if not equals and position < len(_LEVELS):
             name = _LEVELS[position]
         if not name or name in sizes or not re.fullmatch(r"[0-9]{1,9}", number):
-            raise LayoutError(f"{shown(part)} cannot be read; write '8,72' or 'host=8,domain=72'")
+            raise LayoutError(
+                f"{short_repr(part)} cannot be read; write '8,72' or 'host=8,domain=72'"
+            )
         if place_of(name) == place_of(""):
-            check_choice(f"the level in on={shown(text)}", name, _LEVELS, LayoutError)
+            check_choice(f"the level in on={short_repr(text)}", name, _LEVELS, LayoutError)
         sizes[name] = int(number)
-        as_world_size(sizes[name], f"the size in {shown(part)}")
-    return _Found(f"on={shown(text)}", sizes=sizes)
+        as_world_size(sizes[name], f"the size in {short_repr(part)}")
+    return _Found(f"on={short_repr(text)}", sizes=sizes)
 
 
 def _read_file(path: str) -> _Found:
@@ -327,7 +329,7 @@ def _read_hostfile(text: str, source: str) -> _Found:
         known = all(option in _HOST_OPTIONS and equals for option, equals, _ in options)
         is_count = all(re.fullmatch(r"0{0,5}[1-9][0-9]{0,5}", one) for one in counts)
         if host in slots or not known or not is_count or len(counts) > 1:
-            text = f"{source}, line {number} has {shown(line.strip())}"
+            text = f"{source}, line {number} has {short_repr(line.strip())}"
             raise LayoutError(f"{text}; write each host once, as 'node01 slots=8' or 'node01:8'")
         slots[host] = int(counts[0]) if counts else None
     return _Found(source, slots)
@@ -339,16 +341,16 @@ def _expand_hosts(text: str, where: str = "") -> list[str]:
     hosts = _expand_brackets(text, where) if re.search(r"[\[\]]", text) else text.split(",")
     hosts = [host for host in hosts if host]
     if re.search(r"\s", text) or len({*hosts}) < len(hosts):
-        raise LayoutError(f"{where}{shown(text)} has a space, or names a host twice")
+        raise LayoutError(f"{where}{short_repr(text)} has a space, or names a host twice")
     return hosts
 
 
 def _expand_brackets(text: str, where: str) -> list[str]:
-    hostlist = _required("hostlist", shown(text))
+    hostlist = _required("hostlist", short_repr(text))
     try:
         return list(hostlist.expand_hostlist(text, allow_duplicates=True))
     except (hostlist.BadHostlist, RecursionError, ValueError) as error:
-        raise LayoutError(f"{where}{shown(text)} is not a node list: {error}") from error
+        raise LayoutError(f"{where}{short_repr(text)} is not a node list: {error}") from error
 
 
 # ---- SLURM's topology files ---------------------------------------------------------------------
@@ -366,7 +368,9 @@ def _read_conf(text: str, source: str) -> _Found:
         where = f"{source}, line {number}"
         given = {name.lower(): quoted or plain for name, quoted, plain in _FIELD.findall(line)}
         if _FIELD.sub("", line).strip() or not {*given} <= {*_FIELDS}:
-            raise LayoutError(f"{where} has {shown(line)}; see topology.conf(5) for the fields")
+            raise LayoutError(
+                f"{where} has {short_repr(line)}; see topology.conf(5) for the fields"
+            )
         if "level" in given and "switches" in given:  # scontrol repeats the hosts of the children
             given.pop("nodes", None)
         if {"switchname", "blockname"} & {*given}:
@@ -429,7 +433,7 @@ def _of_units(units: Sequence[tuple[str, _Names]], source: str) -> _Found:
         kind, unit_of = ("switch", leaf_of) if "switchname" in given else ("block", block_of)
         name = given[f"{kind}name"]
         if (kind, name) in defined:
-            raise LayoutError(f"{where} defines {kind} {shown(name)} again")
+            raise LayoutError(f"{where} defines {kind} {short_repr(name)} again")
         defined.add((kind, name))
         for host in _expand_hosts(given.get("nodes", ""), f"{where}: "):
             if unit_of.setdefault(host, name) != name:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hypercomm.errors import LayoutError
 from hypercomm.layout.checks import as_ranks
-from hypercomm.layout.text import aligned, counted, did_you_mean, format_range, shown
+from hypercomm.layout.text import aligned, did_you_mean, format_range, pluralize, short_repr
 
 
 def _as_names(value: Iterable[str]) -> tuple[str, ...]:
@@ -81,8 +81,8 @@ class Level:
         return self._names[unit] if self._names else f"{self.name}{unit}"
 
     def __repr__(self) -> str:
-        ranks = counted(self.of_rank.size, "rank")
-        return f"<Level {self.name!r}: {counted(self.units, 'unit')}, {ranks}>"
+        ranks = pluralize(self.of_rank.size, "rank")
+        return f"<Level {self.name!r}: {pluralize(self.units, 'unit')}, {ranks}>"
 
 
 @attrs.frozen
@@ -146,7 +146,7 @@ class Topology:
             if level.name == name:
                 return level
         raise LayoutError(
-            f"unknown level {shown(name)}; this topology has {list(self.names)}"
+            f"unknown level {short_repr(name)}; this topology has {list(self.names)}"
             f"{did_you_mean(name, self.names)}"
         )
 
@@ -195,4 +195,4 @@ class Topology:
         for level in self.levels:
             sizes = format_range(int(level.sizes.min()), int(level.sizes.max()))
             rows.append((level.name, f"{level.units:,}", sizes))
-        return "\n".join([*aligned(rows), counted(self.world_size, "rank")])
+        return "\n".join([*aligned(rows), pluralize(self.world_size, "rank")])

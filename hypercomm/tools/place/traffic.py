@@ -11,7 +11,7 @@ import attrs
 from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import check_choice
-from hypercomm.layout.text import shown
+from hypercomm.layout.text import short_repr
 
 Dims = tuple[str, ...]
 Pattern = Literal["ring", "chain", "all-to-all"]
@@ -54,7 +54,7 @@ def pattern_of(dims: Iterable[str]) -> Pattern:
 
 def _as_bytes(value: float) -> int:
     if not 0 <= value <= 2**60:
-        raise LayoutError(f"traffic must be from 0 to 2**60 bytes, got {shown(value)}")
+        raise LayoutError(f"traffic must be from 0 to 2**60 bytes, got {short_repr(value)}")
     return round(value)
 
 
@@ -148,7 +148,7 @@ def read_amounts(
         name, _, number = (piece.strip() for piece in part.partition("="))
         amount = _AMOUNT.fullmatch(number)
         if not name or amount is None or name in found:
-            raise LayoutError(f"{shown(part)} in --{what} cannot be read; write {example!r}")
+            raise LayoutError(f"{short_repr(part)} in --{what} cannot be read; write {example!r}")
         found[name] = float(amount[1]) * _UNITS[amount[2]]
     return found
 

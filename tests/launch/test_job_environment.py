@@ -5,7 +5,7 @@ import random
 import pytest
 
 from hypercomm.errors import LaunchError
-from hypercomm.launchers import VARIABLES, find_job, find_number
+from hypercomm.job_environment import VARIABLES, find_job, find_number
 
 pytestmark = pytest.mark.torch_free
 

@@ -17,7 +17,7 @@ from typing import Any
 import attrs
 
 from hypercomm.errors import LaunchError
-from hypercomm.layout.text import shown
+from hypercomm.layout.text import short_repr
 
 _FIRST_PORT, _PORTS = 20_000, 10_000
 """Derived ports are below those that Linux assigns."""
@@ -249,8 +249,8 @@ def _check_not_forgotten(held: Mapping[str, str]) -> None:
         if there is not None and (not launcher.mark or launcher.mark in held):
             missing = launcher.size[0] if there == launcher.rank else launcher.rank
             raise LaunchError(
-                f"{missing} is missing, but {there}={shown(held[there])} of {launcher.name} is "
-                f"set; set both, or unset {there}"
+                f"{missing} is missing, but {there}={short_repr(held[there])} of {launcher.name} "
+                f"is set; set both, or unset {there}"
             )
     for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES"):
         if name in held and _number(name, held) > 1:
@@ -260,8 +260,8 @@ def _check_not_forgotten(held: Mapping[str, str]) -> None:
             )
     if "MASTER_ADDR" in held:  # else each process would create a world alone
         raise LaunchError(
-            f"RANK and WORLD_SIZE are missing, but MASTER_ADDR={shown(held['MASTER_ADDR'])} is "
-            f"set; set all, or none"
+            f"RANK and WORLD_SIZE are missing, but MASTER_ADDR={short_repr(held['MASTER_ADDR'])} "
+            f"is set; set all, or none"
         )
 
 
@@ -269,7 +269,7 @@ def _number(name: str, held: Mapping[str, str], smallest: int = 0, largest: int 
     text = held[name]
     if not re.fullmatch(r"[0-9]{1,10}", text) or not smallest <= int(text) <= largest:
         raise LaunchError(
-            f"{name} must be an integer from {smallest} to {largest}, got {shown(text)}"
+            f"{name} must be an integer from {smallest} to {largest}, got {short_repr(text)}"
         )
     return int(text)
 
