@@ -26,7 +26,7 @@ PUBLIC = (
     "hypercomm.layout",
     "hypercomm.testing",
     "hypercomm.testing.properties",
-    "hypercomm.tools.blame",
+    "hypercomm.blame",
     "hypercomm.tools.draw",
     "hypercomm.tools.launch_files",
     "hypercomm.tools.place",

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from hypercomm.compat.torchtitan import torchtitan_grids as torchtitan_grids
     from hypercomm.grid import HyperCommGrid as HyperCommGrid
     from hypercomm.grid.dims import GridDims as GridDims
-    from hypercomm.grid.grid import GridView as GridView
     from hypercomm.grid.grid_set import GridSet as GridSet
+    from hypercomm.grid.view import GridView as GridView
     from hypercomm.launch import Joined as Joined
     from hypercomm.launch import JoinedWorld as JoinedWorld
     from hypercomm.launch import Renewed as Renewed
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from hypercomm.layout import RankGroups as RankGroups
     from hypercomm.layout import RankLayout as RankLayout
     from hypercomm.process_groups.spec import GroupKey as GroupKey
+    from hypercomm.process_groups.spec import GroupRequest as GroupRequest
     from hypercomm.process_groups.world import World as World
     from hypercomm.testing.worlds import fake_world as fake_world
     from hypercomm.tools.draw import draw as draw
@@ -61,7 +62,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "GridDims": "hypercomm.grid.dims",
     "GridSet": "hypercomm.grid.grid_set",
-    "GridView": "hypercomm.grid.grid",
+    "GroupRequest": "hypercomm.process_groups.spec",
+    "GridView": "hypercomm.grid.view",
     "HyperCommGrid": "hypercomm.grid",
     "RankGroups": "hypercomm.layout",
     "RankLayout": "hypercomm.layout",
@@ -96,7 +98,6 @@ _RARE = {
 """Names that resolve here and are not listed."""
 
 _ELSEWHERE = {
-    "blame": "hypercomm.tools.blame",
     "difference": "hypercomm.layout.difference",
     "given_ranks": "hypercomm.testing",
     "grad_norm": "hypercomm.training",

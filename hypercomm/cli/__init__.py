@@ -30,7 +30,7 @@ _COMMANDS = {
     "diff": ("hypercomm.tools.launch_files.command:diff", "Compare the groups of two layouts."),
     "check": ("hypercomm.cli.check:check", "Run every group of a layout on real ranks."),
     "doctor": ("hypercomm.cli.doctor:doctor", "Show what is installed and what works."),
-    "blame": ("hypercomm.tools.blame.command:blame", "Find the rank that a hung job waits for."),
+    "blame": ("hypercomm.tools.blame:blame", "Find the rank that a hung job waits for."),
 }
 """Where each command is, and what `--help` says about it."""
 

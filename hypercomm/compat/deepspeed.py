@@ -16,11 +16,11 @@ from torch.distributed import ProcessGroup
 
 from hypercomm.compat.module_state import name_functions
 from hypercomm.errors import LayoutError, RankOutsideError
-from hypercomm.grid.arguments import GroupArguments
-from hypercomm.grid.grid import GridView
+from hypercomm.grid.view import GridView
 from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.layout.parsing import as_dims
 from hypercomm.layout.text import short_repr
+from hypercomm.process_groups.spec import GroupRequest
 from hypercomm.transfers.mapping import roles_of
 
 __all__ = ["Mpu", "process_topology", "topology_axes"]
@@ -153,8 +153,8 @@ class Mpu:
         given = {"tp": tp, "pp": pp, "dp": dp, "sp": sp}
         self.roles: Mapping[str, tuple[str, ...]] = _read_roles(grid.layout, given)
         held = {(key.dims, key.name) for key in grid.pgs}
-        missing: list[GroupArguments] = [
-            {"dims": dims, "name": name, "derive": _each_alone if name else None}
+        missing = [
+            GroupRequest(dims, name=name, derive=_each_alone if name else None)
             for dims, name in dict.fromkeys(map(self._key, _NAMES.values()))
             if (dims, name) not in held
         ]

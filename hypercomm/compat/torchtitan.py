@@ -7,18 +7,17 @@ mesh is called "loss_mesh" there, and "loss" here. `torchtitan.config`: the name
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from hypercomm.compat.layouts import TORCHTITAN_VIEWS, torchtitan_layouts
-from hypercomm.grid.arguments import GroupArguments, SetArguments, check_keywords
 from hypercomm.grid.grid_set import GridSet
 from hypercomm.layout.checks import as_world_size, check_choice
 from hypercomm.layout.parsing import short_names
+from hypercomm.process_groups.spec import GroupRequest, Share, StrategyName
 from hypercomm.process_groups.world import size_of_world
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from typing_extensions import Unpack  # typing has it from Python 3.11 on
 
 __all__ = ["torchtitan_grids", "torchtitan_meshes"]
 
@@ -66,7 +65,13 @@ def torchtitan_grids(
     pipeline_parallel_degree: int | None = None,
     expert_parallel_degree: int | None = None,
     world_size: int | None = None,
-    **arguments: Unpack[SetArguments],
+    name: str | None = None,
+    backend: str | None = None,
+    creation: StrategyName = "auto",
+    share: Share = "never",
+    lazy_init: bool | None = None,
+    verify: bool | None = None,
+    enable_reconfigure: bool = False,
 ) -> GridSet:
     """Return the grid of one of torchtitan's models, "training", whose views are its meshes.
 
@@ -90,13 +95,18 @@ def torchtitan_grids(
         pipeline_parallel_degree: torchtitan's name of `pp`.
         expert_parallel_degree: torchtitan's name of `ep`.
         world_size: Number of ranks of the job; default: as for `HyperCommGrid`.
-        arguments: `name`, `backend`, `creation`, `share`, `lazy_init`, `verify` and
-            `enable_reconfigure`, as for `GridSet`.
+        name: Distinguishes this set from others; see `GridSet`.
+        backend: As for `HyperCommGrid`, as are the next five.
+        creation: How groups are created.
+        share: Whether keys may hold one group.
+        lazy_init: When the members of a group connect.
+        verify: Whether ranks compare their creations.
+        enable_reconfigure: Whether groups stay when a reshape changes their members.
 
     Raises:
         LayoutError: A size is not a positive int.
         WorldSizeError: The sizes do not multiply to the world, or `ep` does not divide.
-        TypeError: A size is given by both of its names, or an argument does not exist.
+        TypeError: A size is given by both of its names.
 
     Example:
         >>> grids = torchtitan_grids(dp_replicate=2, cp=2, tp=2, ep=4, world_size=16)
@@ -105,14 +115,23 @@ def torchtitan_grids(
         tp=2,cp=2,dp_shard=2,dp_replicate=2,pp=1; ep=4,efsdp=2,dp_replicate=2,pp=1
     """
     given = {name: value for name, value in locals().items() if name in {*_NAMES, *_NAMES.values()}}
-    known = [*(torchtitan_grids.__kwdefaults__ or {}), *SetArguments.__annotations__]
-    check_keywords("torchtitan_grids", arguments, known)
     short, _ = short_names("torchtitan_grids", given, _NAMES)
     total = as_world_size(size_of_world(world_size))
     views = torchtitan_layouts(**short, world_size=total)
-    grids = GridSet({_GRID: views.base}, requires="tiled", world_size=total, **arguments)
-    for name, view in views.items():
-        grids[_GRID].register_view(name, view.layout.sizes, shared_dims=view.shared_dims)
+    grids = GridSet(
+        {_GRID: views.base},
+        requires="tiled",
+        world_size=total,
+        name=name,
+        backend=backend,
+        creation=creation,
+        share=share,
+        lazy_init=lazy_init,
+        verify=verify,
+        enable_reconfigure=enable_reconfigure,
+    )
+    for label, view in views.items():
+        grids[_GRID].register_view(label, view.layout.sizes, shared_dims=view.shared_dims)
     return grids
 
 
@@ -148,18 +167,16 @@ def torchtitan_meshes(
         True
     """
     check_choice("spmd_backend", spmd_backend, tuple(_MESHES))
-    grid, wanted = grids[_GRID], _MESHES[spmd_backend].copy()
+    grid = grids[_GRID]
+    wanted = _MESHES[spmd_backend].copy()
     if grid.views["sparse"].size_of("ep") == 1:
         wanted.pop("spmd_sparse_for_fwdbwd", None)
-    requests: dict[str, Any] = {}
+    requests: dict[str, GroupRequest] = {}
     for view, dims in wanted.values():
         for dim in dims:
-            request: GroupArguments = {"dims": dim}
-            if dim not in grid.dim_names:
-                request["view"] = view
-            if dim in ("batch", "dp"):  # one group under two names
-                request["share"] = "identical"
-            requests.setdefault(dim, request)
+            holder = None if dim in grid.dim_names else view
+            share: Share | None = "identical" if dim in ("batch", "dp") else None  # two names
+            requests.setdefault(dim, GroupRequest(dim, view=holder, share=share))
     grid.create_pgs(requests.values())
     return {
         name: (grid if view is None else grid.view(view)).device_mesh(*dims)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from datetime import timedelta
 from difflib import get_close_matches
 from functools import cached_property
 from numbers import Real
-from typing import Any, Literal, TypedDict
+from typing import Literal
 
 import attrs
 
 from hypercomm.errors import GroupOptionsError, WorldSizeError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import check_choice, is_utf8
-from hypercomm.layout.parsing import Dims, check_spelling, infer_sizes, read_sizes
+from hypercomm.layout.parsing import check_spelling, infer_sizes, read_sizes
 from hypercomm.layout.text import did_you_mean, format_ranks, short_repr
 from hypercomm.process_groups.options import (
     GroupOptions,
@@ -23,7 +22,7 @@ from hypercomm.process_groups.options import (
     check_known,
     check_lazy_init,
 )
-from hypercomm.process_groups.spec import Derive
+from hypercomm.process_groups.spec import Share, StrategyName
 from hypercomm.process_groups.strategies import STRATEGIES
 from hypercomm.transfers.mapping import HasLayout
 
@@ -33,55 +32,11 @@ GivenSizes = str | Mapping[str, int] | Iterable[int]
 Sizes = GivenSizes | RankLayout | HasLayout | None
 """The sizes of a grid's dims, or a layout; None stands for those of the environment."""
 
-StrategyName = Literal["auto", "enumerate", "local", "split"]
-Share = Literal["never", "identical"]
 Cover = Literal["any", "exact"]
 CREATIONS = ("auto", *STRATEGIES)
 SHARES = ("never", "identical")
 _FLAGS = ("lazy_init", "verify", "enable_reconfigure")
 """Arguments of a grid whose values are often written as 0 and 1."""
-
-
-class SharedKeywords(TypedDict, total=False):
-    """The keyword arguments of `create_pgs`, which hold for all of its groups."""
-
-    backend: str | None
-    timeout: timedelta | None
-    share: Share | None
-
-
-class GroupKeywords(SharedKeywords, total=False):
-    """The keyword arguments of `create_pg`, which documents them."""
-
-    name: str | None
-    view: str | None
-    pg_options: Any
-    group_desc: str | None
-    derive: Derive | None
-    creation: StrategyName | None
-    lazy_init: bool | None
-
-
-OF_ONE_GROUP = ("backend", "timeout", "pg_options", "group_desc", "creation", "lazy_init")
-"""The keywords of `create_pg` that replace an option of the grid."""
-
-
-class GroupArguments(GroupKeywords, total=False):
-    """The arguments of one `create_pg`, for `create_pgs`; `dims` is required."""
-
-    dims: Dims
-
-
-class SetArguments(TypedDict, total=False):
-    """The keyword arguments of each constructor of `GridSet`, which documents them."""
-
-    name: str | None
-    backend: str | None
-    creation: StrategyName
-    share: Share
-    lazy_init: bool | None
-    verify: bool | None
-    enable_reconfigure: bool
 
 
 @attrs.frozen(slots=False)
@@ -135,21 +90,6 @@ def check_name(name: object) -> None:
     """Raise unless the name can be part of a key of the store."""
     if not isinstance(name, str) or not name or not is_utf8(name):
         raise GroupOptionsError(f"name must be a non-empty string of text, got {short_repr(name)}")
-
-
-def check_keywords(call: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise TypeError, as Python does, for a keyword that a call with `**keywords` does not have.
-
-    Example:
-        >>> check_keywords("ensure_pg", {"nam": "x"}, ["name", "view"])
-        Traceback (most recent call last):
-        TypeError: ensure_pg() got an unexpected keyword argument 'nam'; did you mean 'name'?
-    """
-    for name in given:
-        if name not in known:
-            raise TypeError(
-                f"{call}() got an unexpected keyword argument {name!r}{did_you_mean(name, known)}"
-            )
 
 
 def check_dims(call: str, dims: Mapping[str, object], keywords: Iterable[str]) -> None:

@@ -8,6 +8,7 @@ key have no rank in common.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from numbers import Integral
 from typing import Protocol, overload
@@ -18,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import GroupMissingError, SimulationError
-from hypercomm.grid.arguments import Share, StrategyName
+from hypercomm.errors import GroupMissingError, HyperCommError, SimulationError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.groups import Membership, RankGroups, groups_of_rows
 from hypercomm.layout.parsing import Dims
+from hypercomm.layout.text import short_repr
 from hypercomm.process_groups import torch_internals as torchdist
-from hypercomm.process_groups.spec import Derive
+from hypercomm.process_groups.spec import Derive, Share, StrategyName
 from hypercomm.process_groups.table import GroupTable
 
 
@@ -34,9 +35,6 @@ class HasGroups(Protocol):
     @property
     def layout(self) -> RankLayout:
         """The numbering of the ranks, which a reshape replaces."""
-
-    @property
-    def _table(self) -> GroupTable: ...
 
     def get_pg(self, dims: Dims, *, name: str | None = None) -> ProcessGroup | None:
         """Return a process group that was created before."""
@@ -89,10 +87,13 @@ class GridDims:
         4 (4, 5, 6, 7)
     """
 
-    __slots__ = ("_known", "_view", "dims")
+    __slots__ = ("_known", "_table", "_view", "dims")
 
-    def __init__(self, view: HasGroups, dims: tuple[str, ...]) -> None:
+    def __init__(
+        self, view: HasGroups, table: Callable[[], GroupTable], dims: tuple[str, ...]
+    ) -> None:
         self._view = view
+        self._table = table  # a reshape replaces it
         self.dims = dims
         self._known: tuple[RankLayout, int, Membership] | None = None
         """The last place that was computed, and the layout and the rank that it holds for."""
@@ -145,7 +146,7 @@ class GridDims:
 
     @property
     def _place(self) -> Membership:
-        rank = self._view._table.rank()
+        rank = self._table().rank()
         layout = self._view.layout
         known = self._known
         if known is None or known[0] is not layout or known[1] != rank:
@@ -164,7 +165,7 @@ class GridDims:
             NotInitializedError: torch.distributed is not initialised, or was destroyed.
             HyperCommError: As for `HyperCommGrid.create_pg`.
         """
-        if self._view._table.world is None:
+        if self._table().world is None:
             torchdist.world_group()  # raises: WORLD was destroyed
         _ = self._place  # raises on a rank outside of the grid
         dims = "+".join(self.dims)  # text is looked up faster than a tuple
@@ -229,16 +230,22 @@ class GridDims:
     def _live_group(self) -> ProcessGroup:
         """Return the group, if its ranks exist."""
         group = self.group
-        world = self._view._table.world
+        world = self._table().world
         if self.size > 1 and not (world is not None and world.has_store):
             raise SimulationError(
-                f"{self!r} has {self.size} ranks, and those of a fake world do not exist: nothing "
-                f"can be summed or awaited; use hypercomm.testing.simulate or run_ranks"
+                f"each group of {'+'.join(self.dims)} has {self.size} ranks, and in a fake world "
+                f"only this one exists: nothing can be summed or awaited; use "
+                f"hypercomm.testing.simulate or run_ranks"
             )
         return group
 
     def __repr__(self) -> str:
-        return f"{'+'.join(self.dims)} of {self._view.layout}"
+        text = f"{'+'.join(self.dims)} of {self._view.layout}"
+        try:
+            place = self._place
+        except HyperCommError:  # the calling rank is not known, or not in the grid
+            return f"<{text}: groups of {self.size} ranks>"
+        return f"<{text}: rank {place.rank} of {self.size}, ranks {short_repr(place.ranks)}>"
 
 
 # ---- the edges of a pipeline --------------------------------------------------------------------
@@ -276,6 +283,8 @@ class PipelineEdges:
     """
 
     _at: GridDims
+    _view: HasGroups
+    _table: Callable[[], GroupTable]
     wrap: bool
 
     @property
@@ -312,9 +321,10 @@ class PipelineEdges:
         kind = self._kind(offset)
         if kind is None:
             return None
-        view = self._at._view
-        dims, name = "+".join(self._at.dims), f"edge {direction} {kind}"
-        if view._table.is_verified:  # all ranks make the same creations, whichever edge they use
+        view = self._view
+        dims = "+".join(self._at.dims)
+        name = f"edge {direction} {kind}"
+        if self._table().is_verified:  # all ranks make the same creations, whichever edge they use
             self.create()
         try:
             return view.get_pg(dims, name=name)
@@ -329,7 +339,7 @@ class PipelineEdges:
         """Create the calling rank's edges of some kinds; register kinds that it is not in."""
         for kind in kinds:
             for direction in ("forward", "backward"):
-                self._at._view.ensure_pg(
+                self._view.ensure_pg(
                     self._at.dims,
                     name=f"edge {direction} {kind}",
                     derive=partial(_pairs, kind),
@@ -351,7 +361,8 @@ class PipelineEdges:
         return [kind for kind, exists in found.items() if exists]
 
     def __repr__(self) -> str:
-        return f"edges of {self._at!r}{' with wrap' if self.wrap else ''}"
+        wrap = " with wrap" if self.wrap else ""
+        return f"edges of {'+'.join(self._at.dims)} of {self._view.layout}{wrap}"
 
 
 def _pairs(kind: str, groups: RankGroups) -> RankGroups:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
@@ -12,15 +14,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import UnknownDimError, WorldSizeError
-from hypercomm.grid.arguments import (
-    GroupArguments,
-    SetArguments,
-    SharedKeywords,
-    Sizes,
-    check_keywords,
-    check_name,
-)
-from hypercomm.grid.grid import HyperCommGrid, position_in
+from hypercomm.grid.arguments import Sizes, check_name
+from hypercomm.grid.grid import HyperCommGrid
+from hypercomm.grid.view import position_in, state_of
 from hypercomm.layout import RankLayout, read_layout
 from hypercomm.layout.checks import as_rank, as_world_size
 from hypercomm.layout.parsing import Dims
@@ -35,14 +31,14 @@ from hypercomm.layout.placement import (
 from hypercomm.layout.text import aligned, did_you_mean, format_ranks, short_repr
 from hypercomm.process_groups.agreement.grid import GridAgreement
 from hypercomm.process_groups.creation import create_all
-from hypercomm.process_groups.spec import GroupRequest
+from hypercomm.process_groups.spec import BoundRequest, GroupRequest, Share, StrategyName
 from hypercomm.process_groups.table import GroupTable
 from hypercomm.process_groups.world import World, current, rank_in_world, size_of_world
 from hypercomm.transfers.mapping import RankMapping
 from hypercomm.transfers.transfer import transfer
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack  # typing has them from Python 3.11 on
+    from typing_extensions import Self  # typing has it from Python 3.11 on
 
 _CREATE_PGS = "GridSet.create_pgs()"
 
@@ -67,9 +63,15 @@ class GridSet(Mapping[str, HyperCommGrid]):
         world_size: Number of ranks of the job; default: as for `HyperCommGrid`.
         world: The world whose ranks the grids number, from `join_world`. The sizes of a grid that
             has the name of a part are those of the part's ranks.
-        arguments: `name` distinguishes this set from others with grids of the same names;
-            `backend`, `creation`, `share`, `lazy_init` and `verify` are those of each grid that
-            the set makes (with share="identical", grids on the same ranks share groups too).
+        name: Distinguishes this set from others with grids of the same names.
+        backend: As for `HyperCommGrid`, as are the next five, for each grid that the set makes.
+        creation: How groups are created.
+        share: Whether keys may hold one group. With "identical", grids on the same ranks share
+            groups too.
+        lazy_init: When the members of a group connect.
+        verify: Whether ranks compare their creations.
+        enable_reconfigure: Whether groups stay when a reshape changes their members.
+        named: The grids, if `grids` is not given.
 
     Raises:
         LayoutError: There is no grid, a name is not a text, or `requires` is not such a choice.
@@ -99,14 +101,23 @@ class GridSet(Mapping[str, HyperCommGrid]):
         requires: Requirement | None = None,
         world_size: int | None = None,
         world: World | None = None,
-        **keywords: Any,
+        name: str | None = None,
+        backend: str | None = None,
+        creation: StrategyName = "auto",
+        share: Share = "never",
+        lazy_init: bool | None = None,
+        verify: bool | None = None,
+        enable_reconfigure: bool = False,
+        **named: Any,
     ) -> None:
-        arguments, named = _split("GridSet", keywords)
-        if grids is not None:
-            check_keywords("GridSet", named, SetArguments.__annotations__)
+        if grids is None:
+            _check_named("GridSet", named)
+        else:
+            for label in named:
+                hint = did_you_mean(label, _OPTIONS)
+                raise TypeError(f"GridSet() got an unexpected keyword argument {label!r}{hint}")
         self._world_size = as_world_size(size_of_world(world_size, world))
         self._world = world
-        name = arguments.pop("name", None)
         if name is not None:
             check_name(name)
         self._grids: dict[str, HyperCommGrid] = {}
@@ -125,7 +136,12 @@ class GridSet(Mapping[str, HyperCommGrid]):
                     world_size=self._world_size,
                     world=world,
                     share_with=latest,
-                    **arguments,
+                    backend=backend,
+                    creation=creation,
+                    share=share,
+                    lazy_init=lazy_init,
+                    verify=verify,
+                    enable_reconfigure=enable_reconfigure,
                 )
             self._grids[label] = latest
         self.placement.require("any" if requires is None else requires)
@@ -165,8 +181,9 @@ class GridSet(Mapping[str, HyperCommGrid]):
 
     def _checked(self, label: str, grid: HyperCommGrid) -> HyperCommGrid:
         """Return a grid that was made before, which must be alive and of this world."""
-        grid._table.check_alive()
-        size = grid._state.world_size
+        state = state_of(grid)
+        state.table.check_alive()
+        size = state.world_size
         if size != self._world_size:
             raise WorldSizeError(
                 f"grid {label!r} ({grid.layout}) was made for a world of {size} ranks, but that of "
@@ -176,17 +193,35 @@ class GridSet(Mapping[str, HyperCommGrid]):
 
     @classmethod
     def tile(
-        cls, world_size: int | None = None, /, *, requires: Requirement = "tiled", **grids: Any
+        cls,
+        world_size: int | None = None,
+        /,
+        *,
+        requires: Requirement = "tiled",
+        name: str | None = None,
+        backend: str | None = None,
+        creation: StrategyName = "auto",
+        share: Share = "never",
+        lazy_init: bool | None = None,
+        verify: bool | None = None,
+        enable_reconfigure: bool = False,
+        **grids: Any,
     ) -> Self:
         """Make a set of grids that lie one after the other, in the order given.
 
         Args:
             world_size: Number of ranks of the job; default: as for `HyperCommGrid`.
             requires: "disjoint" allows ranks of the world to be left over.
+            name: Distinguishes this set from others, as for the class.
+            backend: As for the class, as are the next five.
+            creation: How groups are created.
+            share: Whether keys may hold one group.
+            lazy_init: When the members of a group connect.
+            verify: Whether ranks compare their creations.
+            enable_reconfigure: Whether groups stay when a reshape changes their members.
             grids: For the name of each grid its sizes as text, or a layout without gaps. One size
                 of all may be unspecified (-1, or a dim alone): it takes what the others leave.
-                The arguments of the class, such as `name` and `backend`, are keywords here too;
-                use the class for grids of such names.
+                Use the class for grids that have the name of an argument.
 
         Raises:
             LayoutError, WorldSizeError: As for the class; or no size fits.
@@ -196,16 +231,47 @@ class GridSet(Mapping[str, HyperCommGrid]):
             >>> str(grids["llm"].layout), grids["llm"].rank_offset, grids.placement.kind
             ('tp=4,dp=2,pp=2', 8, 'tiled')
         """
-        arguments, layouts = _split("GridSet.tile", grids)
+        _check_named("GridSet.tile", grids)
         total = size_of_world(world_size)
-        return cls(tile(layouts, total), requires=requires, world_size=total, **arguments)
+        return cls(
+            tile(grids, total),
+            requires=requires,
+            world_size=total,
+            name=name,
+            backend=backend,
+            creation=creation,
+            share=share,
+            lazy_init=lazy_init,
+            verify=verify,
+            enable_reconfigure=enable_reconfigure,
+        )
 
     @classmethod
-    def colocated(cls, world_size: int | None = None, /, **grids: Any) -> Self:
+    def colocated(
+        cls,
+        world_size: int | None = None,
+        /,
+        *,
+        name: str | None = None,
+        backend: str | None = None,
+        creation: StrategyName = "auto",
+        share: Share = "never",
+        lazy_init: bool | None = None,
+        verify: bool | None = None,
+        enable_reconfigure: bool = False,
+        **grids: Any,
+    ) -> Self:
         """Make a set of grids that all hold the same ranks.
 
         Args:
             world_size: Number of ranks of the job; default: as for `HyperCommGrid`.
+            name: Distinguishes this set from others, as for the class.
+            backend: As for the class, as are the next five.
+            creation: How groups are created.
+            share: Whether keys may hold one group.
+            lazy_init: When the members of a group connect.
+            verify: Whether ranks compare their creations.
+            enable_reconfigure: Whether groups stay when a reshape changes their members.
             grids: As for `tile`. Each grid may have one unspecified size: it is inferred from the
                 first grid without one, or from the world if there is none. If all sizes are given,
                 ranks of the world may be left over: see `placement.spare_ranks`.
@@ -218,9 +284,20 @@ class GridSet(Mapping[str, HyperCommGrid]):
             >>> [str(grid.layout) for grid in grids.values()], grids.placement.kind
             (['tp=2,dp=4', 'tp=4,dp=2'], 'colocated')
         """
-        arguments, layouts = _split("GridSet.colocated", grids)
+        _check_named("GridSet.colocated", grids)
         total = size_of_world(world_size)
-        return cls(colocate(layouts, total), requires="colocated", world_size=total, **arguments)
+        return cls(
+            colocate(grids, total),
+            requires="colocated",
+            world_size=total,
+            name=name,
+            backend=backend,
+            creation=creation,
+            share=share,
+            lazy_init=lazy_init,
+            verify=verify,
+            enable_reconfigure=enable_reconfigure,
+        )
 
     # ---- grids ----------------------------------------------------------------------------------
 
@@ -234,6 +311,9 @@ class GridSet(Mapping[str, HyperCommGrid]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._grids)
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self)
 
     def __len__(self) -> int:
         return len(self._grids)
@@ -337,8 +417,11 @@ class GridSet(Mapping[str, HyperCommGrid]):
 
     def create_pgs(
         self,
-        requests: Mapping[str, Iterable[Dims | GroupArguments]],
-        **keywords: Unpack[SharedKeywords],
+        requests: Mapping[str, Iterable[Dims | Mapping[str, Any] | GroupRequest]],
+        *,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+        share: Share | None = None,
     ) -> dict[str, list[ProcessGroup | None]]:
         """Create process groups of several grids, all or none.
 
@@ -349,8 +432,10 @@ class GridSet(Mapping[str, HyperCommGrid]):
 
         Args:
             requests: For the name of each grid what its `create_pgs` takes.
-            keywords: `backend`, `timeout` and `share`, as for `HyperCommGrid.create_pgs`; the
-                timeout is also that of the whole call.
+            backend: The backend of requests that give none.
+            timeout: The timeout of requests that give none. The call itself may take as long as
+                the longest of all timeouts.
+            share: The same for `share`.
 
         Returns:
             For each name what `HyperCommGrid.create_pgs` returns: a group for each request, None
@@ -370,9 +455,8 @@ class GridSet(Mapping[str, HyperCommGrid]):
             ...     print({name: [pg.size() for pg in pgs] for name, pgs in created.items()})
             {'a': [2], 'b': [4, 2]}
         """
-        check_keywords("create_pgs", keywords, SharedKeywords.__annotations__)
         for name in requests:
-            self[name]._table.check_alive()  # raises for an unknown one
+            state_of(self[name]).table.check_alive()  # raises for an unknown one
         names = [name for name in self if name in requests]
         if not names:
             return {}
@@ -382,15 +466,16 @@ class GridSet(Mapping[str, HyperCommGrid]):
         scope = agreement.scope(self._world or current(), "calls of a set")
         owners: list[str] = []
 
-        def find() -> list[tuple[GroupTable, GroupRequest]]:
-            found: list[tuple[GroupTable, GroupRequest]] = []
+        def find() -> list[tuple[GroupTable, BoundRequest]]:
+            found: list[tuple[GroupTable, BoundRequest]] = []
             for name in names:
-                own = self[name]._requests(requests[name], keywords)
+                state = state_of(self[name])
+                own = state.bind_all(requests[name], backend=backend, timeout=timeout, share=share)
                 owners.extend([name] * len(own))
                 found += own
             return found
 
-        labels = {self[name]._table: name for name in names}
+        labels = {state_of(self[name]).table: name for name in names}
         entries = create_all(scope, _CREATE_PGS, find, labels)
         created: dict[str, list[ProcessGroup | None]] = {name: [] for name in names}
         for name, entry in zip(owners, entries, strict=True):
@@ -444,28 +529,28 @@ class GridSet(Mapping[str, HyperCommGrid]):
         )
 
 
-def _split(call: str, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Split the keywords of a call into the arguments of the set and the sizes of the grids.
+_OPTIONS = list(inspect.signature(GridSet.__init__).parameters)[2:-1]
+"""The names of the arguments of a set."""
+
+
+def _check_named(call: str, grids: Mapping[str, Any]) -> None:
+    """Check the keywords of a call that are names of grids.
 
     Raises:
-        TypeError: A keyword without sizes has the name of an argument, or nearly.
+        TypeError: One without sizes has the name of an argument, or nearly.
     """
-    arguments = {name: given[name] for name in given if name in SetArguments.__annotations__}
-    grids = {name: given[name] for name in given if name not in arguments}
-    known = ("requires", "world_size", "world", *SetArguments.__annotations__)
     for name, value in grids.items():
         if isinstance(value, (RankLayout, Mapping)) or hasattr(value, "layout"):
             continue
         if isinstance(value, str) and "=" in value:
             continue
-        hint = did_you_mean(name, known)
+        hint = did_you_mean(name, _OPTIONS)
         if name == "world_size":
             hint = "; give the world size first, without its name"
-        elif name in known:
+        elif name in _OPTIONS:
             hint = "; GridSet(...) has it"
         if hint:
             raise TypeError(
                 f"{call}() got an unexpected keyword argument {name!r}{hint} (a grid of this name "
                 f"needs sizes, as {name}='tp=2,dp=4', not {short_repr(value)})"
             )
-    return arguments, grids

@@ -8,6 +8,7 @@ import attrs
 
 from hypercomm.errors import LayoutError, UnknownDimError, WorldSizeError
 from hypercomm.layout.checks import as_names
+from hypercomm.layout.groups import RankGroups
 from hypercomm.layout.layout import RankLayout
 from hypercomm.layout.parsing import Dims, as_dims, infer_sizes, read_sizes
 from hypercomm.layout.text import did_you_mean, short_repr
@@ -147,6 +148,10 @@ class Views(Mapping[str, View]):
         if set(ordered) <= set(found.shared_dims):
             return None, self.base.order_dims(ordered)
         return found, ordered
+
+    def groups(self, dims: Dims, view: str | None) -> RankGroups:
+        """Return the groups over some dims of a view, or of the base; raises as `find` does."""
+        return self.layout_of(view).groups(self.ordered(dims, view))
 
     def ordered(self, dims: Dims, view: str | None) -> tuple[str, ...]:
         """Order dims as a view, or the base, has them; raises as `find` does."""

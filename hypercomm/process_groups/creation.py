@@ -23,7 +23,7 @@ from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.agreement.driver import Result, Round, agree, limit_of, refusing
 from hypercomm.process_groups.agreement.protocol import as_entry
 from hypercomm.process_groups.agreement.scope import Scope
-from hypercomm.process_groups.spec import GroupKey, GroupRequest, GroupSpec
+from hypercomm.process_groups.spec import BoundRequest, GroupKey, GroupSpec
 from hypercomm.process_groups.strategies import connects, discard
 from hypercomm.process_groups.strategies import create as create_group
 from hypercomm.process_groups.table import LIVE, Communicator, Entry, GroupTable, enter, reserved
@@ -66,7 +66,7 @@ def ensure(table: GroupTable, spec: GroupSpec) -> ProcessGroup | None:
 def create_all(
     scope: Scope,
     title: str,
-    find: Callable[[], Sequence[tuple[GroupTable, GroupRequest]]],
+    find: Callable[[], Sequence[tuple[GroupTable, BoundRequest]]],
     labels: Mapping[GroupTable, str] | None = None,
 ) -> list[Entry]:
     """Create several groups in order, on all ranks of a scope or on none.

@@ -8,7 +8,7 @@ import attrs
 
 from hypercomm.layout import RankGroups
 from hypercomm.layout.groups import format_sizes_of
-from hypercomm.process_groups.spec import GroupKey, GroupRequest, GroupSpec
+from hypercomm.process_groups.spec import BoundRequest, GroupKey, GroupSpec
 from hypercomm.process_groups.strategies import STRATEGIES, obstacles, split_turns
 
 
@@ -53,7 +53,7 @@ class Explanation:
         return cls(spec.key, spec.groups, options.backend, spec.strategy, reason, others, served_by)
 
     @classmethod
-    def before_world(cls, request: GroupRequest) -> Explanation:
+    def before_world(cls, request: BoundRequest) -> Explanation:
         """Explain a request before torch.distributed is initialised, when nothing is decided."""
         reason = "torch.distributed is not initialised"
         backend = request.options.backend

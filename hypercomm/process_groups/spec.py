@@ -1,9 +1,16 @@
-"""The key of a process group, what a call asks for, and the same with everything resolved."""
+"""A process group before it exists: its key, the request of a call, and the resolved spec.
+
+GroupRequest    the arguments of `create_pg`, as given
+BoundRequest    the same for one grid: with a key, a layout, and the grid's options
+GroupSpec       the same in one world: with groups, all options, and a strategy
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 from functools import cached_property
+from typing import Any, Literal
 
 import attrs
 
@@ -11,12 +18,17 @@ from hypercomm.errors import GroupOptionsError, RankOutsideError
 from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.layout.groups import RankLists, as_groups
 from hypercomm.layout.layout import groups_over
+from hypercomm.layout.parsing import Dims
+from hypercomm.layout.text import did_you_mean, short_repr
 from hypercomm.layout.views import View
 from hypercomm.process_groups.options import GroupOptions
 from hypercomm.process_groups.world import World
 
 Derive = Callable[[RankGroups], RankGroups | RankLists] | RankGroups | RankLists
-"""Other groups than those over dims, or a function that returns them for the groups over dims."""
+"""Groups other than the groups over dims, or a function that derives them from these."""
+
+StrategyName = Literal["auto", "enumerate", "local", "split"]
+Share = Literal["never", "identical"]
 
 
 @attrs.frozen
@@ -48,14 +60,95 @@ class GroupKey:
 
 @attrs.frozen
 class GroupRequest:
-    """The request of one call for a process group.
+    """The arguments of one process group, as `create_pg` takes them; `create_pgs` takes several.
+
+    Args:
+        dims: One name, or several in any order: "dp+cp", ["dp", "cp"].
+        name, view, backend, timeout, pg_options, group_desc, share, derive, creation, lazy_init:
+            As for `HyperCommGrid.create_pg`.
+
+    Example:
+        >>> from hypercomm import GroupRequest, HyperCommGrid
+        >>> from hypercomm.testing import fake_world
+        >>> with fake_world(8), HyperCommGrid("tp=2,dp=4") as grid:
+        ...     _ = grid.create_pgs(["tp", GroupRequest("dp", name="gloo", backend="gloo")])
+        ...     print([str(key) for key in grid.pgs])
+        ['tp', 'dp (gloo)']
+    """
+
+    dims: Dims
+    name: str | None = attrs.field(default=None, kw_only=True)
+    view: str | None = attrs.field(default=None, kw_only=True)
+    backend: str | None = attrs.field(default=None, kw_only=True)
+    timeout: timedelta | None = attrs.field(default=None, kw_only=True)
+    pg_options: Any = attrs.field(default=None, kw_only=True)
+    group_desc: str | None = attrs.field(default=None, kw_only=True)
+    share: Share | None = attrs.field(default=None, kw_only=True)
+    derive: Derive | None = attrs.field(default=None, kw_only=True)
+    creation: StrategyName | None = attrs.field(default=None, kw_only=True)
+    lazy_init: bool | None = attrs.field(default=None, kw_only=True)
+
+    @classmethod
+    def of(cls, given: Dims | Mapping[str, Any] | GroupRequest) -> GroupRequest:
+        """Return a request from dims, or from arguments by name.
+
+        Raises:
+            GroupOptionsError: A mapping has no dims.
+            TypeError: A mapping has a name that is not an argument.
+
+        Example:
+            >>> GroupRequest.of({"dims": "tp", "nam": "x"})
+            Traceback (most recent call last):
+            TypeError: a request has no argument 'nam'; did you mean 'name'?
+        """
+        if isinstance(given, GroupRequest):
+            return given
+        if not isinstance(given, Mapping):
+            return cls(given)
+        if "dims" not in given:
+            raise GroupOptionsError(f"the request {short_repr(dict(given))} needs 'dims'")
+        known = [field.name for field in attrs.fields(cls)]
+        for name in given:
+            if name not in known:
+                raise TypeError(f"a request has no argument {name!r}{did_you_mean(name, known)}")
+        return cls(**given)
+
+    def options(self, defaults: GroupOptions) -> GroupOptions:
+        """Return the options of a grid, with the ones that the request replaces.
+
+        Raises:
+            GroupOptionsError: A value has the wrong type, or a backend is unknown.
+        """
+        replaced = {}
+        for name in _OPTIONS:
+            value = getattr(self, name)
+            if value is not None:
+                replaced[name] = value
+        if not replaced:
+            return defaults
+        options = attrs.evolve(defaults, **replaced)
+        options.check()
+        return options
+
+
+_OPTIONS = [
+    field.name
+    for field in attrs.fields(GroupOptions)
+    if field.name in attrs.fields_dict(GroupRequest)
+]
+"""The arguments of a request that replace an option of the grid."""
+
+
+@attrs.frozen
+class BoundRequest:
+    """A request for a group of one grid, with the options of the grid.
 
     Attributes:
         key: The key of the group.
         layout: The layout that has the dims of the key.
         view: The view that the call names, also for dims that it shares with the grid.
-        derive: Other groups than those over the dims, a function that derives them, or None.
-        options: The options as given.
+        derive: Other groups than the groups over the dims, a function that derives them, or None.
+        options: The options as given, completed with the options of the grid.
         share: Whether the group may serve other keys: "never" or "identical".
     """
 
@@ -104,7 +197,7 @@ class GroupSpec:
 
     key: GroupKey
     title: str
-    request: GroupRequest
+    request: BoundRequest
     groups: RankGroups
     options: GroupOptions
     group_desc: str

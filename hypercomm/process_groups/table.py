@@ -36,7 +36,7 @@ from hypercomm.process_groups.agreement.scope import Scope
 from hypercomm.process_groups.agreement.system import system
 from hypercomm.process_groups.explanation import Explanation
 from hypercomm.process_groups.options import GroupOptions, check_backend
-from hypercomm.process_groups.spec import GroupKey, GroupRequest, GroupSpec
+from hypercomm.process_groups.spec import BoundRequest, GroupKey, GroupSpec
 from hypercomm.process_groups.strategies import plan
 from hypercomm.process_groups.world import World, current_or_none, rank_in_world
 
@@ -183,7 +183,7 @@ class GroupTable:
 
     # ---- entries --------------------------------------------------------------------------------
 
-    def resolve(self, request: GroupRequest) -> GroupSpec:
+    def resolve(self, request: BoundRequest) -> GroupSpec:
         """Return a request with its groups, options and strategy resolved.
 
         Raises:
@@ -262,7 +262,7 @@ class GroupTable:
 
     def adopt(self, dim: str, pg: ProcessGroup | None) -> None:
         """Enter a group that a DeviceMesh owns."""
-        request = GroupRequest(GroupKey((dim,)), self.layout)
+        request = BoundRequest(GroupKey((dim,)), self.layout)
         options = GroupOptions(backend=None if pg is None else torchdist.backend_of(pg))
         world = self.live_world()
         reason = "a DeviceMesh created it, and stays its owner"
@@ -274,7 +274,7 @@ class GroupTable:
         entry.settled.set()
         self.entries[spec.key] = entry
 
-    def explain(self, request: GroupRequest) -> Explanation:
+    def explain(self, request: BoundRequest) -> Explanation:
         """Return how a group was created, or would be, and why."""
         entry = self.entries.get(request.key)
         if entry is None and self.world is None:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from hypercomm.errors import LayoutError
-from hypercomm.grid.grid import GridView
+from hypercomm.grid.view import GridView
 from hypercomm.layout.checks import check_choice
 from hypercomm.layout.parsing import Dims
 from hypercomm.layout.text import format_coords

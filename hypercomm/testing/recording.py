@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hypercomm.blame.evidence import FROM_ANYBODY, LoggedCall, LoggedGroup
 from hypercomm.layout.text import first_n
-from hypercomm.tools.blame.evidence import FROM_ANYBODY, LoggedCall, LoggedGroup
 
 # The op of a creation.
 CREATION = "create"

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
+from hypercomm.blame.evidence import FROM_ANYBODY, LoggedCall
 from hypercomm.errors import SimulationError
 from hypercomm.testing.recording import Book, Collective, RecordedGroup, Step
-from hypercomm.tools.blame.evidence import FROM_ANYBODY, LoggedCall
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 

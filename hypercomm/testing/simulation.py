@@ -14,6 +14,8 @@ from unittest import mock
 
 import attrs
 
+from hypercomm.blame.analysis import ANSWERS, find_differences, find_waits
+from hypercomm.blame.evidence import Evidence, LoggedCall, LoggedGroup, RankLog
 from hypercomm.compat.ezpz import tp as ezpz
 from hypercomm.compat.megatron import state as megatron
 from hypercomm.errors import RankFailedError, SimulationError
@@ -24,8 +26,6 @@ from hypercomm.process_groups.options import check_known
 from hypercomm.testing.recording import CREATION, Book, Collective, RecordedGroup, Step
 from hypercomm.testing.simulated_group import RecordingGroup
 from hypercomm.testing.worlds import OtherWorld, other_worlds
-from hypercomm.tools.blame.analysis import ANSWERS, find_differences, find_waits
-from hypercomm.tools.blame.evidence import Evidence, LoggedCall, LoggedGroup, RankLog
 
 Result = TypeVar("Result")
 

@@ -19,6 +19,7 @@ from hypercomm import grid
 from hypercomm.errors import GroupExistsError, LayoutError, UnknownDimError, WorldSizeError
 from hypercomm.grid.arguments import GivenSizes
 from hypercomm.layout.parsing import Dims
+from hypercomm.layout.views import BASE
 from hypercomm.process_groups.spec import GroupKey
 
 Key: TypeAlias = "str | tuple[str, tuple[str, ...]]"
@@ -137,11 +138,11 @@ class HyperCommGrid(grid.HyperCommGrid):
         new_subgroups: Any = dist.new_subgroups_by_enumeration
         if new_subgroups is _new_subgroups:
             return super().create_pg(dims, *more, view=view, **options)
-        found, _ = self._key((dims, *more) if more else dims, None, view)
+        found = self._key_in(view, dims, *more)
         key = _joined(found)
         if key in self._given:
             raise GroupExistsError(f"Process group {key!r} has already been created")
-        layout = self._state.views.layout_of(found.view)
+        layout = self.layout if found.view is None else self.views[found.view]
         ranks = layout.enumerate_ranks(found.dims[::-1]).tolist()
         self._given[key], _ = new_subgroups(ranks, backend=self.backend, **options)
         return self._given[key]
@@ -151,10 +152,13 @@ class HyperCommGrid(grid.HyperCommGrid):
     ) -> ProcessGroup | None:
         """Return a process group that was created before, as `hypercomm.HyperCommGrid` does."""
         if self._given and name is None:
-            key = _joined(self._key((dims, *more) if more else dims, None, view)[0])
+            key = _joined(self._key_in(view, dims, *more))
             if key in self._given:
                 return self._given[key]
         return super().get_pg(dims, *more, name=name, view=view)
+
+    def _key_in(self, view: str | None, *dims: Dims) -> GroupKey:
+        return self.key_of(*dims) if view in (None, BASE) else self.view(view).key_of(*dims)
 
     def destroy(self) -> None:
         """Destroy the groups that the grid created, and those that were assigned."""

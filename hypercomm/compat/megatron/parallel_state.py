@@ -44,12 +44,12 @@ from hypercomm.errors import (
     StateError,
     UnknownDimError,
 )
-from hypercomm.grid.arguments import GroupArguments
 from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.layout.checks import check_duration, positive
 from hypercomm.layout.groups import as_groups
 from hypercomm.layout.text import short_repr
 from hypercomm.process_groups import torch_internals as torchdist
+from hypercomm.process_groups.spec import GroupRequest
 
 _state = current.get
 
@@ -1010,8 +1010,8 @@ def create_all_gather_groups(
         asked.append(table.EXPERT_ALL_GATHER)
     options = {row.key: get_nccl_options(row.key, nccl_comm_cfgs or {}) for row in asked}
     wanted = list(table.rows(config, layouts, options, table=asked))
-    requests: list[GroupArguments] = [
-        {**each.arguments, "timeout": config.timeout, "group_desc": each.description}
+    requests = [
+        attrs.evolve(each.request, timeout=config.timeout, group_desc=each.description)
         for each in wanted
     ]
     sizes = _sizes_of_getters()
@@ -1022,7 +1022,10 @@ def create_all_gather_groups(
     if _are_replaced(*_CREATORS) or sizes != configured:
         groups = _create_by_functions(config, sizes, wanted, requests)
     else:
-        groups = [state.grids["dense"].ensure_pg(**request) for request in requests]
+        groups = [
+            state.grids["dense"].ensure_pg(**attrs.asdict(request, recurse=False))
+            for request in requests
+        ]
     for each, group in zip(wanted, groups, strict=True):
         state.write(each.name, group)
     state.list_groups(groups)
@@ -1084,7 +1087,7 @@ def _create_by_functions(
     config: table.Configuration,
     sizes: Sequence[Mapping[str, int]],
     wanted: Sequence[table.WantedGroup],
-    requests: Sequence[GroupArguments],
+    requests: Sequence[GroupRequest],
 ) -> list[ProcessGroup | None]:
     """Create groups by the functions of this module, as Megatron does.
 
@@ -1107,7 +1110,7 @@ def _create_by_functions(
     found: list[ProcessGroup | None] = []
     parts: dict[str, dict[Any, ProcessGroup]] = {}
     for each, request in zip(wanted, requests, strict=True):
-        dims = request["dims"]
+        dims = request.dims
         token = dims if isinstance(dims, str) else "-".join(map(str, dims))
         groups = generators[each.row.grid].get_ranks(token)
         if each.part is not None:
@@ -1117,12 +1120,16 @@ def _create_by_functions(
                     parts[each.name].update(_create_parts(config, each.name, ranks, request))
             found.append(parts[each.name].get(each.part))
             continue
-        derive = request.get("derive")
+        derive = request.derive
         if derive is not None:
             of_dims = RankGroups(groups)
             groups = as_groups(derive(of_dims) if callable(derive) else derive, of_dims).to_lists()
-        options: Any = {name: request.get(name) for name in ("timeout", "backend", "pg_options")}
-        options["group_desc"] = each.description
+        options: Any = {
+            "timeout": request.timeout,
+            "backend": request.backend,
+            "pg_options": request.pg_options,
+            "group_desc": each.description,
+        }
         found.append(_create_each(dist.get_rank(), groups, **options))
     return found
 
@@ -1139,17 +1146,18 @@ def _generator(config: table.Configuration, sizes: Mapping[str, int], after: str
 
 
 def _create_parts(
-    config: table.Configuration, name: str, ranks: list[int], request: GroupArguments
+    config: table.Configuration, name: str, ranks: list[int], request: GroupRequest
 ) -> Mapping[Any, ProcessGroup]:
     """Create the groups of a row of several within some ranks, by position or size."""
-    rank, options = dist.get_rank(), request.get("pg_options")
+    rank = dist.get_rank()
+    options = request.pg_options
     if name == table.HYBRID:
         return create_hybrid_dp_cp_groups(rank, ranks, options)
     if name == table.DYNAMIC:
         least = config.min_dynamic_context_parallel_size
         return create_dynamic_dp_cp_groups(rank, ranks, options, min_cp_size=least)
     sizes = config.hierarchical_context_parallel_sizes or ()
-    given: Any = {"pg_options": options, "timeout": request["timeout"]}
+    given: Any = {"pg_options": options, "timeout": request.timeout}
     description = "CONTEXT_PARALLEL_GROUP"
     levels, _ = create_hierarchical_groups(rank, ranks, sizes, **given, group_desc=description)
     return dict(enumerate(levels))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypedDict
 
 from hypercomm.compat.layouts import DIMS, EXPERT, GTP, NAMES, Layouts, megatron_layouts
 from hypercomm.compat.megatron import table, version
@@ -12,15 +11,12 @@ from hypercomm.compat.megatron.process_groups_config import ProcessGroupCollecti
 from hypercomm.compat.megatron.state import options_by_key
 from hypercomm.errors import GridDestroyedError, LayoutError, UnknownDimError
 from hypercomm.grid import HyperCommGrid
-from hypercomm.grid.arguments import GroupArguments, SetArguments, Share, check_keywords
 from hypercomm.grid.grid_set import GridSet
 from hypercomm.layout.checks import as_world_size
 from hypercomm.layout.parsing import short_names
 from hypercomm.layout.text import did_you_mean, short_repr
+from hypercomm.process_groups.spec import GroupKey, GroupRequest, Share, StrategyName
 from hypercomm.process_groups.world import size_of_world
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # typing has it from Python 3.11 on
 
 
 def megatron_grids(
@@ -42,7 +38,13 @@ def megatron_grids(
     order: str = "tp-cp-ep-dp-pp",
     world_size: int | None = None,
     inference: Mapping[str, int] | None = None,
-    **arguments: Unpack[SetArguments],
+    name: str | None = None,
+    backend: str | None = None,
+    creation: StrategyName = "auto",
+    share: Share = "never",
+    lazy_init: bool | None = None,
+    verify: bool | None = None,
+    enable_reconfigure: bool = False,
 ) -> GridSet:
     """Make the grids of one of Megatron's models: "training", and "inference" if it is asked for.
 
@@ -70,8 +72,13 @@ def megatron_grids(
         world_size: Number of ranks of the job; default: as for `HyperCommGrid`.
         inference: The sizes of inference on the ranks of training, with the same names and
             defaults.
-        arguments: `name`, `backend`, `creation`, `share`, `lazy_init`, `verify` and
-            `enable_reconfigure`, as for `GridSet`.
+        name: Distinguishes this set from others; see `GridSet`.
+        backend: As for `HyperCommGrid`, as are the next five.
+        creation: How groups are created.
+        share: Whether keys may hold one group.
+        lazy_init: When the members of a group connect.
+        verify: Whether ranks compare their creations.
+        enable_reconfigure: Whether groups stay when a reshape changes their members.
 
     Raises:
         LayoutError: A size is not a positive int, or the order cannot be read.
@@ -80,7 +87,7 @@ def megatron_grids(
         UnknownDimError: The order or `inference` names a dim that Megatron does not have.
         WorldSizeError: The sizes of the dense layers, or those of the experts, do not divide the
             world.
-        TypeError: A size is given by both of its names, or an argument does not exist.
+        TypeError: A size is given by both of its names.
 
     Example:
         >>> grids = megatron_grids(tp=2, pp=2, ep=2, inference={"tp": 4}, world_size=16)
@@ -90,9 +97,8 @@ def megatron_grids(
         inference tp=4,cp=1,dp=4,pp=1 experts expt_tp=4,ep=1,expt_dp=4,pp=1
     """
     sizes = {name: value for name, value in locals().items() if name in {*NAMES, *NAMES.values()}}
-    known = [*(megatron_grids.__kwdefaults__ or {}), *SetArguments.__annotations__]
-    check_keywords("megatron_grids", arguments, known)
-    total, models = as_world_size(size_of_world(world_size)), {"training": sizes}
+    total = as_world_size(size_of_world(world_size))
+    models = {"training": sizes}
     if inference is not None:
         for dim in inference:
             if dim not in {*NAMES, *NAMES.values()}:
@@ -110,7 +116,13 @@ def megatron_grids(
         {label: views.base for label, views in layouts.items()},
         requires="tiled" if inference is None else "colocated",
         world_size=total,
-        **arguments,
+        name=name,
+        backend=backend,
+        creation=creation,
+        share=share,
+        lazy_init=lazy_init,
+        verify=verify,
+        enable_reconfigure=enable_reconfigure,
     )
     for label, views in layouts.items():
         expert = views[EXPERT]
@@ -121,33 +133,17 @@ def megatron_grids(
 # ---- all groups of a grid -----------------------------------------------------------------------
 
 
-class MegatronChoices(TypedDict, total=False):
-    """The keyword arguments of `megatron_requests`, all optional.
-
-    Attributes:
-        num_distributed_optimizer_instances: The number of parts that dp is cut into; default: 1.
-        hierarchical_context_parallel_sizes: Sizes of the levels of cp, innermost first.
-        create_all_gather_group: Whether dp and cp have a second group, for all-gathers; with
-            expert parallelism the dp of experts has one, too.
-        get_embedding_ranks: Returns the ranks of a pipeline that hold word embeddings; default:
-            its first and last.
-        get_position_embedding_ranks: The same for position embeddings; default: its first.
-        nccl_communicator_config_path: A yaml file with NCCL options for each group.
-        high_priority_stream_groups: Keys of groups whose streams have a high priority.
-    """
-
-    num_distributed_optimizer_instances: int
-    hierarchical_context_parallel_sizes: Sequence[int] | None
-    create_all_gather_group: bool
-    get_embedding_ranks: table.RanksFunction | None
-    get_position_embedding_ranks: table.RanksFunction | None
-    nccl_communicator_config_path: str | None
-    high_priority_stream_groups: Sequence[str] | None
-
-
 def megatron_requests(
-    grid: HyperCommGrid, **choices: Unpack[MegatronChoices]
-) -> list[GroupArguments]:
+    grid: HyperCommGrid,
+    *,
+    num_distributed_optimizer_instances: int = 1,
+    hierarchical_context_parallel_sizes: Sequence[int] | None = None,
+    create_all_gather_group: bool = False,
+    get_embedding_ranks: table.RanksFunction | None = None,
+    get_position_embedding_ranks: table.RanksFunction | None = None,
+    nccl_communicator_config_path: str | None = None,
+    high_priority_stream_groups: Sequence[str] | None = None,
+) -> list[GroupRequest]:
     """List the process groups that Megatron's code asks for, as `create_pgs` takes them.
 
     A dim that the grid lacks has size 1. Megatron's code takes None for WORLD, so a field all of
@@ -159,14 +155,21 @@ def megatron_requests(
         grid: A grid with some of the dims tp, gtp_remat, cp, dp and pp; its view "expert", if it
             has one, has some of tp, ep, gtp_remat, dp and pp, perhaps as expt_tp, expt_gtp_remat
             and expt_dp. Without that view the experts are laid out as the dense layers.
-        choices: Arguments of `initialize_model_parallel`, by name; see `MegatronChoices`.
+        num_distributed_optimizer_instances: The number of parts that dp is cut into.
+        hierarchical_context_parallel_sizes: Sizes of the levels of cp, innermost first.
+        create_all_gather_group: Whether dp and cp have a second group, for all-gathers; with
+            expert parallelism the dp of experts has one, too.
+        get_embedding_ranks: Returns the ranks of a pipeline that hold word embeddings; default:
+            its first and last.
+        get_position_embedding_ranks: The same for position embeddings; default: its first.
+        nccl_communicator_config_path: A yaml file with NCCL options for each group.
+        high_priority_stream_groups: Keys of groups whose streams have a high priority.
 
     Returns:
         A request for each row of Megatron's groups, in Megatron's order.
 
     Raises:
         LayoutError: `grid` has none of Megatron's dims.
-        TypeError: A choice does not exist.
         ConfigurationError: `grid` cannot be cut like this, there are several optimizer instances
             with GTP, or the NCCL configuration cannot be used.
         FileNotFoundError: The NCCL configuration is not there.
@@ -175,10 +178,9 @@ def megatron_requests(
     Example:
         >>> grid = HyperCommGrid([2, 4, 2], ["tp", "dp", "pp"], world_size=16)
         >>> wanted = megatron_requests(grid)
-        >>> [request["dims"] for request in wanted if request["name"] is None][:5]
+        >>> [request.dims for request in wanted if request.name is None][:5]
         ['dp', ('tp', 'pp'), 'tp', 'pp', ('tp', 'dp')]
     """
-    check_keywords("megatron_requests", choices, MegatronChoices.__annotations__)
     view = EXPERT if EXPERT in grid.views else None
     layouts = Layouts(grid.layout, grid.views.get(EXPERT, grid.layout))
     sides: tuple[table.Side, table.Side] = ("dense", "expert" if view else "dense")
@@ -189,7 +191,13 @@ def megatron_requests(
                 f"rename() its dims"
             )
     configuration = table.Configuration(
-        **choices,
+        num_distributed_optimizer_instances=num_distributed_optimizer_instances,
+        hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
+        create_all_gather_group=create_all_gather_group,
+        get_embedding_ranks=get_embedding_ranks,
+        get_position_embedding_ranks=get_position_embedding_ranks,
+        nccl_communicator_config_path=nccl_communicator_config_path,
+        high_priority_stream_groups=high_priority_stream_groups,
         create_gloo_process_groups=False,
         gtp_remat_size=layouts.dense.size_of(GTP, default=1),
         expert_gtp_remat_size=layouts.expert.size_of(
@@ -199,11 +207,11 @@ def megatron_requests(
     options = options_by_key(configuration)
     has_experts = layouts.expert.size_of("ep", default=1) > 1
     asked = (*table.TABLE, table.EXPERT_ALL_GATHER) if has_experts else table.TABLE
-    requests: dict[object, GroupArguments] = {}
+    requests: dict[GroupKey, GroupRequest] = {}
     for wanted in table.rows(configuration, layouts, options, view=view, table=asked):
-        given = wanted.arguments
-        key, _ = grid._key(given["dims"], given["name"], given.get("view"))
-        requests.setdefault(key, given)
+        request = wanted.request
+        here = grid if request.view is None else grid.view(request.view)
+        requests.setdefault(here.key_of(request.dims, name=request.name), request)
     return list(requests.values())
 
 
@@ -213,7 +221,13 @@ def create_megatron_pgs(
     backend: str | None = None,
     timeout: timedelta | None = None,
     share: Share | None = None,
-    **choices: Unpack[MegatronChoices],
+    num_distributed_optimizer_instances: int = 1,
+    hierarchical_context_parallel_sizes: Sequence[int] | None = None,
+    create_all_gather_group: bool = False,
+    get_embedding_ranks: table.RanksFunction | None = None,
+    get_position_embedding_ranks: table.RanksFunction | None = None,
+    nccl_communicator_config_path: str | None = None,
+    high_priority_stream_groups: Sequence[str] | None = None,
 ) -> dict[str, ProcessGroupCollection]:
     """Create every process group that Megatron's code asks for, in each grid, all or none.
 
@@ -225,8 +239,14 @@ def create_megatron_pgs(
         backend: As for `GridSet.create_pgs`; so are the other two.
         timeout: Of each group, and for the whole call.
         share: Whether keys may hold one group.
-        choices: As for `megatron_requests`, for each grid. For grids that differ in these, hand
-            what `megatron_requests` lists for each to `grids.create_pgs`.
+        num_distributed_optimizer_instances: As for `megatron_requests`, as are the next six. For
+            grids that differ in these, give the requests of each to `grids.create_pgs`.
+        hierarchical_context_parallel_sizes: Sizes of the levels of cp.
+        create_all_gather_group: Whether dp and cp have a second group.
+        get_embedding_ranks: Returns the ranks that hold word embeddings.
+        get_position_embedding_ranks: Returns the ranks that hold position embeddings.
+        nccl_communicator_config_path: A yaml file with NCCL options.
+        high_priority_stream_groups: Keys of groups whose streams have a high priority.
 
     Returns:
         Megatron's collection of each grid that the calling rank is in, by name.
@@ -245,7 +265,19 @@ def create_megatron_pgs(
         2 2 2
         4 1 1
     """
-    requests = {name: megatron_requests(grid, **choices) for name, grid in grids.items()}
+    requests = {
+        name: megatron_requests(
+            grid,
+            num_distributed_optimizer_instances=num_distributed_optimizer_instances,
+            hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
+            create_all_gather_group=create_all_gather_group,
+            get_embedding_ranks=get_embedding_ranks,
+            get_position_embedding_ranks=get_position_embedding_ranks,
+            nccl_communicator_config_path=nccl_communicator_config_path,
+            high_priority_stream_groups=high_priority_stream_groups,
+        )
+        for name, grid in grids.items()
+    }
     grids.create_pgs(requests, backend=backend, timeout=timeout, share=share)
     return collections_of(grids)
 

@@ -19,7 +19,7 @@ from hypercomm.compat.megatron import table, version
 from hypercomm.compat.megatron.state import ParallelState, current
 from hypercomm.errors import ConfigurationError, UnknownDimError, UnknownFieldError
 from hypercomm.grid import HyperCommGrid
-from hypercomm.grid.grid import GridView
+from hypercomm.grid.view import GridView
 from hypercomm.layout.checks import as_strings
 
 logger = logging.getLogger(__name__)

@@ -27,11 +27,11 @@ from hypercomm.compat.megatron import table, version
 from hypercomm.compat.module_state import CurrentState, ModuleState
 from hypercomm.errors import ConfigurationError, StateError
 from hypercomm.grid import HyperCommGrid
-from hypercomm.grid.arguments import GroupArguments
-from hypercomm.grid.grid import GridView
+from hypercomm.grid.view import GridView
 from hypercomm.layout.checks import as_ordered, check_choice
 from hypercomm.layout.text import short_repr
 from hypercomm.process_groups import torch_internals as torchdist
+from hypercomm.process_groups.spec import GroupRequest
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ def destroy_users_of_groups() -> None:
 
 NcclConfig = dict[str, dict[str, Any]]
 CreateFunction = Callable[
-    [table.Configuration, list[Mapping[str, int]], list[table.WantedGroup], list[GroupArguments]],
+    [table.Configuration, list[Mapping[str, int]], list[table.WantedGroup], list[GroupRequest]],
     "list[ProcessGroup | None]",
 ]
 """Creates groups in layouts of some sizes, and returns the calling rank's group of each."""
@@ -444,7 +444,7 @@ class ParallelState(ModuleState):
 
 
 def _create(
-    create: Callable[[list[table.WantedGroup], list[GroupArguments]], list[ProcessGroup | None]],
+    create: Callable[[list[table.WantedGroup], list[GroupRequest]], list[ProcessGroup | None]],
     wanted: list[table.WantedGroup],
     config: table.Configuration,
 ) -> list[ProcessGroup | None]:
@@ -453,18 +453,19 @@ def _create(
     NCCL uses SHARP for the first communicator, which exists only after its first collective.
     """
     sharp = _SHARP[config.sharp_enabled_group or "dp"] if config.use_sharp else None
-    requests: list[GroupArguments] = []
+    requests: list[GroupRequest] = []
     for each in wanted:
-        requests.append({**each.arguments, "timeout": config.timeout})
-        if "share" not in each.arguments or each.name == sharp:
-            requests[-1]["group_desc"] = each.description
+        request = attrs.evolve(each.request, timeout=config.timeout)
+        if request.share is None or each.name == sharp:
+            request = attrs.evolve(request, group_desc=each.description)
+        requests.append(request)
     if sharp is None:
         return create(wanted, requests)
     place = [each.name for each in wanted].index(sharp)
     after = place + 1
     before = create(wanted[:place], requests[:place])
     os.environ[_COLLNET] = "1"
-    requests[place]["share"] = "never"
+    requests[place] = attrs.evolve(requests[place], share="never")
     (group,) = create(wanted[place:after], requests[place:after])
     if group is not None:
         device = [torch.cuda.current_device()] if torch.cuda.is_available() else None

@@ -19,10 +19,11 @@ import numpy as np
 from hypercomm.compat.layouts import EXPERT, GTP, SIZES, Layouts, layouts_of
 from hypercomm.compat.megatron import version
 from hypercomm.errors import ConfigurationError, LayoutError
-from hypercomm.grid.arguments import SHARES, GroupArguments, Share
+from hypercomm.grid.arguments import SHARES
 from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.layout.checks import as_world_size, check_choice, check_duration, positive
 from hypercomm.layout.groups import groups_of_rows
+from hypercomm.process_groups.spec import GroupRequest, Share
 
 RanksFunction = Callable[[list[int]], Sequence[int]]
 
@@ -468,13 +469,13 @@ class WantedGroup:
         row: The row.
         part: The position or size of one of several groups; None for a row of one group.
         name: The global that holds the group, or the list or dict that it is in.
-        arguments: The arguments of `create_pg`.
+        request: The arguments of `create_pg`.
     """
 
     row: Row
     part: Any
     name: str
-    arguments: GroupArguments
+    request: GroupRequest
 
     @property
     def description(self) -> str:
@@ -496,7 +497,7 @@ def rows(
     table: Iterable[Row] = TABLE,
     by_functions: bool = False,
 ) -> Iterator[WantedGroup]:
-    """Yield each group of a model with the arguments that create it, in Megatron's order.
+    """Yield each group of a model with the request that creates it, in Megatron's order.
 
     Args:
         config: The user's choices.
@@ -510,8 +511,8 @@ def rows(
     Example:
         >>> config = Configuration(tensor_model_parallel_size=2)
         >>> wanted = list(rows(config, config.layouts(8), {}))
-        >>> wanted[0].name, wanted[0].arguments
-        ('_DATA_PARALLEL_GROUP_WITH_CP', {'dims': ('cp', 'dp'), 'name': None})
+        >>> wanted[0].name, wanted[0].request.dims
+        ('_DATA_PARALLEL_GROUP_WITH_CP', ('cp', 'dp'))
     """
     extra, layout_of = _options(config, options), layouts._asdict()
     chosen = {name for name, value in _DEFAULTS.items() if getattr(config, name) != value}
@@ -545,10 +546,11 @@ def rows(
             given: Any = {**common, "name": name}
             if not dims or row.derive is not None:
                 given["derive"] = partial(_derive, row, config, not dims, part)
-            yield WantedGroup(row, part, row.name, given | extra.get(row.key, {}))
+            request = GroupRequest(**{**given, **extra.get(row.key, {})})
+            yield WantedGroup(row, part, row.name, request)
             if row.gloo and has_gloo[row.grid]:
                 given |= {"name": f"{name}_gloo" if name else "gloo", "backend": "gloo"}
-                yield WantedGroup(row, part, row.name + GLOO, given)
+                yield WantedGroup(row, part, row.name + GLOO, GroupRequest(**given))
 
 
 def _options(config: Configuration, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

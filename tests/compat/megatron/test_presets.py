@@ -241,16 +241,16 @@ def test_whole_instances(layout, instances):
     (asked,) = (
         request
         for request in megatron_requests(grid, **options)
-        if request.get("name") == "intra_dist_opt"
+        if request.name == "intra_dist_opt"
     )
-    replicas = layout.groups(asked["dims"])
+    replicas = layout.groups(asked.dims)
     place = {rank: position for group in replicas for position, rank in enumerate(group)}
     part = replicas.group_size // instances
     wanted = {
         tuple(sorted(rank for rank in layout.ranks if place[rank] // part == instance))
         for instance in range(instances)
     }
-    found = asked["derive"](replicas)
+    found = asked.derive(replicas)
     assert set(found) == wanted
     assert all(rank in found.of(rank) for rank in layout.ranks)
 

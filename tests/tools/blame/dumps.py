@@ -3,8 +3,8 @@
 import pickle
 
 from hypercomm import RankLayout
-from hypercomm.tools.blame.analysis import Verdict
-from hypercomm.tools.blame.evidence import read_folder
+from hypercomm.blame.analysis import Verdict
+from hypercomm.blame.evidence import read_folder
 
 STATES = {"done": "completed", "runs": "started", "queued": "scheduled"}
 

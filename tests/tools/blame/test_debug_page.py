@@ -99,7 +99,7 @@ def test_one_rank_hangs(tmp_path):
 
 # Where torch has no such pages, as in torch 2.10.
 def test_torch_has_no_pages(monkeypatch, tmp_path):
-    monkeypatch.delitem(sys.modules, "hypercomm.tools.blame.debug_page", raising=False)
+    monkeypatch.delitem(sys.modules, "hypercomm.blame.debug_page", raising=False)
     monkeypatch.setitem(sys.modules, "hypercomm.process_groups.torch_internals.debug_server", None)
     with fake_world(4):
         watch = HyperCommGrid("tp=4").watch(60, tmp_path)

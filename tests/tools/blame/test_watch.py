@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypercomm import HyperCommGrid
 from hypercomm.errors import NotInitializedError, ToolError
 from hypercomm.testing import fake_world
-from hypercomm.tools.blame.evidence import read_folder
+from hypercomm.blame.evidence import read_folder
 
 
 @pytest.fixture

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from hypercomm.blame.analysis import Verdict
+from hypercomm.blame.evidence import Evidence, RankLog, read_dumps
 from hypercomm.errors import ToolError
 from hypercomm.layout.text import format_coords
 from hypercomm.process_groups.torch_internals.debug_server import (
@@ -18,8 +20,6 @@ from hypercomm.process_groups.torch_internals.debug_server import (
     fetch_all,
     register_handler,
 )
-from hypercomm.tools.blame.analysis import Verdict
-from hypercomm.tools.blame.evidence import Evidence, RankLog, read_dumps
 
 _ENDPOINT = "hypercomm_watch"
 

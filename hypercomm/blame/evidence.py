@@ -375,7 +375,7 @@ _ONE_SHAPE |= {"reduce_scatter_tensor"}
 _MESSAGE = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})( tag \d{1,20})?")
 _LIBRARY = re.compile(
     r"[/\\]torch[/\\](distributed|utils|nn|autograd|_\w+)[/\\]|typing_extensions\.py$|"
-    r"[/\\]hypercomm[/\\](compat|grid|launch|process_groups|tools|transfers?)[/\\]|"
+    r"[/\\]hypercomm[/\\](blame|compat|grid|launch|process_groups|tools|transfers?)[/\\]|"
     r"[/\\]hypercomm[/\\]training\.py$|"
     r"[/\\]lib[/\\]python3\.\d+[/\\](?!site-packages)|^<"
 )

@@ -33,11 +33,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import hypercomm
+from hypercomm.blame.evidence import FROM_ANYBODY, OPS
 from hypercomm.errors import ToolError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import is_positive
 from hypercomm.layout.text import short_repr
-from hypercomm.tools.blame.evidence import FROM_ANYBODY, OPS
 
 if TYPE_CHECKING:
     from hypercomm.process_groups.torch_internals.debug_server import DebugHandler
@@ -209,7 +209,7 @@ class Watch:
             ...         train()
         """
         try:
-            from hypercomm.tools.blame.debug_page import GridPage, serve
+            from hypercomm.blame.debug_page import GridPage, serve
         except ImportError as error:
             raise ToolError(
                 f"torch's debug server cannot have this page: {error}; that of torch 2.13 can, "

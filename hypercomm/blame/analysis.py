@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import attrs
 
+from hypercomm.blame.evidence import Evidence, LoggedCall
 from hypercomm.layout.text import format_ranks
-from hypercomm.tools.blame.evidence import Evidence, LoggedCall
 
 _T = TypeVar("_T")
 
@@ -305,7 +305,7 @@ class Verdict:
     Example:
         Rank 1 has not entered the second all_reduce.
 
-        >>> from hypercomm.tools.blame.evidence import LoggedGroup, RankLog
+        >>> from hypercomm.blame.evidence import LoggedGroup, RankLog
         >>> world = LoggedGroup("0", (0, 1), "WORLD")
         >>> first = LoggedCall("all_reduce", world, number=1, order=0, state="finished")
         >>> second = LoggedCall("all_reduce", world, number=2, order=1, state="started")

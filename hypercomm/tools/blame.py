@@ -5,11 +5,11 @@ from __future__ import annotations
 import click
 from rich.markup import escape
 
+from hypercomm.blame.analysis import Verdict
+from hypercomm.blame.evidence import read_folder
 from hypercomm.cli import options
 from hypercomm.cli.printing import console, print_json, table
 from hypercomm.layout import RankLayout
-from hypercomm.tools.blame.analysis import Verdict
-from hypercomm.tools.blame.evidence import read_folder
 
 _COLOURS = {"clear": "green", "blamed": "red", "unclear": "yellow"}
 

@@ -1,0 +1,742 @@
+"""GridView: one factorisation of a grid's ranks, with its questions and its process groups.
+
+`HyperCommGrid` is the view that owns the state; `HyperCommGrid.view` returns others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+
+import attrs
+import numpy as np
+from torch.distributed import ProcessGroup
+
+from hypercomm.errors import HyperCommError, UnknownDimError
+from hypercomm.grid.arguments import GridOptions, check_choices, check_name
+from hypercomm.grid.connect import Connection, connect
+from hypercomm.grid.dims import GridDims, PipelineEdges, Size
+from hypercomm.layout import RankLayout
+from hypercomm.layout.checks import as_int, as_ordered
+from hypercomm.layout.groups import format_sizes_of
+from hypercomm.layout.parsing import Dims
+from hypercomm.layout.text import format_coords
+from hypercomm.layout.views import View, Views
+from hypercomm.process_groups import torch_internals as torchdist
+from hypercomm.process_groups.agreement.driver import refusing
+from hypercomm.process_groups.creation import create, create_all, ensure
+from hypercomm.process_groups.explanation import Explanation
+from hypercomm.process_groups.options import check_timeout
+from hypercomm.process_groups.spec import (
+    BoundRequest,
+    Derive,
+    GroupKey,
+    GroupRequest,
+    Share,
+    StrategyName,
+)
+from hypercomm.process_groups.table import Entry, GroupTable
+from hypercomm.process_groups.world import World, current, rank_in_world
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@attrs.define(eq=False)
+class GridState:
+    """The state that a grid and its views share.
+
+    Attributes:
+        views: The layout and its views; `reshape` replaces it.
+        table: The process groups; `reshape` replaces it.
+        options: The arguments of the grid: the defaults of its calls.
+        world_size: Number of ranks of the job.
+        lender: The state of `share_with`, kept alive.
+        gave_meshes: Whether a DeviceMesh holds groups of the grid.
+    """
+
+    views: Views
+    table: GroupTable
+    options: GridOptions
+    world_size: int
+    lender: GridState | None = None
+    gave_meshes: bool = False
+
+    def warn_of_live(self) -> None:
+        """Warn that a grid was collected and not destroyed; its groups stay, as others use them."""
+        leaked = ", ".join(map(str, self.table.leaked()))
+        if leaked:
+            warnings.warn(
+                f"a HyperCommGrid ({self.views.base}) was collected while its process groups "
+                f"live: {leaked}; call its destroy(), or use it in a with block",
+                ResourceWarning,
+                stacklevel=2,
+            )
+
+    # ---- requests -------------------------------------------------------------------------------
+
+    def find_key(
+        self, dims: Dims, name: str | None, view: str | None
+    ) -> tuple[GroupKey, View | None]:
+        """Return the key of a group, and the view that the call names, which may share the dims."""
+        self.table.check_usable()
+        if name is not None:
+            check_name(name)
+        if view is None:
+            with contextlib.suppress(UnknownDimError):  # `find` names the view that has the dims
+                return GroupKey(self.views.base.order_dims(dims), name), None
+        found, ordered = self.views.find(dims, view)
+        key = GroupKey(ordered, name, None if found is None else found.name)
+        return key, None if view is None else self.views.asked(view)
+
+    def bind(self, request: GroupRequest) -> BoundRequest:
+        """Check a request, and complete it with the options of the grid."""
+        check_choices(request.creation, request.share)
+        key, view = self.find_key(request.dims, request.name, request.view)
+        layout = self.views.base if key.view is None or view is None else view.layout
+        options = request.options(self.options.of_groups)
+        share = request.share or self.options.share
+        return BoundRequest(key, layout, view, request.derive, options, share)
+
+    def bind_all(
+        self,
+        requests: Iterable[Dims | Mapping[str, Any] | GroupRequest],
+        *,
+        view: str | None = None,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+        share: Share | None = None,
+    ) -> list[tuple[GroupTable, BoundRequest]]:
+        """Bind the requests of `create_pgs`, with the values for requests that give none."""
+        self.table.check_alive()
+        bound = []
+        for given in as_ordered(requests, "the list in create_pgs(['tp', ['dp', 'cp']])"):
+            request = GroupRequest.of(given)
+            request = attrs.evolve(
+                request,
+                view=view if request.view is None else request.view,
+                backend=backend if request.backend is None else request.backend,
+                timeout=timeout if request.timeout is None else request.timeout,
+                share=share if request.share is None else request.share,
+            )
+            bound.append((self.table, self.bind(request)))
+        return bound
+
+    def create(self, request: GroupRequest) -> ProcessGroup | None:
+        """Create the groups of a request, and return the calling rank's group."""
+        return create(self.table, self.table.resolve(self.bind(request)))
+
+    def ensure(self, request: GroupRequest) -> ProcessGroup | None:
+        """Create the groups of a request on the first call; return the same one afterwards."""
+        return ensure(self.table, self.table.resolve(self.bind(request)))
+
+    def get(self, dims: Dims, name: str | None, view: str | None) -> ProcessGroup | None:
+        """Return a group that exists."""
+        key, _ = self.find_key(dims, name, view)
+        return self.table.get(key)
+
+    def remove(self, dims: Dims, name: str | None, view: str | None) -> None:
+        """Destroy one group."""
+        key, _ = self.find_key(dims, name, view)
+        self.forget_meshes()
+        self.table.remove(key)
+
+    def explain(self, request: GroupRequest) -> Explanation:
+        """Return how the groups of a request were created, or would be, and why."""
+        return self.table.explain(self.bind(request))
+
+    def live(self, view: str | None) -> dict[GroupKey, Entry]:
+        """Return the groups that exist, of a view and of the dims that it shares."""
+        live = self.table.live()
+        if view is None:
+            return live
+        shared = set(self.views[view].shared_dims)
+        return {
+            key: entry
+            for key, entry in live.items()
+            if key.view == view or (key.view is None and set(key.dims) <= shared)
+        }
+
+    def forget_meshes(self) -> None:
+        """Make torch forget the meshes of groups that are about to be destroyed."""
+        if self.gave_meshes and not self.table.is_destroyed:
+            torchdist.forget_meshes()
+
+
+class GridView:
+    """One view of a grid: questions about ranks and process groups, in the dims of the view.
+
+    `HyperCommGrid.view` returns one, and a grid is itself one, with the dims of its layout. The
+    process groups belong to the grid, which destroys them.
+
+    Example:
+        >>> from hypercomm import HyperCommGrid
+        >>> from hypercomm.testing import fake_world
+        >>> with fake_world(8, rank=5), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
+        ...     grid.register_view("expert", [4, 2], ["ep", "expt_dp"])
+        ...     expert = grid.view("expert")
+        ...     print(expert.shape, expert.create_pg("ep").size(), expert.group_ranks("ep"))
+        [4, 2] 4 (4, 5, 6, 7)
+    """
+
+    def __init__(self, state: GridState, view: str | None) -> None:
+        self._state = state
+        self._view = view
+        self._dims: dict[object, GridDims] = {}
+        """The results of `__getitem__`, by text or by dims in order."""
+
+    # ---- attributes -----------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> RankLayout:
+        """The numbering of the ranks."""
+        return self._state.views.layout_of(self._view)
+
+    @property
+    def backend(self) -> str | None:
+        """The default backend of the groups; None: the backend of WORLD."""
+        return self._state.options.backend
+
+    @property
+    def name(self) -> str | None:
+        """The name that distinguishes the grid from others."""
+        return self._state.options.name
+
+    @property
+    def shape(self) -> list[int]:
+        """The size of each dim; the first dim varies fastest."""
+        return list(self.layout.shape)
+
+    @property
+    def dim_names(self) -> list[str]:
+        """The name of each dim, in the order of `shape`."""
+        return list(self.layout.dim_names)
+
+    @property
+    def rank_offset(self) -> int:
+        """The smallest rank."""
+        return self.layout.rank_offset
+
+    @property
+    def size(self) -> Size:
+        """The number of ranks in the grid; `size()` works too."""
+        return Size(self.layout.size)
+
+    @property
+    def views(self) -> Mapping[str, RankLayout]:
+        """The layouts of the grid's views, by name; a read-only copy."""
+        views = self._state.views
+        return MappingProxyType({name: view.layout for name, view in views.items()})
+
+    @property
+    def is_destroyed(self) -> bool:
+        """Whether the grid was destroyed."""
+        return self._state.table.is_destroyed
+
+    @property
+    def pgs(self) -> Mapping[GroupKey, ProcessGroup | None]:
+        """The process groups that exist, by key, in the order of creation; a read-only copy.
+
+        A view has its own groups and those over the dims that it shares with the grid.
+        """
+        live = self._state.live(self._view)
+        return MappingProxyType({key: entry.communicator.pg for key, entry in live.items()})
+
+    # ---- ranks ----------------------------------------------------------------------------------
+
+    def is_current_rank_in_grid(self) -> bool:
+        """Return whether the calling rank is in the grid."""
+        return self._state.table.rank() in self.layout
+
+    def coords(self, rank: int | None = None) -> dict[str, int]:
+        """Return the coordinates of a rank.
+
+        Args:
+            rank: The rank; default: the calling one.
+
+        Raises:
+            RankOutsideError: The rank is not in the grid; see `is_current_rank_in_grid`.
+
+        Example:
+            >>> from hypercomm import HyperCommGrid
+            >>> grid = HyperCommGrid("tp=2,dp=4", world_size=8)
+            >>> grid.register_view("expert", [4, 2], ["ep", "expt_dp"])
+            >>> grid.coords(5), grid.view("expert").coords(5)
+            ({'tp': 1, 'dp': 2}, {'ep': 1, 'expt_dp': 1})
+        """
+        return self.layout.coords(self._state.table.rank(rank))
+
+    def group_ranks(self, dims: Dims, rank: int | None = None) -> tuple[int, ...]:
+        """Return the ranks of the group over some dims that a rank is in.
+
+        They are in the order of the layout, which is ascending unless it lists its ranks.
+
+        Args:
+            dims: One name, or several in any order.
+            rank: The rank; default: the calling one.
+
+        Raises:
+            RankOutsideError: The rank is not in the grid.
+            UnknownDimError, LayoutError: As for `RankLayout.order_dims`. The error names the view
+                that has the dims, if one does.
+        """
+        return self.layout.membership(self._state.table.rank(rank), self._order(dims)).ranks
+
+    def get_rank_enum(self, dims: Dims, *more: Dims) -> list[list[int]]:
+        """Return all groups over some dims of this view, members in the order of the layout."""
+        return self._state.views.groups(joined(dims, more), self._view).to_lists()
+
+    def _gen_rank_enum(self, dims: Iterable[str]) -> list[list[int]]:
+        """Return all groups, members in the order of `dims`, the last one varying fastest.
+
+        Example:
+            >>> from hypercomm import HyperCommGrid
+            >>> grid = HyperCommGrid([2, 2, 2], ["a", "b", "c"], world_size=8)
+            >>> grid._gen_rank_enum(["a", "b"])
+            [[0, 2, 1, 3], [4, 6, 5, 7]]
+        """
+        return self.layout.enumerate_ranks(dims).tolist()  # type: ignore[no-any-return]
+
+    def _order_dims(self, dims: Dims) -> tuple[list[str], str]:
+        """Return dims in REVERSED grid order, as Megatron does, and the same joined by dashes."""
+        ordered = list(reversed(self._order(dims)))
+        return ordered, "-".join(ordered)
+
+    def _order(self, dims: Dims) -> tuple[str, ...]:
+        """Return dims in the order of this view; an error names the view that has them."""
+        return self._state.views.ordered(dims, self._view)
+
+    # ---- dims -----------------------------------------------------------------------------------
+
+    def __getitem__(self, dims: Dims) -> GridDims:
+        """Return some dims as the calling rank sees them: `grid["tp"]`, `grid["dp", "cp"]`.
+
+        Raises:
+            UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
+        """
+        key = dims if isinstance(dims, str) else self._order(dims)
+        if key not in self._dims:
+            state = self._state
+            view = GridView(state, self._view)  # a reference to `self` would make a cycle
+            self._dims[key] = GridDims(view, lambda: state.table, self._order(dims))
+        return self._dims[key]
+
+    def __contains__(self, dim: object) -> bool:
+        """Return whether the grid has a dim of this name, or a rank of this number."""
+        return dim in self.layout.dim_names if isinstance(dim, str) else dim in self.layout
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layout.dim_names)
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return self.dim_names
+
+    if not TYPE_CHECKING:  # else type checkers would accept every name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            is_dim = not name.startswith("_") and name in self.layout.dim_names
+            hint = f"; write grid[{name!r}]" if is_dim else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
+    # ---- process groups -------------------------------------------------------------------------
+
+    def create_pg(
+        self,
+        dims: Dims,
+        *more: Dims,
+        name: str | None = None,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+        pg_options: Any = None,
+        group_desc: str | None = None,
+        share: Share | None = None,
+        derive: Derive | None = None,
+        creation: StrategyName | None = None,
+        lazy_init: bool | None = None,
+    ) -> ProcessGroup | None:
+        """Create the process groups over some dims of this view, as `HyperCommGrid.create_pg`."""
+        return self._state.create(
+            GroupRequest(
+                joined(dims, more),
+                name=name,
+                view=self._view,
+                backend=backend,
+                timeout=timeout,
+                pg_options=pg_options,
+                group_desc=group_desc,
+                share=share,
+                derive=derive,
+                creation=creation,
+                lazy_init=lazy_init,
+            )
+        )
+
+    def get_pg(self, dims: Dims, *more: Dims, name: str | None = None) -> ProcessGroup | None:
+        """Return a process group that was created before, as `HyperCommGrid.get_pg`."""
+        return self._state.get(joined(dims, more), name, self._view)
+
+    def ensure_pg(
+        self,
+        dims: Dims,
+        *more: Dims,
+        name: str | None = None,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+        pg_options: Any = None,
+        group_desc: str | None = None,
+        share: Share | None = None,
+        derive: Derive | None = None,
+        creation: StrategyName | None = None,
+        lazy_init: bool | None = None,
+    ) -> ProcessGroup | None:
+        """Create a process group on the first call, as `HyperCommGrid.ensure_pg`."""
+        return self._state.ensure(
+            GroupRequest(
+                joined(dims, more),
+                name=name,
+                view=self._view,
+                backend=backend,
+                timeout=timeout,
+                pg_options=pg_options,
+                group_desc=group_desc,
+                share=share,
+                derive=derive,
+                creation=creation,
+                lazy_init=lazy_init,
+            )
+        )
+
+    def create_pgs(
+        self,
+        requests: Iterable[Dims | Mapping[str, Any] | GroupRequest],
+        *,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+        share: Share | None = None,
+    ) -> list[ProcessGroup | None]:
+        """Create several process groups in one call, in the order given, all or none.
+
+        Every rank of the grid must call this with the same list; ranks outside may. Lists are
+        compared before anything is created. If one group fails, all ranks of the grid destroy
+        those that the call has created.
+
+        Args:
+            requests: For each group its dims, a `GroupRequest`, or a mapping with the same names:
+                `["tp", ["dp", "cp"], GroupRequest("dp", name="gloo", backend="gloo")]`.
+            backend: The backend of requests that give none.
+            timeout: The timeout of requests that give none. The call itself may take as long as
+                the longest of all timeouts.
+            share: The same for `share`.
+
+        Returns:
+            For each request what `create_pg` returns.
+
+        Raises:
+            GroupExistsError: A key occurs twice, or was created before; nothing was created.
+            PlanMismatchError: Another rank's list differs; shows the difference.
+            LayoutError, GroupOptionsError, CreationError: As for `create_pg`.
+
+        Example:
+            >>> from hypercomm import HyperCommGrid
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
+            ...     tp, dp_cp = grid.create_pgs(["tp", ["dp", "cp"]])
+            ...     print(tp.size(), dp_cp.size(), [str(key) for key in grid.pgs])
+            2 4 ['tp', 'cp+dp']
+        """
+        state, view = self._state, self._view
+        table = state.table
+        table.check_alive()
+        scope = table.grid_scope(table.live_world())
+
+        def find() -> list[tuple[GroupTable, BoundRequest]]:
+            return state.bind_all(
+                requests, view=view, backend=backend, timeout=timeout, share=share
+            )
+
+        return [entry.communicator.pg for entry in create_all(scope, "create_pgs()", find)]
+
+    def destroy_pg(self, dims: Dims, *more: Dims, name: str | None = None) -> None:
+        """Destroy one process group that the grid created, as `HyperCommGrid.destroy_pg`."""
+        self._state.remove(joined(dims, more), name, self._view)
+
+    def edges(self, dims: Dims = "pp", *more: Dims, wrap: bool = False) -> PipelineEdges:
+        """Return the edges of a pipeline of this view, as `HyperCommGrid.edges`."""
+        state = self._state
+        return PipelineEdges(self[joined(dims, more)], self, lambda: state.table, wrap)
+
+    def explain(
+        self,
+        dims: Dims,
+        *more: Dims,
+        name: str | None = None,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+        pg_options: Any = None,
+        group_desc: str | None = None,
+        share: Share | None = None,
+        derive: Derive | None = None,
+        creation: StrategyName | None = None,
+        lazy_init: bool | None = None,
+    ) -> Explanation:
+        """Return how process groups were created, or would be, as `HyperCommGrid.explain`."""
+        return self._state.explain(
+            GroupRequest(
+                joined(dims, more),
+                name=name,
+                view=self._view,
+                backend=backend,
+                timeout=timeout,
+                pg_options=pg_options,
+                group_desc=group_desc,
+                share=share,
+                derive=derive,
+                creation=creation,
+                lazy_init=lazy_init,
+            )
+        )
+
+    def key_of(self, dims: Dims, *more: Dims, name: str | None = None) -> GroupKey:
+        """Return the key of the process group over some dims, whether it exists or not.
+
+        Args:
+            dims: One name, or several in any order.
+            more: Further dims.
+            name: The name of a further group over the same dims.
+
+        Raises:
+            UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
+
+        Example:
+            >>> from hypercomm import HyperCommGrid
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8), HyperCommGrid("tp=2,dp=4") as grid:
+            ...     _ = grid.create_pg("tp")
+            ...     print(grid.key_of("tp") in grid.pgs, grid.key_of("dp", "tp"))
+            True tp+dp
+        """
+        return self._state.find_key(joined(dims, more), name, self._view)[0]
+
+    def find(self, group: ProcessGroup | None) -> GroupKey | None:
+        """Return the key of a process group of the grid; None for other groups.
+
+        Example:
+            >>> from hypercomm import HyperCommGrid
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8), HyperCommGrid("tp=2,dp=4") as grid:
+            ...     print(grid.find(grid["dp"].group))
+            dp
+        """
+        keys = (key for key, held in self.pgs.items() if held is group and group is not None)
+        return next(keys, None)
+
+    def device_mesh(
+        self,
+        *dims: str | Iterable[str],
+        device_type: str | None = None,
+        flatten: Mapping[str, Sequence[str]] | None = None,
+    ) -> DeviceMesh:
+        """Return a torch DeviceMesh of the grid's process groups; missing ones are created.
+
+        All ranks of the grid must call this if a group is missing.
+
+        A DeviceMesh numbers ranks with its LAST dim varying fastest, a grid with its FIRST: the
+        grid tp=2,dp=4 is the mesh (dp, tp). FSDP2, DTensor and `parallelize_module` take it; the
+        grid stays the owner of the groups. torch cannot combine two meshes, so pass slices of one
+        mesh, `mesh["dp"]` and `mesh["tp"]`, to libraries that work together. DTensor takes meshes
+        with equal ranks and dim names for one, so a second one with other groups is an error; the
+        meshes of `init_device_mesh` are not compared.
+
+        Args:
+            dims: Each dim of the mesh, in the mesh's order: a name, or several whose groups become
+                one dim, as ("dp", "cp") becomes "dp_cp". Default: all, the slowest first.
+            device_type: "cpu", "cuda", ...; default: that of the backend of the first dim's groups.
+            flatten: Adjacent dims of the mesh that get a further name together:
+                {"dp_shard_cp": ["dp_shard", "cp"]} gives `mesh["dp_shard_cp"]` the group over both.
+
+        Returns:
+            The mesh of the ranks that have the calling rank's coordinates in all other dims.
+
+        Raises:
+            RankOutsideError: The calling rank is not in the grid.
+            LayoutError: Write ("dp", "cp") rather than ("cp", "dp"): a group's ranks ascend.
+            LayoutError: DTensor would take a dim for that of another mesh, with other groups: use
+                another name, destroy the other grid first, or let both share their groups.
+            UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
+            HyperCommError: As for `create_pg`.
+
+        Example:
+            Rank = tp * 1 + dp * 2: the grid names tp first, the mesh dp.
+
+            >>> from hypercomm import HyperCommGrid
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8, rank=5), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
+            ...     mesh = grid.device_mesh("dp", "tp")
+            ...     print(grid.coords(), tuple(mesh.get_coordinate()), mesh.mesh.tolist())
+            {'tp': 1, 'dp': 2} (2, 1) [[0, 1], [2, 3], [4, 5], [6, 7]]
+        """
+        from hypercomm.grid.device_mesh import as_mesh, read_dims
+
+        self._state.table.check_alive()
+        spans = read_dims(self.layout.dim_names, self._order, dims)
+        group_over = lambda names: self[names].group  # noqa: E731 - the first use creates it
+        mesh = as_mesh(self.layout, self._state.table, group_over, spans, device_type, flatten)
+        self._state.gave_meshes = True
+        return mesh
+
+    # ---- a running job --------------------------------------------------------------------------
+
+    def connect(
+        self, *, pipelines: Dims | None = None, timeout: timedelta | None = None
+    ) -> list[Connection]:
+        """Connect all process groups that exist, before the first step needs them.
+
+        NCCL, and gloo with `lazy_init`, connect the members of a group at its first collective,
+        which then hangs if a rank is missing. Every rank of the grid must call this while no
+        communication is under way in the groups; ranks outside need not. First the ranks wait for
+        each other and compare their groups. Then the members of each group all-reduce one element,
+        and neighbours in a pipeline send each other one, also from the last stage to the first.
+        Keys that share a group count once; groups that are only planned are left out.
+
+        If ranks are missing at the start, nothing has been communicated, and all may call this
+        again. After a timeout in a group that group is broken, as torch cannot undo a collective:
+        `destroy_pg` it, and create it again. A gloo group may then delay `destroy_pg` until the
+        group's own timeout.
+
+        Args:
+            pipelines: Dims whose neighbours are connected, in the groups over each of them alone;
+                () stands for none. Default: "pp", also in views.
+            timeout: For the whole call; default: the timeout of WORLD.
+
+        Returns:
+            The seconds for each group that the calling rank is in, and for each edge; zeros for a
+            group of one rank and in a fake world.
+
+        Raises:
+            PlanMismatchError: Ranks have different groups; none has communicated.
+            GroupCreationTimeout: Ranks did not arrive in time; names them and their groups.
+            OutcomeUnknownError: The job's store is gone.
+            CreationError: Another thread makes such a call, a collective failed, or the others
+                timed out just before this rank arrived: call it again.
+            UnknownDimError, LayoutError, GroupOptionsError: An argument is wrong.
+            GridDestroyedError: The grid was destroyed.
+
+        Example:
+            >>> from hypercomm import HyperCommGrid
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8, rank=5), HyperCommGrid("tp=2,pp=4", lazy_init=False) as grid:
+            ...     _ = grid.create_pgs(["tp", "pp"])
+            ...     for row in grid.connect():
+            ...         print(row.title, row.ranks, row.seconds)
+            tp (4, 5) 0.0
+            pp (1, 3, 5, 7) 0.0
+            pp edge (5, 7) 0.0
+            pp edge (3, 5) 0.0
+        """
+        table = self._state.table
+        table.check_alive()
+        check_timeout(timeout)
+        scope = table.grid_scope(table.world or current())
+        along: tuple[str, ...] = ("pp",)
+        with refusing(scope):
+            if pipelines is not None:
+                along = self._order(pipelines) if pipelines else ()
+            table.check_steady()
+            entries = list(self._state.live(self._view).values())
+        return connect(entries, along, scope, timeout)
+
+    # ---- training -------------------------------------------------------------------------------
+
+    def seed(self, base: int, *dims: Dims) -> int:
+        """Return a seed that differs along some dims, and is equal along all others.
+
+        Args:
+            base: The seed of the run, at least 0.
+            dims: Along which ranks draw different numbers, such as "tp" for dropout in layers that
+                are split, or "dp" for data; none: all ranks draw the same.
+
+        Returns:
+            63 bits, the same in every run and on every machine.
+
+        Raises:
+            RankOutsideError: The calling rank is not in the grid.
+            LayoutError: `base` is not an int of at least 0.
+
+        Example:
+            >>> from hypercomm import HyperCommGrid
+            >>> from hypercomm.testing import fake_world
+            >>> def seed_of(rank, *dims):
+            ...     with fake_world(8, rank=rank), HyperCommGrid("tp=2,dp=4") as grid:
+            ...         return grid.seed(1234, *dims)
+            >>> seed_of(0, "tp") == seed_of(2, "tp"), seed_of(0, "tp") == seed_of(1, "tp")
+            (True, False)
+        """
+        base = as_int(base, "base", 0)
+        coords = self.coords()
+        ordered = self.layout.order_dims(dims) if dims else ()
+        text = ",".join(f"{dim}={coords[dim]}" for dim in ordered)
+        words = np.frombuffer(text.encode(), np.uint8).tolist()
+        (state,) = np.random.SeedSequence([base, *words]).generate_state(1, np.uint64)
+        return int(state) >> 1
+
+    # ---- text -----------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        state = self._state
+        base = state.views.base
+        ranks = "ranks" if isinstance(base.ranks, range) else f"{base.size} of the ranks"
+        name = "" if self.name is None else f", name={self.name!r}"
+        grid = f"HyperCommGrid({base}{name})"
+        if self._view is not None:
+            return f"view {self._view} ({self.layout}) of {grid}"
+        return (
+            f"{grid}: {ranks} {base.rank_offset}..{base.last_rank} of a world of {state.world_size}"
+        )
+
+    def __str__(self) -> str:
+        if self.is_destroyed:
+            return f"{self!r}\n  destroyed"
+        specs = [entry.spec for entry in self._state.live(self._view).values()]
+        groups = [
+            f"group {one.key}: {len(one.groups)} of {format_sizes_of(one.groups)} ranks"
+            + (f", {one.options.backend}" if one.options.backend else "")
+            for one in specs
+        ]
+        views = [f"view {name}: {view}" for name, view in self.views.items()]
+        lines = [
+            position_in(self.layout, self._state.table.given_world),
+            *views,
+            *(groups or ["no process groups yet"]),
+        ]
+        return "\n  ".join([repr(self), *lines])
+
+    def __reduce_ex__(self, _: SupportsIndex, /) -> NoReturn:
+        raise TypeError(
+            f"{self!r} cannot be pickled or copied: it owns live process groups; send its layout, "
+            f"grid.layout, which is a value, and build the grid there: HyperCommGrid(layout)"
+        )
+
+
+def state_of(grid: GridView) -> GridState:
+    """Return the state of a grid, for the other modules of this package."""
+    return grid._state
+
+
+def joined(dims: Dims, more: tuple[Dims, ...]) -> Dims:
+    """Return the dims of a call, of which the first may hold all."""
+    return (dims, *more) if more else dims
+
+
+def position_in(layout: RankLayout, world: World | None = None) -> str:
+    """Return where in a layout the calling rank of a world is, as text."""
+    try:
+        rank = rank_in_world(None, world)
+    except HyperCommError:
+        return "this rank is not known: torch.distributed is not initialised"
+    if rank not in layout:
+        return f"this is rank {rank}, outside the grid"
+    return f"this is rank {rank}, at {format_coords(layout.coords(rank))}"
