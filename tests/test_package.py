@@ -7,6 +7,7 @@ import ast
 import doctest
 import importlib
 import importlib.metadata
+import inspect
 import pkgutil
 import re
 from pathlib import Path
@@ -158,3 +159,87 @@ def test_places_in_contributing():
     )
     assert len(places) > 10
     assert [place for place in places if not (CONTRIBUTING.parent / place).exists()] == []
+
+
+# The type stub has the same names as the table of the package, from the same modules.
+def test_stub_matches_the_table():
+    tree = ast.parse((PACKAGE / "__init__.pyi").read_text())
+    stub = {}
+    listed = []
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            stub.update({alias.name: node.module for alias in node.names})
+        elif isinstance(node, ast.Assign):
+            listed = ast.literal_eval(node.value)
+    rooms = {name for name, home in stub.items() if home == "hypercomm"}
+    assert rooms == {*hypercomm._ROOMS, "errors"}
+    names = {name: home for name, home in stub.items() if name not in rooms}
+    assert names == {**hypercomm._HOMES, **hypercomm._UNLISTED}
+    assert listed == hypercomm.__all__
+
+
+def names_defined_in(tree):
+    """Yield the names of the functions, classes, variables and attributes that a module defines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+# No module imports a private name of another, or reads a private attribute that only others define.
+# Private names of torch are read in torch_internals, which may share a name with one of ours.
+def test_private_names_stay_in_their_module():
+    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    homes = {}
+    for path, tree in trees.items():
+        for name in names_defined_in(tree):
+            homes.setdefault(name, set()).add(path)
+    offenders = []
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            names = []
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hypercomm"):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.Attribute) and "torch_internals" not in path.parts:
+                is_own = isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"}
+                is_known = path in homes.get(node.attr, {path})
+                names = [] if is_own or is_known else [node.attr]
+            private = [name for name in names if re.match(r"_(?!_)", name)]
+            offenders += [f"{path.relative_to(PACKAGE)}:{node.lineno}: {name}" for name in private]
+    assert offenders == []
+
+
+# Every option of a call that creates groups is a parameter with a type, which `help()` shows.
+@pytest.mark.parametrize(
+    "call",
+    [
+        "HyperCommGrid.create_pg",
+        "HyperCommGrid.ensure_pg",
+        "HyperCommGrid.explain",
+        "GridView.create_pg",
+        "GroupRequest",
+    ],
+)
+def test_options_are_parameters(call):
+    thing = hypercomm
+    for name in call.split("."):
+        thing = getattr(thing, name)
+    parameters = inspect.signature(thing).parameters
+    options = {name: one for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY}
+    view = set() if call.startswith("GridView") else {"view"}
+    assert {*options} == view | {
+        "name",
+        "backend",
+        "timeout",
+        "pg_options",
+        "group_desc",
+        "share",
+        "derive",
+        "creation",
+        "lazy_init",
+    }
+    assert all(one.annotation is not one.empty for one in options.values())
+    assert not any(one.kind is one.VAR_KEYWORD for one in parameters.values())

@@ -1,7 +1,7 @@
 """Other people's names, on top of grids: legacy code changes an import, or nothing at all."""
 
-from hypercomm import _resolver
+from hypercomm.lazy import attributes
 
 _MODULES = ("deepspeed", "ezpz", "megatron", "torchtitan")
 
-__getattr__ = _resolver(__name__, {name: f"{__name__}.{name}" for name in _MODULES})
+__getattr__ = attributes(__name__, {name: f"{__name__}.{name}" for name in _MODULES})

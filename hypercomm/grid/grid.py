@@ -29,7 +29,7 @@ from hypercomm.grid.arguments import (
     read_target,
 )
 from hypercomm.grid.dims import PipelineEdges
-from hypercomm.grid.view import GridState, GridView, joined
+from hypercomm.grid.view import GridState, GridView, joined, state_of
 from hypercomm.layout import RankLayout, read_layout
 from hypercomm.layout.checks import as_int, as_ranks, as_world_size, check_duration
 from hypercomm.layout.parsing import Dims
@@ -137,7 +137,7 @@ class HyperCommGrid(GridView):
         options = GridOptions(backend, name, creation, share, lazy_init, verify, enable_reconfigure)
         if share_with is not None and not isinstance(share_with, HyperCommGrid):
             raise GroupOptionsError(f"share_with must be a HyperCommGrid, got {share_with!r}")
-        lender = None if share_with is None else share_with._state
+        lender = None if share_with is None else state_of(share_with)
         table = GroupTable(
             GridAgreement(layout, name, backend),
             creation,
@@ -179,7 +179,7 @@ class HyperCommGrid(GridView):
         layout, groups = read_mesh(mesh)
         grid = cls(layout, name=name)
         for dim in layout.dim_names:
-            grid._state.table.adopt(dim, groups[dim] if groups is not None else None)
+            state_of(grid).table.adopt(dim, groups[dim] if groups is not None else None)
         return grid
 
     # ---- views ----------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hypercomm import _resolver
+from hypercomm.lazy import attributes
 
 if TYPE_CHECKING:
     from hypercomm.launch.joining import Joined as Joined
@@ -24,4 +24,4 @@ _HOMES = {
 
 __all__ = [name for names in _HOMES.values() for name in names]
 
-__getattr__ = _resolver(__name__, {name: at for at, names in _HOMES.items() for name in names})
+__getattr__ = attributes(__name__, {name: at for at, names in _HOMES.items() for name in names})

@@ -31,10 +31,10 @@ from typing import IO, Any, TypeVar
 
 import attrs
 
-from hypercomm import _required
 from hypercomm.errors import GroupOptionsError, NotInitializedError, RankFailedError
 from hypercomm.layout.checks import check_duration, is_positive, positive
 from hypercomm.layout.text import short_repr
+from hypercomm.lazy import required
 
 T = TypeVar("T")
 
@@ -194,7 +194,7 @@ def dumps(value: object, kind: Any = None) -> bytes:
         >>> pickle.loads(dumps(lambda number: number + 1))(2)
         3
     """
-    cloudpickle = _required("cloudpickle", "run_ranks")
+    cloudpickle = required("cloudpickle", "run_ranks")
     buffer, kind = io.BytesIO(), kind or cloudpickle.Pickler
     reducers = dict(kind.dispatch_table)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from hypercomm import _resolver
+from hypercomm.lazy import attributes
 
 if TYPE_CHECKING:
     from hypercomm.launch import run_ranks as run_ranks
@@ -44,6 +44,6 @@ _HOMES = {
 __all__ = sorted(_HOMES)  # noqa: PLE0605 - names of a table
 
 # pytest's --ranks-max, and the ranks of an example of `given_ranks` left out because of it.
-_bound = SimpleNamespace(most=None, left_out=0)
+ranks_bound = SimpleNamespace(most=None, left_out=0)
 
-__getattr__ = _resolver(__name__, _HOMES)
+__getattr__ = attributes(__name__, _HOMES)

@@ -28,7 +28,7 @@ from hypercomm.launch import run_ranks
 from hypercomm.launch.run import dumps, most_ranks, preloads
 from hypercomm.layout import RankLayout
 from hypercomm.layout.text import short_repr
-from hypercomm.testing import _bound
+from hypercomm.testing import ranks_bound
 from hypercomm.transfers.mapping import RankMapping
 
 preloads += ["hypothesis.strategies", __name__, "torch.distributed.tensor"]  # for assert_close
@@ -102,9 +102,9 @@ def given_ranks(
             __tracebackhide__ = True
             drawn = signature.bind(*args, **kwargs).arguments
             needed = _ranks_of(drawn, name) if ranks is None else ranks
-            option = _bound.most
+            option = ranks_bound.most
             if option is not None and needed > option:
-                _bound.left_out = min(needed, _bound.left_out or needed)
+                ranks_bound.left_out = min(needed, ranks_bound.left_out or needed)
                 hypothesis.event(f"left out: more than --ranks-max={option} ranks")
                 hypothesis.reject()
             most = ranks_max or option or most_ranks()
@@ -251,7 +251,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return type(obj), ()
         grids = sys.modules.get("hypercomm.grid.grid")
         if grids is not None and type(obj) is grids.HyperCommGrid:
-            state = obj._state
+            state = sys.modules["hypercomm.grid.view"].state_of(obj)
             if state.lender is not None:
                 raise LaunchError(
                     "the grid has share_with=, and the ranks do not have that other grid"

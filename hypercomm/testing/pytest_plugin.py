@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from hypercomm.testing import _bound
+from hypercomm.testing import ranks_bound
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -135,12 +135,14 @@ def _output_shown(item: pytest.Item) -> Iterator[dict[int, str] | None]:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     """Bound the examples of `given_ranks`; skip a test of which all are left out."""
-    _bound.most, _bound.left_out = item.config.getoption("--ranks-max"), 0
+    ranks_bound.most, ranks_bound.left_out = item.config.getoption("--ranks-max"), 0
     try:
         return (yield)
     except Exception as error:
-        if _bound.left_out and type(error).__name__ == "Unsatisfiable":
-            pytest.skip(f"{_too_many(_bound.left_out, _bound.most)}; no example had fewer")
+        if ranks_bound.left_out and type(error).__name__ == "Unsatisfiable":
+            pytest.skip(
+                f"{_too_many(ranks_bound.left_out, ranks_bound.most)}; no example had fewer"
+            )
         raise
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from hypercomm import _required
 from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_tuple, as_world_size
@@ -17,6 +16,7 @@ from hypercomm.layout.difference import LayoutDifference
 from hypercomm.layout.layout import read_layout
 from hypercomm.layout.parsing import parse_groups
 from hypercomm.layout.text import short_repr
+from hypercomm.lazy import required
 from hypercomm.tools.draw.pictures import Box, Scene, change_picture, mapping_picture
 from hypercomm.tools.draw.svg import svg_of
 from hypercomm.tools.place import Level, On, Placed, read_topology
@@ -62,7 +62,7 @@ class Drawing:
         Raises:
             MissingPackageError: resvg-py is not installed.
         """
-        resvg = _required("resvg_py", "Drawing.png()")
+        resvg = required("resvg_py", "Drawing.png()")
         font = "DejaVu Sans"
         return bytes(resvg.svg_to_bytes(svg_string=self.svg(), zoom=2, sans_serif_family=font))
 
@@ -83,7 +83,7 @@ class Drawing:
             tp=2,dp=3  6 ranks; the first dim varies fastest
         """
         colors = "truecolor" if color else None
-        rich = _required("rich.console", "Drawing.text()")
+        rich = required("rich.console", "Drawing.text()")
         console = rich.Console(width=width, force_terminal=color, color_system=colors)
         with console.capture() as capture:
             console.print(self)

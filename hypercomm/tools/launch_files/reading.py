@@ -14,9 +14,9 @@ from typing import Any
 
 import attrs
 
-from hypercomm import _required
 from hypercomm.compat.launch_options import SLURM
 from hypercomm.errors import LayoutError
+from hypercomm.lazy import required
 
 _MOST_NODES = 20_000
 """Values of a tree; aliases of YAML can stand for billions."""
@@ -126,7 +126,7 @@ def as_path(key: str) -> tuple[str, ...]:
 
 def _of_tree(text: str) -> Iterator[Source]:
     """Yield the values of YAML or JSON, and the arguments of commands in them."""
-    yaml = _required("yaml", "a launch file in YAML or JSON")
+    yaml = required("yaml", "a launch file in YAML or JSON")
     # JSON allows tabs between values, YAML does not.
     documents = yaml.compose_all(text.replace("\t", "  "), yaml.SafeLoader)
     left = _MOST_NODES
@@ -178,7 +178,7 @@ def _of_toml(text: str) -> Iterator[Source]:
             line = 1 + text.count("\n", 0, at)
             yield Source(written, key, written, "", line, path + as_path(key))
 
-    return walk(_required(name, "a launch file in TOML").loads(text), ())
+    return walk(required(name, "a launch file in TOML").loads(text), ())
 
 
 # ---- scripts ------------------------------------------------------------------------------------

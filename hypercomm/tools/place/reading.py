@@ -22,10 +22,10 @@ from typing import Any
 import attrs
 import numpy as np
 
-from hypercomm import _required
 from hypercomm.errors import LayoutError
 from hypercomm.layout.checks import as_world_size, check_choice
 from hypercomm.layout.text import plural, pluralize, short_repr
+from hypercomm.lazy import required
 from hypercomm.tools.place.topology import Level, Topology
 
 Hosts = Sequence[str] | Sequence[tuple[str, int]]
@@ -346,7 +346,7 @@ def _expand_hosts(text: str, where: str = "") -> list[str]:
 
 
 def _expand_brackets(text: str, where: str) -> list[str]:
-    hostlist = _required("hostlist", short_repr(text))
+    hostlist = required("hostlist", short_repr(text))
     try:
         return list(hostlist.expand_hostlist(text, allow_duplicates=True))
     except (hostlist.BadHostlist, RecursionError, ValueError) as error:
@@ -389,7 +389,7 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _read_yaml(text: str, source: str) -> _Found:
-    yaml = _required("yaml", source)
+    yaml = required("yaml", source)
     try:
         # A BaseLoader makes texts, lists and dicts only.
         content = yaml.load(text, yaml.BaseLoader)

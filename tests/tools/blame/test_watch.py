@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from hypercomm import HyperCommGrid
+from hypercomm.blame.evidence import read_folder
 from hypercomm.errors import NotInitializedError, ToolError
 from hypercomm.testing import fake_world
-from hypercomm.blame.evidence import read_folder
 
 
 @pytest.fixture

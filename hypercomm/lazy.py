@@ -1,0 +1,76 @@
+"""Imports modules on first access, so that planning a layout loads no torch.
+
+The packages here are installed by extras; `pip install hypercomm` brings none of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hypercomm.errors import MissingPackageError
+
+_EXTRAS = {
+    "cloudpickle": "'hypercomm[testing]'",
+    "hostlist": "'hypercomm[place]'",
+    "hypothesis": "'hypercomm[testing]'",
+    "pytest": "'hypercomm[testing]'",
+    "resvg_py": "'hypercomm[draw]'",
+    "rich": "'hypercomm[cli]'",
+    "tomli": "'hypercomm[cli]'",
+    "torch": "torch",
+    "yaml": "'hypercomm[place]'",
+}
+"""What installs a package that only some programs need."""
+
+
+def required(package: str, what: str) -> Any:
+    """Import a package that an extra installs.
+
+    Args:
+        package: The package, or a module of it.
+        what: What needs it, for the error.
+
+    Raises:
+        MissingPackageError: It is not installed; names the extra.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise _missing(package, what) from error
+
+
+def attributes(
+    module: str, homes: Mapping[str, str], elsewhere: Mapping[str, str] | None = None
+) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module, which imports a name on first access.
+
+    Args:
+        module: The name of the module.
+        homes: For each name the module that defines it, or the submodule that it is.
+        elsewhere: The homes of names that the module does not have, for the error.
+    """
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            there = (elsewhere or {}).get(name)
+            hint = f"; write `from {there} import {name}`" if there else ""
+            raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
+        try:
+            home = importlib.import_module(homes[name])
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] not in _EXTRAS:
+                raise
+            raise _missing(error.name, f"{module}.{name}") from error
+        value = home if homes[name] == f"{module}.{name}" else getattr(home, name)
+        setattr(sys.modules[module], name, value)  # the next access does not come here
+        return value
+
+    return get
+
+
+def _missing(package: str, what: str) -> MissingPackageError:
+    name = package.partition(".")[0]
+    return MissingPackageError(f"{what} needs {name}: pip install {_EXTRAS[name]}")
