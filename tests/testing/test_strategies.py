@@ -189,5 +189,5 @@ print(hypothesis.find(hypothesis.strategies.from_type(RankLayout), lambda one: o
     done = run_python("-c", program)
     packages, modules, drawn = done.stdout.splitlines()
     assert packages in ("['hypercomm']", "[]"), done.stdout + done.stderr
-    own = ["hypercomm.errors", "hypercomm.testing", "hypercomm.testing.pytest_plugin"]
+    own = [f"hypercomm.{name}" for name in ("errors", "lazy", "testing", "testing.pytest_plugin")]
     assert (modules, drawn) == (str(own), "tp=2")
