@@ -80,7 +80,7 @@ class CreationError(HyperCommError, RuntimeError):
     """The chosen way of creating process groups cannot work here: choose another.
 
     Attributes:
-        data: What the rank that failed has added for the others.
+        data: Data that the failed rank has published for the other ranks.
     """
 
     data: str = ""

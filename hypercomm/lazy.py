@@ -23,7 +23,7 @@ _EXTRAS = {
     "torch": "torch",
     "yaml": "'hypercomm[place]'",
 }
-"""What installs a package that only some programs need."""
+"""The argument of `pip install` for each package that only some programs need."""
 
 
 def required(package: str, what: str) -> Any:
@@ -31,7 +31,7 @@ def required(package: str, what: str) -> Any:
 
     Args:
         package: The package, or a module of it.
-        what: What needs it, for the error.
+        what: The feature that needs it, for the error.
 
     Raises:
         MissingPackageError: It is not installed; names the extra.

@@ -30,7 +30,7 @@ GivenSizes = str | Mapping[str, int] | Iterable[int]
 """Sizes of dims: "tp=2,dp=-1", by name, or as ints."""
 
 Sizes = GivenSizes | RankLayout | HasLayout | None
-"""The sizes of a grid's dims, or a layout; None stands for those of the environment."""
+"""The sizes of a grid's dims, or a layout, or None for the environment's HYPERCOMM_LAYOUT."""
 
 Cover = Literal["any", "exact"]
 CREATIONS = ("auto", *STRATEGIES)
@@ -79,7 +79,7 @@ class GridOptions:
 
 
 def check_choices(creation: object, share: object) -> None:
-    """Raise unless a way to create groups and one to share them exist; None is the grid's."""
+    """Raise unless the values of `creation` and `share` exist; None means the grid's value."""
     if creation not in (None, "auto"):
         check_choice("creation", creation, CREATIONS)
     if share not in (None, "never"):
@@ -87,7 +87,7 @@ def check_choices(creation: object, share: object) -> None:
 
 
 def check_name(name: object) -> None:
-    """Raise unless the name can be part of a key of the store."""
+    """Raise unless a name can be part of a key in the store."""
     if not isinstance(name, str) or not name or not is_utf8(name):
         raise GroupOptionsError(f"name must be a non-empty string of text, got {short_repr(name)}")
 

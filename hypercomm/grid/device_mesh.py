@@ -1,4 +1,4 @@
-"""A grid's process groups as a torch DeviceMesh, and a DeviceMesh's as those of a grid.
+"""Converts the process groups of a grid to a torch DeviceMesh, and the reverse.
 
 A DeviceMesh numbers its ranks with the LAST dim varying fastest, a grid with the FIRST.
 """
@@ -96,7 +96,7 @@ class _Made:
     groups: dict[str, ref[ProcessGroup]]
 
     def part(self, name: str) -> DeviceMesh | None:
-        """Return one dim as a mesh; None if there is none, or no mesh any more."""
+        """Return one dim as a mesh, or None if the dim or the mesh no longer exists."""
         whole, group = self.mesh(), self.groups[name]() if name in self.groups else None
         if whole is None or group is None:
             return None
@@ -149,7 +149,7 @@ def read_dims(
         dims: The dims of the mesh, as for `HyperCommGrid.device_mesh`.
 
     Raises:
-        UnknownDimError, LayoutError: As for `RankLayout.order_dims`, or a dim is used twice.
+        UnknownDimError, LayoutError: See `RankLayout.order_dims`; or a dim is used twice.
         LayoutError: Several dims are in an order in which no process group has its ranks.
 
     Example:
@@ -227,5 +227,5 @@ def read_mesh(mesh: DeviceMesh) -> tuple[RankLayout, dict[str, ProcessGroup] | N
 
 
 def _is_ascending(ranks: NDArray[np.int64]) -> bool:
-    """Return whether the ranks ascend along each dim, as torch sorts those of its groups."""
+    """Return whether the ranks ascend along each dim, as in the groups that torch sorts."""
     return all((np.diff(ranks, axis=axis) > 0).all() for axis in range(ranks.ndim))

@@ -126,7 +126,7 @@ class GridDims:
         return self.rank == len(self.ranks) - 1
 
     def next(self, *, periodic: bool = False) -> int | None:
-        """Return the next rank of the group as a global rank; None after the last one.
+        """Return the next rank of the group as a global rank, or None at the last rank.
 
         Args:
             periodic: Whether the first rank follows the last one, as in a ring.
@@ -134,7 +134,11 @@ class GridDims:
         return self._neighbour(1, periodic)
 
     def prev(self, *, periodic: bool = False) -> int | None:
-        """Return the previous rank of the group; None before the first one, as for `next`."""
+        """Return the previous rank of the group as a global rank, or None at the first rank.
+
+        Args:
+            periodic: Whether the last rank precedes the first one, as in a ring.
+        """
         return self._neighbour(-1, periodic)
 
     def _neighbour(self, steps: int, periodic: bool) -> int | None:
@@ -163,7 +167,7 @@ class GridDims:
 
         Raises:
             NotInitializedError: torch.distributed is not initialised, or was destroyed.
-            HyperCommError: As for `HyperCommGrid.create_pg`.
+            HyperCommError: See `HyperCommGrid.create_pg`.
         """
         if self._table().world is None:
             torchdist.world_group()  # raises: WORLD was destroyed
@@ -348,7 +352,7 @@ class PipelineEdges:
                 )
 
     def _kind(self, offset: int) -> str | None:
-        """Return the kind of the edge that begins `offset` from here; None if there is none."""
+        """Return the kind of the edge that begins `offset` stages from here, or None."""
         stage, size = self._at.rank + offset, self._at.size
         if 0 <= stage < size - 1:
             return "odd" if stage % 2 else "even"

@@ -1,7 +1,7 @@
 """HyperCommGrid: owns a hyperrectangle of ranks, and the process groups created from it.
 
-It is the view of its own dims (`GridView`), and owns the state: it registers other views, reshapes
-and destroys.
+It extends `GridView`, which answers questions and creates groups, by what only an owner does:
+register views, reshape and destroy.
 """
 
 from __future__ import annotations
@@ -65,34 +65,36 @@ class HyperCommGrid(GridView):
             it fills the world from `rank_offset` on. Default: the environment's HYPERCOMM_LAYOUT.
         dim_names: Name of each dim, in the order of `shape`, if `shape` has no names.
         rank_offset: The smallest rank, if the grid does not start at rank 0.
-        backend: Backend of the groups; default: that of WORLD.
-        name: Distinguishes this grid from others; every rank must give the same one. Ranks must
-            make overlapping grids of one name in the same order; give different names to grids
-            that ranks make in different orders, in threads for example.
-        cover: "exact" rejects a grid that leaves ranks of the world out, "any" allows it. Default:
-            a grid of text, a mapping or keywords without `rank_offset` warns if it leaves some out.
-        creation: How groups are created. "local": each rank creates only its own; "split": every
-            rank of the world splits WORLD once, where WORLD is bound to a device; "enumerate":
-            every rank creates every group, as torch does; "auto" takes the first of split (if the
-            grid has all ranks of the world), local, split, enumerate that works.
+        backend: Backend of the groups; default: WORLD's backend.
+        name: Distinguishes this grid from others. It must be the same on every rank. Ranks must
+            make overlapping grids with equal names in the same order; give different names to
+            grids that ranks make in different orders, for example in threads.
+        cover: "exact" rejects a grid that leaves out ranks of the world, "any" allows it. Default:
+            warn about ranks that are left out if the sizes are given as text, as a mapping or as
+            keywords, without `rank_offset`.
+        creation: How groups are created. "local": each rank creates only its own groups. "split":
+            every rank of the world splits WORLD once, which needs a WORLD that is bound to a
+            device. "enumerate": every rank creates every group, as `torch.distributed` does.
+            "auto": the first of these that works; split comes first only if the grid has all
+            ranks of the world.
         share: "identical" lets keys with the same ranks, backend and options have one group.
-        share_with: Another grid whose groups may serve this one's keys too, under
-            `share="identical"`. The last grid that has such a group destroys it.
-        world_size: Number of ranks of the job; default: that of torch.distributed, else that of
-            the launcher's environment, such as WORLD_SIZE.
-        lazy_init: True connects each pair of ranks of gloo and NCCL groups at their first message,
-            so that the creation waits for no rank; False connects them at the creation. Default:
-            gloo as the environment's TORCH_GLOO_LAZY_INIT says, NCCL as torch does.
-        verify: True compares each creation, with its position, with those of the other ranks, for
-            one store operation each; default: as the environment's HYPERCOMM_VERIFY says.
+        share_with: Another grid whose groups may also serve the keys of this grid, under
+            `share="identical"`. The last grid that uses such a group destroys it.
+        world_size: Number of ranks of the job; default: the world size of torch.distributed, else
+            of the launcher's environment, such as WORLD_SIZE.
+        lazy_init: True connects each pair of ranks of a gloo or NCCL group at their first message,
+            so that the creation waits for no rank. False connects them at the creation. Default:
+            the environment's TORCH_GLOO_LAZY_INIT for gloo, torch's default for NCCL.
+        verify: True compares each creation, and its position in the sequence of creations, on all
+            ranks, at the cost of one store operation. Default: the environment's HYPERCOMM_VERIFY.
         enable_reconfigure: True creates groups that stay when `reshape(ranks=)` gives the grid
-            other ranks: modules that hold them, such as DistributedDataParallel, go on. For gloo
-            and NCCL, where torch has it (2.14; experimental there).
-        world: The world whose ranks the grid numbers, from `join_world`; default: that of WORLD.
+            other ranks, so modules that hold them, such as DistributedDataParallel, continue to
+            work. For gloo and NCCL; experimental in torch 2.14, and missing in earlier releases.
+        world: The world whose ranks the grid numbers, from `join_world`; default: WORLD's ranks.
         dims: Sizes by name, in place of `shape` and `dim_names`.
 
     Raises:
-        LayoutError: As for `RankLayout`.
+        LayoutError: See `RankLayout`.
         WorldSizeError: The grid does not fit the world, or leaves ranks out with `cover="exact"`.
         NotInitializedError: The world size is not known.
         GroupOptionsError: The backend is unknown, or another option is wrong.
@@ -152,18 +154,18 @@ class HyperCommGrid(GridView):
     def from_device_mesh(cls, mesh: DeviceMesh, *, name: str | None = None) -> Self:
         """Make a grid from a torch DeviceMesh, which stays the owner of its process groups.
 
-        The grid has the mesh's dims in reverse, so that the first varies fastest, and has the
+        The grid has the mesh's dims in reverse order, so that the first varies fastest, and the
         mesh's groups under their names. `destroy` destroys the groups that the grid created, and
         neither the mesh's groups nor WORLD. The mesh's groups serve no other keys, whatever
         `share` is. This call creates no process group and does not communicate.
 
         Args:
             mesh: A mesh with dim names, or a slice of one such as `mesh["dp"]`.
-            name: As for the class.
+            name: See the class.
 
         Raises:
             LayoutError: The mesh has no dim names, or a name that a grid cannot have; or its ranks
-                do not ascend, and torch has sorted those of its groups.
+                do not ascend, and torch has sorted the ranks of its groups.
 
         Example:
             >>> from torch.distributed.device_mesh import init_device_mesh
@@ -191,22 +193,22 @@ class HyperCommGrid(GridView):
         dim_names: Iterable[str] | None = None,
         shared_dims: Iterable[str] | None = None,
     ) -> None:
-        """Add another factorisation of the grid's ranks, such as that of a model's expert layers.
+        """Add another factorisation of the grid's ranks, such as the dims of expert layers.
 
-        `create_pg`, `get_pg` and the other calls take its dims with `view=name`; `view(name)`
-        returns an object with all of them. Every rank of the grid must register the same views;
-        they are compared when groups are first created in them.
+        `create_pg`, `get_pg` and the other methods take its dims with `view=name`; `view(name)`
+        returns an object with all of these methods. Every rank of the grid must register the same
+        views, which are compared when groups are first created in them.
 
         Args:
             name: The name of the view.
-            shape: Size of each dim, in ranks, as for the class; one may be -1.
+            shape: Size of each dim, in ranks, in any form that the class takes; one may be -1.
             dim_names: Name of each dim, in the order of `shape`, if `shape` has no names.
-            shared_dims: Dims that the grid has too, with the same groups: these then have one
-                process group in both.
+            shared_dims: Dims that the grid also has, with the same groups. Such a dim has one
+                process group, which the grid and the view share.
 
         Raises:
             LayoutError: The name is taken, the sizes do not multiply to the ranks of the grid, or
-                a shared dim has other groups in the view; shows both.
+                a shared dim has other groups in the view. The message shows both.
             UnknownDimError: A shared dim is missing in the grid or in the view.
 
         Example:
@@ -224,7 +226,7 @@ class HyperCommGrid(GridView):
         """Return a view as an object with the interface of a grid; the grid stays the owner.
 
         Raises:
-            UnknownDimError: There is no such view; names those that exist.
+            UnknownDimError: There is no such view. The message lists the existing views.
         """
         return GridView(self._state, self._state.views[name].name)
 
@@ -234,9 +236,9 @@ class HyperCommGrid(GridView):
         """Return all groups over some dims, members in the order of the layout.
 
         Args:
-            dims: As for `create_pg`.
+            dims: One name, or several in any order.
             more: Further dims.
-            view: The view whose dims these are; default: this one.
+            view: The view whose dims these are; default: the grid's own dims.
 
         Example:
             >>> from hypercomm import HyperCommGrid
@@ -272,36 +274,39 @@ class HyperCommGrid(GridView):
             view: The view whose dims these are; default: the grid's own dims. Dims that the view
                 shares with the grid give the grid's own groups.
             backend: Backend of this group; default: the grid's.
-            timeout: Default: the timeout of WORLD.
+            timeout: Timeout of the collectives of this group, and of the creation; default: the
+                timeout of WORLD.
             pg_options: Options of the backend, such as `ProcessGroupNCCL.Options`.
             group_desc: A description that torch's logs show; default: the dims.
-            share: Overrides the grid's.
-            derive: Other groups than those over `dims`: disjoint lists of ranks, which may differ
-                in size, as [[0, 4], [1, 2, 3]]; or a function that returns them, or `RankGroups`,
-                for the groups over `dims`, such as the ends of each pipeline:
-                `lambda groups: groups.pick(lambda ranks: (ranks[0], ranks[-1]))`. Needs a name.
-            creation: Overrides the grid's. Where WORLD is bound to a device, dims that cover the
-                world may be split off it, and others created in another way.
-            lazy_init: Overrides the grid's.
+            share: Overrides the grid's `share`.
+            derive: Groups to create instead of the groups over `dims`; needs a name. Either
+                disjoint lists of ranks, which may differ in size, as [[0, 4], [1, 2, 3]], or a
+                function that takes the groups over `dims` and returns lists or `RankGroups`. For
+                example, the ends of each pipeline are
+                `lambda groups: groups.pick(lambda ranks: (ranks[0], ranks[-1]))`.
+            creation: Overrides the grid's `creation`.
+            lazy_init: Overrides the grid's `lazy_init`.
 
         Returns:
             A plain torch `ProcessGroup`, or None on a rank that is in none of the groups. Note
-            that torch's collectives take None for WORLD.
+            that torch's collectives interpret None as WORLD.
 
         Raises:
             GroupExistsError: A group for this key was created before (a KeyError).
-            UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
+            UnknownDimError, LayoutError: See `RankLayout.order_dims`.
             UnknownDimError: There is no such view.
             GroupOptionsError: An option is wrong, or would be ignored.
-            GroupCreationTimeout: Members did not arrive in time; names them. All may retry.
+            GroupCreationTimeout: Members did not arrive in time. The message names them. All
+                ranks may retry.
             LateRankError: The other members timed out before this one arrived.
-            PlanMismatchError: Another rank has a different grid, or another member creates a
-                different group; with `verify`, another rank of the grid. Names both.
+            PlanMismatchError: Another rank has a different grid, or another member (with
+                `verify`, any other rank of the grid) creates a different group. The message
+                shows both.
             CreationError: The grid's creation strategy cannot work here, another rank failed,
                 members could not connect, or the job's store is gone.
             NotInitializedError: torch.distributed is not initialised.
-            GridDestroyedError: The grid was destroyed, or belongs to the process that forked this
-                one.
+            GridDestroyedError: The grid was destroyed, or was made in the parent process before a
+                fork.
         """
         return self._state.create(
             GroupRequest(
@@ -322,14 +327,14 @@ class HyperCommGrid(GridView):
     def get_pg(
         self, dims: Dims, *more: Dims, name: str | None = None, view: str | None = None
     ) -> ProcessGroup | None:
-        """Return a process group that was created before; never communicates.
+        """Return a process group that was created before. Never communicates.
 
         Returns:
-            The group, or None on a rank outside of the grid, as `create_pg`.
+            The group, or None on a rank that is in none of the groups.
 
         Raises:
             GroupMissingError: It was not created (a KeyError).
-            UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
+            UnknownDimError, LayoutError: See `RankLayout.order_dims`.
             GridDestroyedError: The grid was destroyed.
         """
         return self._state.get(joined(dims, more), name, view)
@@ -351,11 +356,10 @@ class HyperCommGrid(GridView):
     ) -> ProcessGroup | None:
         """Create a process group on the first call, and return the same one afterwards.
 
-        Takes the arguments of `create_pg`, and raises its errors, except for a key that exists.
+        Takes the arguments of `create_pg`, and raises its errors except GroupExistsError.
 
         Raises:
-            GroupOptionsError: The options given, or the groups derived, differ from those of the
-                first call.
+            GroupOptionsError: The options or the derived groups differ from the first call's.
         """
         return self._state.ensure(
             GroupRequest(
@@ -376,15 +380,15 @@ class HyperCommGrid(GridView):
     def destroy_pg(
         self, dims: Dims, *more: Dims, name: str | None = None, view: str | None = None
     ) -> None:
-        """Destroy one process group that the grid created, before it destroys the others.
+        """Destroy one process group that the grid created.
 
-        Every rank of the grid must call this, in the same order among creations of the same key,
-        which may be created again. A group that other keys use, or that the grid does not own,
-        stays until those are gone.
+        Every rank of the grid must call this, in the same order relative to creations of the same
+        key, which may be created again. A process group that other keys share is destroyed with
+        the last of them. A group that the grid does not own is not destroyed.
 
         Raises:
             GroupMissingError: It was not created (a KeyError).
-            UnknownDimError, LayoutError: As for `create_pg`.
+            UnknownDimError, LayoutError: See `create_pg`.
 
         Example:
             >>> from hypercomm import HyperCommGrid
@@ -400,21 +404,21 @@ class HyperCommGrid(GridView):
     def edges(
         self, dims: Dims = "pp", *more: Dims, wrap: bool = False, view: str | None = None
     ) -> PipelineEdges:
-        """Return the edges of a pipeline: one process group per pair of neighbours and direction.
+        """Return the edges of a pipeline: a process group per pair of neighbours and direction.
 
-        NCCL runs the transfers of a group one after the other: a stage that waits for a gradient
-        cannot send activations over the same group. This call creates nothing. The first use of an
-        edge creates it, together with the neighbour alone; with `wrap` or `verify` it may wait for
-        further ranks, so call `create()` first, which creates all edges.
+        NCCL runs the transfers of a group one after the other, so a stage that waits for a
+        gradient cannot send activations over the same group. This call creates nothing. The first
+        use of an edge creates it and waits only for the neighbour. With `wrap` or `verify` the
+        first use may wait for further ranks; `create()` creates all edges together.
 
         Args:
-            dims: The dims of the pipeline, as for `get_pg`.
+            dims: The dims of the pipeline.
             more: Further dims.
             wrap: Whether the last stage sends to the first one, as in interleaved schedules.
-            view: The view whose dims these are; default: this one.
+            view: The view whose dims these are; default: the grid's own dims.
 
         Raises:
-            UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
+            UnknownDimError, LayoutError: See `RankLayout.order_dims`.
             UnknownDimError: There is no such view.
 
         Example:
@@ -450,8 +454,8 @@ class HyperCommGrid(GridView):
     ) -> Explanation:
         """Return how the process groups over some dims were created, or would be, and why.
 
-        Creates nothing, and does not communicate. For a key that exists the result describes its
-        creation, whatever the arguments.
+        Creates nothing, and does not communicate. For a key that exists, the result describes its
+        creation and the other arguments are ignored.
 
         Example:
             >>> from hypercomm import HyperCommGrid
@@ -489,40 +493,40 @@ class HyperCommGrid(GridView):
         ranks: Iterable[int] | None = None,
         timeout: timedelta | None = None,
     ) -> Reshaped:
-        """Give the grid's ranks another layout, in a live job; keys that exist get new groups.
+        """Change the layout of a grid in a running job; keys that exist get new groups.
 
         Every rank of the grid must call this, and with creation "split" or "enumerate" every rank
         of the world. Process groups whose ranks and options match a key of the new layout are
-        kept; then missing ones are created, and then the others destroyed, so that a failure
-        leaves the grid as it was. Keys over dims that no longer exist are destroyed.
+        kept, missing ones are created, and then the other ones are destroyed, so a failure leaves
+        the grid as it was. Keys over dims that no longer exist are destroyed.
 
-        With `ranks` the grid continues with these ranks of WORLD: those that are left of a job
-        that has lost some, or more than before. Only they call this. A spare rank may, and is then
-        outside of the grid. No group is kept, as a loss may have broken it, and the old ones are
-        aborted; with `enable_reconfigure` the groups stay, and have other members. The ranks agree
-        through the job's store: if the process that serves it is lost, usually rank 0, the job must
-        be restarted.
+        With `ranks` the grid continues with these ranks of WORLD, which may be the survivors of a
+        loss, or more ranks than before. Only these ranks call this. A spare rank may call it too,
+        and is then outside of the grid. No group is kept, because a loss may have broken it, and
+        the old groups are aborted. With `enable_reconfigure` the groups stay and get other members.
+        The ranks agree through the job's store. If the process that serves the store is lost,
+        usually rank 0, the job must be restarted.
 
         Args:
-            target: Sizes as text, as in "tp=4,dp=2", or by name, one of them may be -1; or a layout
-                of the same ranks.
-            views: New sizes as text, by name, of the views that change.
+            target: Sizes as text ("tp=4,dp=2") or by name, of which one may be -1; or a layout of
+                the same ranks.
+            views: New sizes of the views that change, as text, by the name of the view.
             ranks: The ranks to continue with, in the order of the target's numbering.
-            timeout: How long to wait for the others; default: the timeout of WORLD.
+            timeout: How long to wait for the other ranks; default: the timeout of WORLD.
 
         Returns:
             The keys that were kept, created and destroyed on this rank; `print` shows them.
 
         Raises:
-            WorldSizeError: The target has other ranks than the grid, or than `ranks`.
+            WorldSizeError: The ranks of the target differ from the grid's, or from `ranks`.
             LayoutError: The target or the ranks cannot be read, or a view does not fit.
             UnknownDimError: `views` has a name that is not a view.
-            PlanMismatchError: Another rank has a different target, or grid: all raise.
-            GroupCreationTimeout: A rank did not call this in time; names it (`error.missing`).
-            CreationError: Groups are planned that were not created, one could not be created,
-                another thread reshapes the grid, or the others timed out just before this rank
-                arrived: call it again.
-            GridDestroyedError: As for `create_pg`.
+            PlanMismatchError: Another rank has a different target or grid. All ranks raise.
+            GroupCreationTimeout: A rank did not call this in time; see `error.missing`.
+            CreationError: A planned group was not created yet, a group could not be created, or
+                another thread reshapes the grid. Also if the other ranks timed out just before
+                this rank arrived; call it again on all ranks.
+            GridDestroyedError: See `create_pg`.
 
         Example:
             >>> from hypercomm.testing import fake_world
@@ -552,7 +556,7 @@ class HyperCommGrid(GridView):
                 table.check_settled()
                 identity = GridAgreement(layout, self.name, self.backend)
                 fresh = successor(table, identity, keeps=left is None)
-            if scope is None:  # before there is a world there are no groups
+            if scope is None:  # without a world there are no groups
                 result = Reshaped(table.layout, layout)
             else:
                 limit_s = limit_of(timeout, world)
@@ -570,22 +574,22 @@ class HyperCommGrid(GridView):
     # ---- a running job --------------------------------------------------------------------------
 
     def watch(self, seconds: float, folder: str | os.PathLike[str] = "hypercomm_watch") -> Watch:
-        """Write a report for `hypercomm blame` when no collective has moved for a while.
+        """Write a report for `hypercomm blame` when no collective makes progress for a while.
 
         Call it on every rank, between the same collectives, before or after the groups are
-        created. From then on every call that a ProcessGroup of this process gets from Python, of
-        any grid, is recorded (4 to 7 microseconds each); the last 500 are kept. When no call has
+        created. It records every Python call of a communicating method of any ProcessGroup in this
+        process, which takes 4 to 7 microseconds a call, and keeps the last 500. When no call has
         started or ended for `seconds`, a thread writes them, with the stacks of all threads, to
-        `hypercomm_watch_RANK.json`, in the form of torch's flight recorder. The file is
-        removed when calls move again. Leaving the `with` block writes it too, with the exception
+        `hypercomm_watch_RANK.json`, in the format of torch's flight recorder. The file is removed
+        when calls make progress again. Leaving the `with` block writes it too, with the exception
         if there is one.
 
-        Not recorded: calls from C++ (DistributedDataParallel's buckets), functional collectives
-        (DTensor, compiled code). Do not use it while CUDA graphs are captured.
+        Calls from C++ (DistributedDataParallel's buckets) and functional collectives (DTensor,
+        compiled code) are not recorded. Do not use it while CUDA graphs are captured.
 
         Args:
-            seconds: Seconds without progress. Choose less than the groups' timeout, such as 60.
-            folder: Created if missing; best on a disk that the hosts share.
+            seconds: Seconds without progress, less than the groups' timeout; for example 60.
+            folder: The folder of the file, created if missing. Best on a disk that hosts share.
 
         Returns:
             A `Watch`: a context manager, which `stop()` ends as well.
@@ -608,7 +612,7 @@ class HyperCommGrid(GridView):
             >>> entry["profiling_name"], entry["process_group"][1], entry["collective_seq_id"]
             ('fake:barrier', 'dp', 1)
         """
-        state = self._state  # a reshape changes what it holds
+        state = self._state  # a reshape replaces its views and its table
 
         def layouts() -> dict[str, RankLayout]:
             views = state.views
@@ -620,34 +624,34 @@ class HyperCommGrid(GridView):
         return Watch(seconds, folder, layouts, groups, (state.table.world or current()).rank)
 
     def survivors(self, timeout: timedelta, *, min_ranks: int = 1) -> tuple[int, ...]:
-        """Return the ranks of the grid that are left after a loss: the same on all of them.
+        """Return the ranks of the grid that are alive after a loss, the same on all of them.
 
-        Every rank of the grid that is left calls this after a collective has failed, and then
-        `reshape(target, ranks=...)`. First it ends the grid's process groups, so that peers which
-        wait in them fail too: those of NCCL immediately, those of gloo once the program holds no
-        other reference to them. Called in an `except` block, it clears the local variables of the
-        frames that the exception came through, which hold such references. Groups of a grid with
-        `enable_reconfigure` stay, and have the calling rank alone until the `reshape`; peers that
-        wait in them fail immediately.
+        Every rank that is alive calls this after a collective has failed, and then
+        `reshape(target, ranks=...)`. First the call ends the grid's process groups, so that peers
+        that wait in them fail too. NCCL groups end immediately, gloo groups once the program holds
+        no other reference to them. Called in an `except` block, it clears the local variables of
+        the frames that the exception passed through, because they may hold such references. Groups
+        of a grid with `enable_reconfigure` stay, with the calling rank as their only member until
+        the `reshape`, and peers that wait in them fail immediately.
 
         Args:
-            timeout: How long to wait for ranks that do not arrive; longer than the timeout of the
-                grid's groups, in which other ranks may still wait, unless they stay. The ranks that
-                arrived then confirm the result with each other; a rank that dies during the call
-                extends the wait by `timeout`.
-            min_ranks: The fewest ranks that may continue.
+            timeout: How long to wait for ranks that do not arrive. It must be longer than the
+                timeout of the grid's groups, because other ranks may still wait in these, unless
+                they can be reconfigured. The ranks that arrived then confirm the result with each
+                other; a rank that dies during the call extends the wait by `timeout`.
+            min_ranks: The smallest number of ranks that may continue.
 
         Returns:
-            The ranks that arrived, in the order of the layout. A rank that is alive and waits
-            elsewhere is not among them.
+            The ranks that arrived, in the order of the layout. A rank that is alive but waits
+            elsewhere is not included.
 
         Raises:
             RankOutsideError: The calling rank is not in the grid.
-            CreationError: The others continue without this rank, which arrived too late, or fewer
-                than `min_ranks` are left.
-            OutcomeUnknownError: The job's store is gone; restart the job.
-            GroupOptionsError: `timeout` is not a positive timedelta, or not longer than that of
-                the grid's groups.
+            CreationError: This rank arrived too late and the other ranks continue without it, or
+                fewer than `min_ranks` ranks arrived.
+            OutcomeUnknownError: The job's store is lost; restart the job.
+            GroupOptionsError: `timeout` is not a positive timedelta, or not longer than the
+                timeout of the grid's groups.
 
         Example:
             >>> from datetime import timedelta
@@ -674,19 +678,20 @@ class HyperCommGrid(GridView):
     # ---- life cycle -----------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Destroy the groups that the grid created, the last one first; may be called twice.
+        """Destroy the groups that the grid created, the last one first.
 
         Groups that the grid did not create stay, WORLD included. Afterwards the grid still
-        answers questions about ranks, but has no groups and creates none.
+        answers questions about ranks, but has no groups and creates none. A second call does
+        nothing.
         """
         self._state.forget_meshes()
         self._state.table.end(torchdist.destroy)
 
     def abort(self) -> None:
-        """Abort the groups that the grid created: collectives under way fail.
+        """Abort the groups that the grid created, so that pending collectives fail.
 
-        For a rank whose peers are lost: NCCL communicators are aborted, other groups destroyed
-        without waiting. The grid is destroyed afterwards.
+        Use it on a rank whose peers are lost. NCCL communicators are aborted, and other groups are
+        destroyed without waiting. The grid is destroyed afterwards.
 
         Example:
             >>> from hypercomm.testing import fake_world
@@ -703,15 +708,15 @@ class HyperCommGrid(GridView):
     def verify(self, timeout: timedelta | None = None) -> None:
         """Check that all ranks of the grid have the same process groups.
 
-        Every rank of the grid must call this; each waits for the others. It takes a rank about five
-        store operations, however many groups there are.
+        Every rank of the grid must call this, and waits for all others. A rank performs about five
+        store operations, whatever the number of groups.
 
         Args:
             timeout: How long to wait; default: the timeout of WORLD.
 
         Raises:
-            PlanMismatchError: Another rank's groups or grid differ; names what differs.
-            GroupCreationTimeout: A rank did not call this in time; names it.
+            PlanMismatchError: Groups or grids differ. The message shows the difference.
+            GroupCreationTimeout: A rank did not call this in time. The message names it.
 
         Example:
             >>> from hypercomm.testing import fake_world

@@ -60,11 +60,12 @@ class GridSet(Mapping[str, HyperCommGrid]):
             world is in exactly one grid; "disjoint": in at most one; "colocated": all grids hold
             the same ranks; "any": no check. Default: as "any", but grids of text or mappings warn
             if no grid of the set holds some ranks of the world.
-        world_size: Number of ranks of the job; default: as for `HyperCommGrid`.
-        world: The world whose ranks the grids number, from `join_world`. The sizes of a grid that
-            has the name of a part are those of the part's ranks.
+        world_size: Number of ranks of the job; default: see `HyperCommGrid`.
+        world: The world whose ranks the grids number, from `join_world`. A grid that has the name
+            of a part of the world is placed on the ranks of that part.
         name: Distinguishes this set from others with grids of the same names.
-        backend: As for `HyperCommGrid`, as are the next five, for each grid that the set makes.
+        backend: See `HyperCommGrid`, also for the next five; they hold for each grid that the set
+            makes.
         creation: How groups are created.
         share: Whether keys may hold one group. With "identical", grids on the same ranks share
             groups too.
@@ -186,8 +187,8 @@ class GridSet(Mapping[str, HyperCommGrid]):
         size = state.world_size
         if size != self._world_size:
             raise WorldSizeError(
-                f"grid {label!r} ({grid.layout}) was made for a world of {size} ranks, but that of "
-                f"this set has {self._world_size}; give both the same world_size"
+                f"grid {label!r} ({grid.layout}) was made for a world of {size} ranks, but the "
+                f"world of this set has {self._world_size}; give both the same world_size"
             )
         return grid
 
@@ -210,10 +211,10 @@ class GridSet(Mapping[str, HyperCommGrid]):
         """Make a set of grids that lie one after the other, in the order given.
 
         Args:
-            world_size: Number of ranks of the job; default: as for `HyperCommGrid`.
+            world_size: Number of ranks of the job; default: see `HyperCommGrid`.
             requires: "disjoint" allows ranks of the world to be left over.
-            name: Distinguishes this set from others, as for the class.
-            backend: As for the class, as are the next five.
+            name: Distinguishes this set from others.
+            backend: See the class, also for the next five.
             creation: How groups are created.
             share: Whether keys may hold one group.
             lazy_init: When the members of a group connect.
@@ -264,17 +265,18 @@ class GridSet(Mapping[str, HyperCommGrid]):
         """Make a set of grids that all hold the same ranks.
 
         Args:
-            world_size: Number of ranks of the job; default: as for `HyperCommGrid`.
-            name: Distinguishes this set from others, as for the class.
-            backend: As for the class, as are the next five.
+            world_size: Number of ranks of the job; default: see `HyperCommGrid`.
+            name: Distinguishes this set from others.
+            backend: See the class, also for the next five.
             creation: How groups are created.
             share: Whether keys may hold one group.
             lazy_init: When the members of a group connect.
             verify: Whether ranks compare their creations.
             enable_reconfigure: Whether groups stay when a reshape changes their members.
-            grids: As for `tile`. Each grid may have one unspecified size: it is inferred from the
-                first grid without one, or from the world if there is none. If all sizes are given,
-                ranks of the world may be left over: see `placement.spare_ranks`.
+            grids: The grids by name, as in `tile`. Each grid may have one unspecified size, which
+                is inferred from the first grid without one, or from the world if there is none. If
+                all sizes are given, ranks of the world may be left over; see
+                `placement.spare_ranks`.
 
         Raises:
             LayoutError, WorldSizeError: As for the class, or sizes differ.
@@ -387,11 +389,11 @@ class GridSet(Mapping[str, HyperCommGrid]):
         Args:
             source: The grid that has the tensor.
             target: The grid that receives it.
-            tensor: As for `hypercomm.transfer`, as are the next four.
-            groups: See there.
-            out: See there.
-            rows: See there.
-            verify: See there.
+            tensor: See `hypercomm.transfer`, also for the next four.
+            groups: The process group of the transfer.
+            out: The tensor to receive into.
+            rows: The number of rows on each rank of the source.
+            verify: Whether ranks compare their arguments first.
             roles: Arguments of `RankMapping`: `along`, `batch_axis`, `shards`, ...
 
         Returns:
@@ -425,28 +427,27 @@ class GridSet(Mapping[str, HyperCommGrid]):
     ) -> dict[str, list[ProcessGroup | None]]:
         """Create process groups of several grids, all or none.
 
-        Every rank of the job must call this with the same requests. Groups are created in the
-        order of the set, whatever the order of `requests`; those of each grid in the order given.
-        The ranks of these grids agree once at the end: if one fails, all destroy what the call has
-        created, and all raise; all may then retry.
+        Every rank of the job must call this with the same requests. Grids are processed in the
+        order of the set, whatever the order of `requests`, and the groups of each grid are created
+        in the order given. The ranks of these grids agree once, at the end. If one rank fails, all
+        destroy the groups that the call has created, and all raise. They may then retry.
 
         Args:
-            requests: For the name of each grid what its `create_pgs` takes.
+            requests: For the name of each grid, the requests that its `create_pgs` takes.
             backend: The backend of requests that give none.
-            timeout: The timeout of requests that give none. The call itself may take as long as
-                the longest of all timeouts.
-            share: The same for `share`.
+            timeout: The timeout of requests that give none. The longest timeout of all requests
+                limits the whole call.
+            share: The `share` of requests that give none.
 
         Returns:
-            For each name what `HyperCommGrid.create_pgs` returns: a group for each request, None
-            on a rank that is in none of them.
+            For each name, the process group of each request, or None on a rank that is in none of
+            its groups.
 
         Raises:
-            UnknownDimError: The set has no such grid (a KeyError); names those that it has.
-            PlanMismatchError: Another rank has other requests; shows how they differ.
-            GroupCreationTimeout: A rank did not call this in time; names it.
-            HyperCommError: As for `HyperCommGrid.create_pgs`; an argument is wrong, and nothing
-                was created.
+            UnknownDimError: The set has no such grid (a KeyError). The message lists its grids.
+            PlanMismatchError: Another rank has other requests. The message shows the difference.
+            GroupCreationTimeout: A rank did not call this in time. The message names it.
+            HyperCommError: See `HyperCommGrid.create_pgs`. Nothing was created.
 
         Example:
             >>> from hypercomm.testing import fake_world

@@ -51,11 +51,11 @@ class GridState:
     """The state that a grid and its views share.
 
     Attributes:
-        views: The layout and its views; `reshape` replaces it.
-        table: The process groups; `reshape` replaces it.
-        options: The arguments of the grid: the defaults of its calls.
+        views: The layout and its views. `reshape` replaces it.
+        table: The process groups. `reshape` replaces it.
+        options: The options of the grid, which are the defaults of its methods.
         world_size: Number of ranks of the job.
-        lender: The state of `share_with`, kept alive.
+        lender: The state of the grid given as `share_with`.
         gave_meshes: Whether a DeviceMesh holds groups of the grid.
     """
 
@@ -67,7 +67,7 @@ class GridState:
     gave_meshes: bool = False
 
     def warn_of_live(self) -> None:
-        """Warn that a grid was collected and not destroyed; its groups stay, as others use them."""
+        """Warn if a grid is garbage collected while its groups live; they are not destroyed."""
         leaked = ", ".join(map(str, self.table.leaked()))
         if leaked:
             warnings.warn(
@@ -168,10 +168,10 @@ class GridState:
 
 
 class GridView:
-    """One view of a grid: questions about ranks and process groups, in the dims of the view.
+    """One view of a grid: its dims, questions about ranks, and process groups.
 
-    `HyperCommGrid.view` returns one, and a grid is itself one, with the dims of its layout. The
-    process groups belong to the grid, which destroys them.
+    `HyperCommGrid.view` returns a view. The grid itself is the view of the dims that it was made
+    with. The process groups belong to the grid, which destroys them.
 
     Example:
         >>> from hypercomm import HyperCommGrid
@@ -198,7 +198,7 @@ class GridView:
 
     @property
     def backend(self) -> str | None:
-        """The default backend of the groups; None: the backend of WORLD."""
+        """The default backend of the groups, or None for the backend of WORLD."""
         return self._state.options.backend
 
     @property
@@ -241,7 +241,7 @@ class GridView:
     def pgs(self) -> Mapping[GroupKey, ProcessGroup | None]:
         """The process groups that exist, by key, in the order of creation; a read-only copy.
 
-        A view has its own groups and those over the dims that it shares with the grid.
+        A view has its own groups, and the groups over the dims that it shares with the grid.
         """
         live = self._state.live(self._view)
         return MappingProxyType({key: entry.communicator.pg for key, entry in live.items()})
@@ -256,7 +256,7 @@ class GridView:
         """Return the coordinates of a rank.
 
         Args:
-            rank: The rank; default: the calling one.
+            rank: The rank; default: the calling rank.
 
         Raises:
             RankOutsideError: The rank is not in the grid; see `is_current_rank_in_grid`.
@@ -271,17 +271,18 @@ class GridView:
         return self.layout.coords(self._state.table.rank(rank))
 
     def group_ranks(self, dims: Dims, rank: int | None = None) -> tuple[int, ...]:
-        """Return the ranks of the group over some dims that a rank is in.
+        """Return the ranks of the group over some dims that a rank belongs to.
 
-        They are in the order of the layout, which is ascending unless it lists its ranks.
+        The ranks are in the order of the layout, which is ascending unless the layout has `ranks=`
+        or strides in another order.
 
         Args:
             dims: One name, or several in any order.
-            rank: The rank; default: the calling one.
+            rank: The rank; default: the calling rank.
 
         Raises:
             RankOutsideError: The rank is not in the grid.
-            UnknownDimError, LayoutError: As for `RankLayout.order_dims`. The error names the view
+            UnknownDimError, LayoutError: See `RankLayout.order_dims`. The error names the view
                 that has the dims, if one does.
         """
         return self.layout.membership(self._state.table.rank(rank), self._order(dims)).ranks
@@ -316,7 +317,7 @@ class GridView:
         """Return some dims as the calling rank sees them: `grid["tp"]`, `grid["dp", "cp"]`.
 
         Raises:
-            UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
+            UnknownDimError, LayoutError: See `RankLayout.order_dims`.
         """
         key = dims if isinstance(dims, str) else self._order(dims)
         if key not in self._dims:
@@ -418,27 +419,27 @@ class GridView:
         timeout: timedelta | None = None,
         share: Share | None = None,
     ) -> list[ProcessGroup | None]:
-        """Create several process groups in one call, in the order given, all or none.
+        """Create several process groups in one call, in the order given: all of them or none.
 
-        Every rank of the grid must call this with the same list; ranks outside may. Lists are
-        compared before anything is created. If one group fails, all ranks of the grid destroy
-        those that the call has created.
+        Every rank of the grid must call this with the same list; ranks outside may call it. The
+        lists are compared before anything is created. If the creation of one group fails, all
+        ranks of the grid destroy the groups that the call has created.
 
         Args:
             requests: For each group its dims, a `GroupRequest`, or a mapping with the same names:
                 `["tp", ["dp", "cp"], GroupRequest("dp", name="gloo", backend="gloo")]`.
             backend: The backend of requests that give none.
-            timeout: The timeout of requests that give none. The call itself may take as long as
-                the longest of all timeouts.
-            share: The same for `share`.
+            timeout: The timeout of requests that give none. The longest timeout of all requests
+                limits the whole call.
+            share: The `share` of requests that give none.
 
         Returns:
-            For each request what `create_pg` returns.
+            The process group of each request, or None, as `create_pg` returns it.
 
         Raises:
-            GroupExistsError: A key occurs twice, or was created before; nothing was created.
-            PlanMismatchError: Another rank's list differs; shows the difference.
-            LayoutError, GroupOptionsError, CreationError: As for `create_pg`.
+            GroupExistsError: A key occurs twice, or exists. Nothing was created.
+            PlanMismatchError: Another rank's list differs. The message shows the difference.
+            LayoutError, GroupOptionsError, CreationError: See `create_pg`.
 
         Example:
             >>> from hypercomm import HyperCommGrid
@@ -509,7 +510,7 @@ class GridView:
             name: The name of a further group over the same dims.
 
         Raises:
-            UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
+            UnknownDimError, LayoutError: See `RankLayout.order_dims`.
 
         Example:
             >>> from hypercomm import HyperCommGrid
@@ -522,7 +523,7 @@ class GridView:
         return self._state.find_key(joined(dims, more), name, self._view)[0]
 
     def find(self, group: ProcessGroup | None) -> GroupKey | None:
-        """Return the key of a process group of the grid; None for other groups.
+        """Return the key of a process group of the grid, or None for other groups.
 
         Example:
             >>> from hypercomm import HyperCommGrid
@@ -540,34 +541,35 @@ class GridView:
         device_type: str | None = None,
         flatten: Mapping[str, Sequence[str]] | None = None,
     ) -> DeviceMesh:
-        """Return a torch DeviceMesh of the grid's process groups; missing ones are created.
+        """Return a torch DeviceMesh over the grid's process groups; missing groups are created.
 
         All ranks of the grid must call this if a group is missing.
 
-        A DeviceMesh numbers ranks with its LAST dim varying fastest, a grid with its FIRST: the
-        grid tp=2,dp=4 is the mesh (dp, tp). FSDP2, DTensor and `parallelize_module` take it; the
+        The LAST dim of a DeviceMesh varies fastest, and the FIRST dim of a grid, so the grid
+        tp=2,dp=4 is the mesh (dp, tp). FSDP2, DTensor and `parallelize_module` take the mesh. The
         grid stays the owner of the groups. torch cannot combine two meshes, so pass slices of one
-        mesh, `mesh["dp"]` and `mesh["tp"]`, to libraries that work together. DTensor takes meshes
-        with equal ranks and dim names for one, so a second one with other groups is an error; the
-        meshes of `init_device_mesh` are not compared.
+        mesh, `mesh["dp"]` and `mesh["tp"]`, to libraries that work together. DTensor cannot
+        distinguish meshes with equal ranks and dim names, so a second mesh with other groups is an
+        error. Meshes of `init_device_mesh` are not compared.
 
         Args:
-            dims: Each dim of the mesh, in the mesh's order: a name, or several whose groups become
-                one dim, as ("dp", "cp") becomes "dp_cp". Default: all, the slowest first.
-            device_type: "cpu", "cuda", ...; default: that of the backend of the first dim's groups.
-            flatten: Adjacent dims of the mesh that get a further name together:
-                {"dp_shard_cp": ["dp_shard", "cp"]} gives `mesh["dp_shard_cp"]` the group over both.
+            dims: Each dim of the mesh, in the mesh's order: a name, or several names whose groups
+                become one dim, as ("dp", "cp") becomes "dp_cp". Default: all, the slowest first.
+            device_type: "cpu", "cuda", ...; default: the device type of the first dim's groups.
+            flatten: Adjacent dims of the mesh that get a joint name:
+                {"dp_shard_cp": ["dp_shard", "cp"]} makes `mesh["dp_shard_cp"]` the group over both.
 
         Returns:
             The mesh of the ranks that have the calling rank's coordinates in all other dims.
 
         Raises:
             RankOutsideError: The calling rank is not in the grid.
-            LayoutError: Write ("dp", "cp") rather than ("cp", "dp"): a group's ranks ascend.
-            LayoutError: DTensor would take a dim for that of another mesh, with other groups: use
-                another name, destroy the other grid first, or let both share their groups.
-            UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
-            HyperCommError: As for `create_pg`.
+            LayoutError: The names of a joint dim are not in the order of the mesh, as in
+                ("cp", "dp"); or DTensor would confuse a dim with an equal dim of another mesh that
+                has other groups. Use another name, destroy the other grid first, or let both
+                share their groups.
+            UnknownDimError, LayoutError: See `RankLayout.order_dims`.
+            HyperCommError: See `create_pg`.
 
         Example:
             Rank = tp * 1 + dp * 2: the grid names tp first, the mesh dp.
@@ -583,7 +585,10 @@ class GridView:
 
         self._state.table.check_alive()
         spans = read_dims(self.layout.dim_names, self._order, dims)
-        group_over = lambda names: self[names].group  # noqa: E731 - the first use creates it
+
+        def group_over(names: tuple[str, ...]) -> ProcessGroup:
+            return self[names].group  # the first use creates it
+
         mesh = as_mesh(self.layout, self._state.table, group_over, spans, device_type, flatten)
         self._state.gave_meshes = True
         return mesh
@@ -597,31 +602,32 @@ class GridView:
 
         NCCL, and gloo with `lazy_init`, connect the members of a group at its first collective,
         which then hangs if a rank is missing. Every rank of the grid must call this while no
-        communication is under way in the groups; ranks outside need not. First the ranks wait for
+        communication is pending in the groups; ranks outside need not. First the ranks wait for
         each other and compare their groups. Then the members of each group all-reduce one element,
-        and neighbours in a pipeline send each other one, also from the last stage to the first.
-        Keys that share a group count once; groups that are only planned are left out.
+        and neighbours in a pipeline exchange one element, including the last stage and the first.
+        A group that keys share is connected once.
 
-        If ranks are missing at the start, nothing has been communicated, and all may call this
-        again. After a timeout in a group that group is broken, as torch cannot undo a collective:
-        `destroy_pg` it, and create it again. A gloo group may then delay `destroy_pg` until the
-        group's own timeout.
+        If ranks are missing at the start, nothing has been communicated, and all ranks may call
+        this again. After a timeout in a group, that group is broken, because torch cannot undo a
+        collective: destroy it with `destroy_pg`, and create it again. `destroy_pg` of a gloo group
+        may then wait until the group's timeout.
 
         Args:
-            pipelines: Dims whose neighbours are connected, in the groups over each of them alone;
-                () stands for none. Default: "pp", also in views.
-            timeout: For the whole call; default: the timeout of WORLD.
+            pipelines: Dims whose neighbours are connected, in the groups over each dim alone, or ()
+                for none. Default: "pp", also in views.
+            timeout: The timeout of the whole call; default: the timeout of WORLD.
 
         Returns:
-            The seconds for each group that the calling rank is in, and for each edge; zeros for a
-            group of one rank and in a fake world.
+            The seconds for each group that the calling rank is in, and for each edge. They are
+            zero for a group of one rank, and in a fake world.
 
         Raises:
-            PlanMismatchError: Ranks have different groups; none has communicated.
-            GroupCreationTimeout: Ranks did not arrive in time; names them and their groups.
-            OutcomeUnknownError: The job's store is gone.
-            CreationError: Another thread makes such a call, a collective failed, or the others
-                timed out just before this rank arrived: call it again.
+            PlanMismatchError: Ranks have different groups. Nothing has been communicated.
+            GroupCreationTimeout: Ranks did not arrive in time. The message names them and their
+                groups.
+            OutcomeUnknownError: The job's store is lost.
+            CreationError: Another thread makes such a call, or a collective failed. Also if the
+                other ranks timed out just before this rank arrived; call it again on all ranks.
             UnknownDimError, LayoutError, GroupOptionsError: An argument is wrong.
             GridDestroyedError: The grid was destroyed.
 
@@ -656,8 +662,8 @@ class GridView:
 
         Args:
             base: The seed of the run, at least 0.
-            dims: Along which ranks draw different numbers, such as "tp" for dropout in layers that
-                are split, or "dp" for data; none: all ranks draw the same.
+            dims: The dims along which the seed differs, such as "tp" for dropout in sharded layers
+                or "dp" for data. Without dims the seed is equal on all ranks.
 
         Returns:
             63 bits, the same in every run and on every machine.
@@ -691,6 +697,8 @@ class GridView:
         ranks = "ranks" if isinstance(base.ranks, range) else f"{base.size} of the ranks"
         name = "" if self.name is None else f", name={self.name!r}"
         grid = f"HyperCommGrid({base}{name})"
+        if self.is_destroyed:
+            grid += ", destroyed"
         if self._view is not None:
             return f"view {self._view} ({self.layout}) of {grid}"
         return (
@@ -699,13 +707,13 @@ class GridView:
 
     def __str__(self) -> str:
         if self.is_destroyed:
-            return f"{self!r}\n  destroyed"
+            return repr(self)
         specs = [entry.spec for entry in self._state.live(self._view).values()]
-        groups = [
-            f"group {one.key}: {len(one.groups)} of {format_sizes_of(one.groups)} ranks"
-            + (f", {one.options.backend}" if one.options.backend else "")
-            for one in specs
-        ]
+        groups = []
+        for spec in specs:
+            backend = f", {spec.options.backend}" if spec.options.backend else ""
+            sizes = format_sizes_of(spec.groups)
+            groups.append(f"group {spec.key}: {len(spec.groups)} of {sizes} ranks{backend}")
         views = [f"view {name}: {view}" for name, view in self.views.items()]
         lines = [
             position_in(self.layout, self._state.table.given_world),
@@ -727,12 +735,12 @@ def state_of(grid: GridView) -> GridState:
 
 
 def joined(dims: Dims, more: tuple[Dims, ...]) -> Dims:
-    """Return the dims of a call, of which the first may hold all."""
+    """Return the dims of a call, which takes them as one argument or as several."""
     return (dims, *more) if more else dims
 
 
 def position_in(layout: RankLayout, world: World | None = None) -> str:
-    """Return where in a layout the calling rank of a world is, as text."""
+    """Return the position of the calling rank in a layout, as text."""
     try:
         rank = rank_in_world(None, world)
     except HyperCommError:
