@@ -177,6 +177,7 @@ LAYOUTS = [
         lambda: megatron_grids(tensor_model_parallel=2, world_size=8),
         TypeError,
         "megatron_grids() got an unexpected",
+        "Did you mean 'tensor_model_parallel_size'?",
     ),
     (
         lambda: megatron_grids(tp=8, ep=4, world_size=16),
@@ -456,7 +457,7 @@ CREATED = [
             (RankGroups([[0, 9]]), ["rank 9"]),
         )
     ),
-    (lambda grid: grid.ensure_pg("tp", timout=3), TypeError, "'timout'"),
+    (lambda grid: grid.ensure_pg("tp", timout=3), TypeError, "Did you mean 'timeout'?"),
     (lambda grid: grid.create_pgs("tp"), LayoutError, "'tp'"),
     (lambda grid: grid.create_pgs({"tp"}), LayoutError, "a set has no order"),
     (lambda grid: grid.create_pgs(["cp", "xp"]), UnknownDimError, "xp"),

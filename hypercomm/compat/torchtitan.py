@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from hypercomm.compat.layouts import TORCHTITAN_VIEWS, torchtitan_layouts
+from hypercomm.grid.arguments import hints_at_keywords
 from hypercomm.grid.grid_set import GridSet
 from hypercomm.layout.checks import as_world_size, check_choice
 from hypercomm.layout.parsing import short_names
@@ -50,6 +51,7 @@ _MESHES["spmd_types"] = _MESHES["partial_dtensor"] | {
 """torchtitan's meshes by backend: their view, or None for the grid itself, and their dims."""
 
 
+@hints_at_keywords
 def torchtitan_grids(
     *,
     dp_replicate: int | None = None,

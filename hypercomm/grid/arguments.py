@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from functools import cached_property
 from numbers import Real
-from typing import Literal
+from typing import Literal, ParamSpec, TypeVar
 
 import attrs
 
@@ -25,6 +28,9 @@ from hypercomm.process_groups.options import (
 from hypercomm.process_groups.spec import Share, StrategyName
 from hypercomm.process_groups.strategies import STRATEGIES
 from hypercomm.transfers.mapping import HasLayout
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 GivenSizes = str | Mapping[str, int] | Iterable[int]
 """Sizes of dims: "tp=2,dp=-1", by name, or as ints."""
@@ -90,6 +96,35 @@ def check_name(name: object) -> None:
     """Raise unless a name can be part of a key in the store."""
     if not isinstance(name, str) or not name or not is_utf8(name):
         raise GroupOptionsError(f"name must be a non-empty string of text, got {short_repr(name)}")
+
+
+def hints_at_keywords(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a function propose the nearest keyword argument for an unknown one, as Python 3.13 does.
+
+    Example:
+        >>> @hints_at_keywords
+        ... def ensure_pg(*, name=None):
+        ...     pass
+        >>> ensure_pg(nam="x")
+        Traceback (most recent call last):
+        TypeError: ensure_pg() got an unexpected keyword argument 'nam'. Did you mean 'name'?
+    """
+    if sys.version_info >= (3, 13):
+        return function
+    names = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        unknown = [name for name in kwargs if name not in names]
+        if unknown:
+            near = get_close_matches(unknown[0], names, 1)
+            hint = f". Did you mean {near[0]!r}?" if near else ""
+            raise TypeError(
+                f"{function.__qualname__}() got an unexpected keyword argument {unknown[0]!r}{hint}"
+            )
+        return function(*args, **kwargs)
+
+    return call
 
 
 def check_dims(call: str, dims: Mapping[str, object], keywords: Iterable[str]) -> None:

@@ -26,6 +26,7 @@ from hypercomm.grid.arguments import (
     Sizes,
     check_cover,
     check_dims,
+    hints_at_keywords,
     read_target,
 )
 from hypercomm.grid.dims import PipelineEdges
@@ -33,7 +34,7 @@ from hypercomm.grid.view import GridState, GridView, joined, state_of
 from hypercomm.layout import RankLayout, read_layout
 from hypercomm.layout.checks import as_int, as_ranks, as_world_size, check_duration
 from hypercomm.layout.parsing import Dims
-from hypercomm.layout.views import Views
+from hypercomm.layout.views import BASE, Views
 from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.agreement.driver import limit_of, refusing
 from hypercomm.process_groups.agreement.grid import GridAgreement
@@ -225,10 +226,14 @@ class HyperCommGrid(GridView):
     def view(self, name: str) -> GridView:
         """Return a view as an object with the interface of a grid; the grid stays the owner.
 
+        Args:
+            name: The name of the view, or "base" for the grid's own dims.
+
         Raises:
             UnknownDimError: There is no such view. The message lists the existing views.
         """
-        return GridView(self._state, self._state.views[name].name)
+        is_base = isinstance(name, str) and name == BASE
+        return GridView(self._state, None if is_base else self._state.views[name].name)
 
     # ---- process groups, also of a view named by `view=` ----------------------------------------
 
@@ -248,6 +253,7 @@ class HyperCommGrid(GridView):
         """
         return self._state.views.groups(joined(dims, more), view).to_lists()
 
+    @hints_at_keywords
     def create_pg(
         self,
         dims: Dims,
@@ -339,6 +345,7 @@ class HyperCommGrid(GridView):
         """
         return self._state.get(joined(dims, more), name, view)
 
+    @hints_at_keywords
     def ensure_pg(
         self,
         dims: Dims,
@@ -437,6 +444,7 @@ class HyperCommGrid(GridView):
             return self.view(view).edges(dims, *more, wrap=wrap)
         return super().edges(dims, *more, wrap=wrap)
 
+    @hints_at_keywords
     def explain(
         self,
         dims: Dims,

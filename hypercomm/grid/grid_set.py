@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import UnknownDimError, WorldSizeError
-from hypercomm.grid.arguments import Sizes, check_name
+from hypercomm.grid.arguments import Sizes, check_name, hints_at_keywords
 from hypercomm.grid.grid import HyperCommGrid
 from hypercomm.grid.view import position_in, state_of
 from hypercomm.layout import RankLayout, read_layout
@@ -417,6 +417,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
 
     # ---- process groups -------------------------------------------------------------------------
 
+    @hints_at_keywords
     def create_pgs(
         self,
         requests: Mapping[str, Iterable[Dims | Mapping[str, Any] | GroupRequest]],

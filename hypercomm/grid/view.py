@@ -17,7 +17,7 @@ import numpy as np
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import HyperCommError, UnknownDimError
-from hypercomm.grid.arguments import GridOptions, check_choices, check_name
+from hypercomm.grid.arguments import GridOptions, check_choices, check_name, hints_at_keywords
 from hypercomm.grid.connect import Connection, connect
 from hypercomm.grid.dims import GridDims, PipelineEdges, Size
 from hypercomm.layout import RankLayout
@@ -345,6 +345,7 @@ class GridView:
 
     # ---- process groups -------------------------------------------------------------------------
 
+    @hints_at_keywords
     def create_pg(
         self,
         dims: Dims,
@@ -380,6 +381,7 @@ class GridView:
         """Return a process group that was created before, as `HyperCommGrid.get_pg`."""
         return self._state.get(joined(dims, more), name, self._view)
 
+    @hints_at_keywords
     def ensure_pg(
         self,
         dims: Dims,
@@ -411,6 +413,7 @@ class GridView:
             )
         )
 
+    @hints_at_keywords
     def create_pgs(
         self,
         requests: Iterable[Dims | Mapping[str, Any] | GroupRequest],
@@ -470,6 +473,7 @@ class GridView:
         state = self._state
         return PipelineEdges(self[joined(dims, more)], self, lambda: state.table, wrap)
 
+    @hints_at_keywords
     def explain(
         self,
         dims: Dims,
