@@ -45,7 +45,7 @@ class HyperCommError(Exception):
 
 
 class LayoutError(HyperCommError, ValueError):
-    """The sizes, ranks, machine, text or file of a call make no sense: correct the call."""
+    """The sizes, ranks, machine, text or file of a call are invalid: correct the call."""
 
 
 class UnknownDimError(LayoutError, KeyError):
@@ -73,7 +73,7 @@ class GroupMissingError(HyperCommError, KeyError):
 
 
 class GroupOptionsError(HyperCommError, ValueError):
-    """An option of a group is unknown, unavailable or ignored by torch: give another, or none."""
+    """An option of a group is unknown, unavailable or ignored by torch: use another, or none."""
 
 
 class CreationError(HyperCommError, RuntimeError):
@@ -91,15 +91,15 @@ class PlanMismatchError(CreationError):
 
 
 class GroupCreationTimeout(CreationError, TimeoutError):  # noqa: N818 - as torch's own
-    """Ranks did not join a call in time: find out why, and repeat the call on all ranks.
+    """Ranks did not join a call in time: find the cause, and repeat the call on all ranks.
 
     Attributes:
         missing: The ranks that caused the timeout.
         absent: All ranks that did not join: the missing ones, and ranks that wait for them in
             another call.
         waited: How long this rank waited.
-        group: From `connect()`: the group that this rank was connecting, which is now broken; ""
-            where it was connecting none.
+        group: The group that this rank was connecting in `connect()`, which is now broken, or ""
+            if it was connecting none.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class LateRankError(CreationError):
 
 
 class WorldRestartedError(CreationError):
-    """Ranks have joined the world of this call again: call its `rejoin()` on all others."""
+    """A rank has rejoined the world: call `world.rejoin()` on every other rank."""
 
 
 class OutcomeUnknownError(CreationError):
@@ -131,10 +131,10 @@ class OutcomeUnknownError(CreationError):
 
 
 class StateTransferError(HyperCommError, RuntimeError):
-    """Some parameters of a model did not arrive: find out why, and continue from the bucket named.
+    """Some parameters of a model did not arrive: find the cause, and continue from the named bucket.
 
     Attributes:
-        bucket: The first bucket that did not arrive; all earlier ones have.
+        bucket: The first bucket that did not arrive. All earlier buckets arrived.
     """
 
     def __init__(self, message: str, *, bucket: int = 0) -> None:
@@ -143,17 +143,17 @@ class StateTransferError(HyperCommError, RuntimeError):
 
 
 class GridDestroyedError(HyperCommError, RuntimeError):
-    """The grid was destroyed, or belongs to the process that forked this one: build a new one."""
+    """The grid was destroyed, or was made before a fork of the process: build a new one."""
 
 
 class StateError(HyperCommError, AssertionError):
-    """Legacy global state or modules are set up too late, or twice: do it once, and first."""
+    """Legacy state is initialised twice, or after an import that needs it: do it once, and first."""
 
 
 class ConfigurationError(HyperCommError, RuntimeError, AssertionError, ValueError):
-    """A legacy configuration contradicts itself or names what does not exist: correct it.
+    """A legacy configuration is contradictory, or names something that is missing: correct it.
 
-    Megatron raises any of the three builtins for such.
+    Megatron raises one of the three builtins.
     """
 
 
@@ -162,7 +162,7 @@ class UnknownFieldError(HyperCommError, AttributeError, ValueError):
 
 
 class MissingPackageError(HyperCommError, ImportError):
-    """A call needs a package that is not installed, or a newer one: install it."""
+    """A call needs a package that is not installed, or a newer release: install it."""
 
 
 class LaunchError(HyperCommError, RuntimeError, ValueError):
@@ -178,11 +178,11 @@ class SimulationError(HyperCommError, RuntimeError, AssertionError):
 
 
 class RankFailedError(HyperCommError, RuntimeError):
-    """A local rank raised, died or did not finish: see its traceback, or where it stood.
+    """A local rank raised, died or did not finish: see its traceback, or its stacks.
 
     Attributes:
         rank: The first rank that failed.
-        reason: Its traceback as text, or what ended it.
+        reason: Its traceback as text, or the reason for its end.
     """
 
     def __init__(self, rank: int, reason: str) -> None:
