@@ -131,7 +131,7 @@ class OutcomeUnknownError(CreationError):
 
 
 class StateTransferError(HyperCommError, RuntimeError):
-    """Some parameters of a model did not arrive: find the cause, and continue from the named bucket.
+    """Some parameters of a model did not arrive: continue from the bucket that is named.
 
     Attributes:
         bucket: The first bucket that did not arrive. All earlier buckets arrived.
@@ -147,7 +147,7 @@ class GridDestroyedError(HyperCommError, RuntimeError):
 
 
 class StateError(HyperCommError, AssertionError):
-    """Legacy state is initialised twice, or after an import that needs it: do it once, and first."""
+    """Legacy state is initialised twice, or after an import that uses it: do it once, first."""
 
 
 class ConfigurationError(HyperCommError, RuntimeError, AssertionError, ValueError):
