@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from launched import run_python
+from processes import run_python
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 

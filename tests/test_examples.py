@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from launched import run_python
+from processes import run_python
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -6,7 +6,7 @@ import threading
 from datetime import timedelta
 
 import pytest
-from group_facts import tables
+from group_checks import tables
 
 from hypercomm import (
     GridSet,

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from launched import run_python
+from processes import run_python
 
 from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping
 from hypercomm.layout.difference import difference

@@ -11,9 +11,9 @@ import pkgutil
 import re
 from pathlib import Path
 
-import fresh_programs
+import forked_programs
 import pytest
-from launched import run_python
+from processes import run_python
 
 import hypercomm
 
@@ -122,7 +122,7 @@ def test_docstring_examples(name):
 @pytest.mark.parametrize("name", sorted(INSTALLERS))
 def test_docstring_examples_of_installers(name):
     program = f"import doctest, {name}, sys; exit(doctest.testmod(sys.modules[{name!r}]).failed)"
-    done = fresh_programs.run(program)
+    done = forked_programs.run(program)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
@@ -147,7 +147,7 @@ def test_packages_at_the_top():
     for name in ("grid", "training"):
         assert getattr(hypercomm, name).__name__ == f"hypercomm.{name}"
         assert name in dir(hypercomm)
-    done = fresh_programs.run("import hypercomm; print(hypercomm.compat.megatron)")
+    done = forked_programs.run("import hypercomm; print(hypercomm.compat.megatron)")
     assert done.stdout.startswith("<module 'hypercomm.compat.megatron'")
 
 

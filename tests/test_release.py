@@ -5,7 +5,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from launched import run_python
+from processes import run_python
 
 SCRIPT = Path(__file__).parent.parent / ".ci/release"
 CHANGELOG = "# Changelog\n\n## [Unreleased]\n\n## [1.2.3] - 2026-01-31\n\n### Added\n\n- All.\n"

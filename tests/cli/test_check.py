@@ -11,8 +11,8 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from busy import late_s, wait_until
-from launched import rank_free
+from processes import launcher_free
+from time_limits import scaled_s, wait_until
 
 from hypercomm.cli.check import probe_local
 
@@ -116,10 +116,10 @@ def session_of(process):
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c(processes):
     command = [*CHECK, "tp=2,cp=2,dp=2"]
-    process = subprocess.Popen(command, **PIPES, env=rank_free(), start_new_session=True)
+    process = subprocess.Popen(command, **PIPES, env=launcher_free(), start_new_session=True)
     wait_until(lambda: sum("forkserver" in each for each in session_of(process)) >= processes, 60)
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=late_s(SOON_S))
+    _, err = process.communicate(timeout=scaled_s(SOON_S))
     assert process.returncode == 130
     assert "hypercomm: interrupted; every rank that was started has been ended" in err
     assert "Traceback" not in err

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from launched import rank_free, run_python
+from processes import launcher_free, run_python
 
 from hypercomm import __version__
 
@@ -119,7 +119,7 @@ def test_a_closed_pipe(form):
         [sys.executable, "-m", "hypercomm", "plan", ",".join(f"d{i}=1" for i in range(999)), *form],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=rank_free(),
+        env=launcher_free(),
     ) as process:
         process.stdout.read(10)
         process.stdout.close()

@@ -5,7 +5,7 @@ import os
 import sys
 from importlib import metadata
 
-import fresh_programs
+import forked_programs
 from test_cli import hypercomm
 
 from hypercomm import __version__
@@ -22,7 +22,7 @@ torch.cuda.device_count, torch.cuda.get_device_name = lambda: 2, lambda _: "Tesl
 
 def doctor(*arguments, before="", **variables):
     """The output of the command in a fresh process, after some code has run there."""
-    return fresh_programs.run(
+    return forked_programs.run(
         f"{before}\n{PROGRAM}", "doctor", *arguments, environment=UNTOUCHED | variables
     )
 

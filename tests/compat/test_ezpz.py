@@ -4,13 +4,13 @@ import contextlib
 import textwrap
 from datetime import timedelta
 
-import fresh_programs
+import forked_programs
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from group_facts import sum_over
-from group_facts import tables as registered
+from group_checks import sum_over
+from group_checks import tables as registered
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -269,7 +269,7 @@ def test_install(tmp_path, has_ezpz):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(text))
-    done = fresh_programs.run(f"{INSTALL}\nassert found == {has_ezpz}", folder=tmp_path)
+    done = forked_programs.run(f"{INSTALL}\nassert found == {has_ezpz}", folder=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import cloudpickle
-import megatron_facts as facts
+import megatron_comparison as comparison
 import pytest
 import torch
 import torch.distributed as dist
-from group_facts import tables as registered
-from megatron_facts import ours, theirs
+from group_checks import tables as registered
+from megatron_comparison import ours, theirs
 
 from hypercomm.compat.megatron import ParallelState, version
 from hypercomm.compat.megatron.state import current
@@ -33,9 +33,9 @@ PP_SIZE = ("_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", "set_pipeline_model_parall
 MPU_TP = "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE"
 
 # The groups whose getters of size and rank are named as their global.
-KINDS = [name.strip("_").lower().removesuffix("_group") for name in facts.GLOBALS]
+KINDS = [name.strip("_").lower().removesuffix("_group") for name in comparison.GLOBALS]
 KINDS = [kind for kind in KINDS if hasattr(theirs, f"get_{kind}_world_size")]
-OVERRIDES = [name for name in facts.GLOBALS if name.startswith(("_MPU_", "_VIRTUAL_"))]
+OVERRIDES = [name for name in comparison.GLOBALS if name.startswith(("_MPU_", "_VIRTUAL_"))]
 SETTERS = [name for name in vars(theirs) if name.startswith("set_")]
 VALUES = [
     (name, value)
@@ -52,7 +52,7 @@ INSTALLED = version.get()
 @pytest.fixture(autouse=True)
 def one_release():
     """Getters answer what their names say, as up to 0.18; later ones, what has GTP peers."""
-    with facts.following("0.18.2"):
+    with comparison.following("0.18.2"):
         yield
 
 
@@ -60,7 +60,7 @@ def one_release():
 def installed(one_release):
     """... but they are compared with those of the Megatron that is installed."""
     del one_release
-    with facts.following(INSTALLED):
+    with comparison.following(INSTALLED):
         yield
 
 
@@ -81,14 +81,14 @@ def world_of(module, when):
     with contextlib.ExitStack() as stack:
         if when != "no world":
             stack.enter_context(fake_world(WORLD_SIZE, RANK))
-        stack.enter_context(facts.gloo_made_fake(module))
+        stack.enter_context(comparison.gloo_made_fake(module))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", DeprecationWarning)
-        stack.callback(facts.forget, module)
+        stack.callback(comparison.forget, module)
         if when in {"initialised", "destroyed"}:
             module.initialize_model_parallel(**SIZES)
         if when == "destroyed":
-            facts.forget(module)
+            comparison.forget(module)
         yield
 
 
@@ -113,7 +113,7 @@ def test_destroy_forgets_what_was_written():
     ours.set_tensor_model_parallel_world_size(7)
     for _ in range(2):
         ours.destroy_model_parallel()
-        assert all(not getattr(ours, name) for name in facts.GLOBALS)
+        assert all(not getattr(ours, name) for name in comparison.GLOBALS)
 
 
 # ---- patches and mocks ------------------------------------------------------------------------
@@ -168,9 +168,9 @@ TIMES = ["no world", "world", "initialised", "destroyed"]
 
 def answers(module, when, act):
     with world_of(module, when):
-        facts.ask(module)
+        comparison.ask(module)
         act(module)
-        return facts.ask(module)
+        return comparison.ask(module)
 
 
 # At every time of its life, each getter answers or fails as Megatron's does.

@@ -5,7 +5,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from launched import run_python
+from processes import run_python
 
 MEGATRON, EZPZ = "hypercomm.compat.megatron", "hypercomm.compat.ezpz"
 QUIET = {"TORCHDYNAMO_DISABLE": "1", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}

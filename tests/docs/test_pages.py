@@ -4,7 +4,7 @@ import re
 
 import page_runner as runner
 import pytest
-from launched import run_python
+from processes import run_python
 
 PAGES = runner.pages()
 BLOCKS = {name: runner.blocks_of(path) for name, path in PAGES.items()}

@@ -12,7 +12,7 @@ import re
 import attrs
 import page_runner as runner
 import pytest
-from launched import run_python
+from processes import run_python
 from tools.blame.dumps import Dumps
 
 import hypercomm

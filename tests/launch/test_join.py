@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from group_facts import all_reduce_of
+from group_checks import all_reduce_of
 from ports import free_port
 
 from hypercomm import HyperCommGrid, join

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from launched import run_python
+from processes import run_python
 
 pytestmark = pytest.mark.clients
 

@@ -11,8 +11,8 @@ from multiprocessing import forkserver
 
 import pytest
 import torch.distributed as dist
-from busy import late_s, patience_s, wait_until
-from launched import is_alive
+from processes import is_alive
+from time_limits import scaled_s, startup_timeout_s, wait_until
 
 from hypercomm.errors import MissingPackageError, RankFailedError
 from hypercomm.launch import report, run_ranks
@@ -157,7 +157,7 @@ def test_a_rank_that_fails(rank, act, begin, end):
 # none to show.
 @pytest.mark.full
 def test_ranks_that_hang():
-    pids, timeout = [], patience_s(3)
+    pids, timeout = [], startup_timeout_s(3)
 
     def body():
         report(os.getpid())
@@ -200,7 +200,7 @@ def test_after_returning():
 
     begun = time.monotonic()
     assert run_ranks(body, 8, timeout=500) == list(range(8))
-    assert time.monotonic() - begun < late_s(50)
+    assert time.monotonic() - begun < scaled_s(50)
 
 
 def has_processes(group):

@@ -9,12 +9,12 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-import mortal_ranks
+import killable_ranks
 import pytest
 import torch
 import torch.distributed as dist
-from busy import late_s, wait_until
 from ports import free_port
+from time_limits import scaled_s, wait_until
 
 import hypercomm
 from hypercomm import GridSet, HyperCommGrid, RankMapping, join_world, transfer_state
@@ -57,7 +57,9 @@ class Crew:
             given = {"name": "w", "parts": PARTS, "part": part, "rank": rank}
             given |= {"timeout": timedelta(seconds=20)} | arguments
             path = self.folder / (label or f"{part}{rank}")
-            self.processes[path.name] = mortal_ranks.start(_be, act, self.address, given, str(path))
+            self.processes[path.name] = killable_ranks.start(
+                _be, act, self.address, given, str(path)
+            )
         return self
 
     def told(self, label, seconds=40):
@@ -268,7 +270,7 @@ def test_a_rank_is_missing(crew):
         error = crew.told(f"trainer{rank}")
         assert (error["kind"], error["missing"]) == ("GroupCreationTimeout", [2])
         assert "engine rank 0 of 1 did not join" in error["text"]
-        assert error["seconds"] < LIMIT_S + late_s(2)
+        assert error["seconds"] < LIMIT_S + scaled_s(2)
 
 
 # ---- who comes again ----------------------------------------------------------------------------
@@ -294,7 +296,7 @@ def test_an_engine_restarts(crew, is_waiting):
         assert dict(grid.pgs) == {}
         total = torch.tensor([world.rank + 1])
         dist.all_reduce(total, group=grid["all"].group)
-        return [*sums, shake_hands(world), int(total), is_waiting or took_s < late_s(SOON_S)]
+        return [*sums, shake_hands(world), int(total), is_waiting or took_s < scaled_s(SOON_S)]
 
     def serve(join):
         world = join()
@@ -416,7 +418,7 @@ def test_nobody_serves(says):
     given = {**GOOD, "serve": False, "timeout": timedelta(seconds=LIMIT_S)}
     with service, pytest.raises(LaunchError, match="no store of torch answers"):
         join_world(f"tcp://127.0.0.1:{port}", **given)
-    assert time.monotonic() - began < LIMIT_S + late_s(2)
+    assert time.monotonic() - began < LIMIT_S + scaled_s(2)
 
 
 # The process that serves the store is killed while others wait: each fails, and once all have

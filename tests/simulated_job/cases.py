@@ -226,12 +226,12 @@ def broken(
 
 def _failed_earlier(job: Job, call: Made) -> set[int]:
     """Return the ranks whose call failed long before the call of another rank ended."""
-    late_s = call.began_s + call.took_s - 1.0
+    scaled_s = call.began_s + call.took_s - 1.0
     return {
         rank.number
         for rank in job.living()
         for one in rank.calls
-        if one.error is not None and call.began_s < one.began_s + one.took_s < late_s
+        if one.error is not None and call.began_s < one.began_s + one.took_s < scaled_s
     }
 
 

@@ -266,11 +266,11 @@ def test_a_rank_that_has_finished(victim):
 # Ranks with different deadlines have one outcome, which names only ranks that arrived later.
 @seeds
 def test_ranks_within_their_own_time(seed):
-    late_s = dict(enumerate([0.0, 8.0, 16.0, 16.0, 24.0, 0.0]))
+    scaled_s = dict(enumerate([0.0, 8.0, 16.0, 16.0, 24.0, 0.0]))
 
     def program():
         grids = GridSet.colocated(6, a="tp=6", b="x=6")
-        sleep(late_s[dist.get_rank()])
+        sleep(scaled_s[dist.get_rank()])
         attempt(grids.create_pgs, {"a": ["tp"], "b": ["x"]}, timeout=seconds(T))
         return grids
 

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from launched import run_python
+from processes import run_python
 
 from hypercomm import HyperCommGrid, RankLayout, RankMapping
 from hypercomm.errors import LaunchError, RankFailedError
@@ -21,7 +21,7 @@ TESTS = """
     import functools, os, sys, threading, time, unittest
     import pytest, torch, torch.distributed as dist
     from hypothesis import assume, given, strategies as st
-    from busy import patience_s
+    from time_limits import startup_timeout_s
     from hypercomm import RankLayout
     from hypercomm.testing import given_ranks
 
@@ -47,7 +47,7 @@ TESTS = """
     def test_lock(lock):
         pass
 
-    @pytest.mark.ranks(2, timeout=patience_s(2))
+    @pytest.mark.ranks(2, timeout=startup_timeout_s(2))
     def test_hang():
         print("before")
         if dist.get_rank() == 0:

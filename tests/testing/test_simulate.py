@@ -11,7 +11,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 import torch.distributed as dist
-from group_facts import replaceable
+from group_checks import patched_attributes
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import get_rank as bound_early
@@ -86,10 +86,10 @@ def test_what_torch_answers(monkeypatch, outer):
         return int(os.environ["RANK"])
 
     with outer():
-        live, before = dist.is_initialized(), (registered_groups(), replaceable())
+        live, before = dist.is_initialized(), (registered_groups(), patched_attributes())
         got = simulate(program, 6)
         assert dist.is_initialized() == live
-        assert (registered_groups(), replaceable()) == before
+        assert (registered_groups(), patched_attributes()) == before
         assert not live or dist.get_rank() == 3
     assert got.returned == {rank: rank for rank in range(6)}
     assert made(got) == {
@@ -101,7 +101,7 @@ def test_what_torch_answers(monkeypatch, outer):
 
 # Megatron's own code runs as it is; the tests of compat compare it with ours.
 def test_megatrons_own_code():
-    from oracle import parallel_state as megatron
+    from megatron_oracle import parallel_state as megatron
 
     def program():
         blank = {name: value for name, value in vars(megatron).items() if name.isupper()}
@@ -253,10 +253,10 @@ def test_a_sample():
     ],
 )
 def test_what_cannot_be_simulated(function, options, error, words):
-    before = replaceable()
+    before = patched_attributes()
     with pytest.raises(error, match=re.escape(words)):
         simulate(function, **{"world_size": 4, **options})
-    assert replaceable() == before
+    assert patched_attributes() == before
     assert not dist.is_initialized()
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from group_facts import coalescing
+from group_checks import coalescing
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import all_gather_object as bound_early

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
-from launched import run_python
+from processes import run_python
 
 from hypercomm import RankLayout
 from hypercomm.errors import LayoutError, UnknownDimError

@@ -6,10 +6,10 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from by_numpy import held
-from effort import examples
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy_oracle import held
 
 from hypercomm import RankLayout, RankMapping
 from hypercomm.testing import layouts

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import attrs
 import numpy as np
 import pytest
-from by_numpy import cuts_of, held, whole_of
-from effort import examples
+from drawn_layouts import layouts_with_tables
+from example_counts import examples
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from numbered import numbered
+from numpy_oracle import cuts_of, held, whole_of
 
 from hypercomm import RankLayout, RankMapping
 from hypercomm.errors import LayoutError, RankOutsideError
@@ -26,7 +26,7 @@ many = settings(
 @st.composite
 def cases(draw):
     """Draw what can be mapped: any orders of dims, offsets, stages; several dims on one axis."""
-    sides = [draw(numbered(max_ranks=32, max_size=3, dim_names=DIMS)) for _ in range(2)]
+    sides = [draw(layouts_with_tables(max_ranks=32, max_size=3, dim_names=DIMS)) for _ in range(2)]
     source, target = (layout for layout, _ in sides)
     along = draw(st.sampled_from(["dp", "dp", "dp", "tp", None]))
     pipeline = draw(st.sampled_from(["pp", "pp", None]))
@@ -269,7 +269,7 @@ def test_text():
 @pytest.mark.parametrize("before", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("after", [1, 2, 3, 4, 6])
 def test_leaders_as_in_megatron(before, after):
-    from oracle import bridge_communicator
+    from megatron_oracle import bridge_communicator
 
     source = RankLayout([2, 1, before, 2], DIMS)
     target = RankLayout([3, 1, after, 3], DIMS, source.size)

@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from busy import late_s
-from mortal_ranks import end_by, run_scene
+from killable_ranks import run_scenario, signal_self
+from time_limits import scaled_s
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -223,7 +223,7 @@ def test_what_does_not_fit():
             into = move(make_state, make_into, **more)
         assert words.replace("into has 'w'", "rank 2 has 'w' in into") in str(caught.value)
         assert rank in at_fault or "nothing was sent" in str(caught.value)
-        assert time.monotonic() - begin < late_s(5)
+        assert time.monotonic() - begin < scaled_s(5)
     into = move(good, buffer)
     assert rank < 2 or torch.equal(into["w"], ROWS.chunk(2)[rank - 2])
     into = move(lambda: qkv, lambda: {"qkv": torch.zeros(8, 3)}, fused=fused)
@@ -320,7 +320,7 @@ def refit_with_a_victim(rank, how, number):
     def dying(*args):
         posted.append(1)
         if rank == 1 and len(posted) == number % buckets + 1:
-            end_by(how)
+            signal_self(how)
         return post(*args)
 
     begin = time.monotonic()
@@ -340,8 +340,8 @@ def refit_with_a_victim(rank, how, number):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("number", range(6))
 def test_a_lost_rank(how, number, tmp_path):
-    timeout_s = late_s(5)
-    told = run_scene(
+    timeout_s = scaled_s(5)
+    told = run_scenario(
         tmp_path, refit_with_a_victim, 4, int(how), number, victims=[1], timeout_s=timeout_s
     )
     for rank, (kind, text, complete, buckets, seconds) in told.items():
@@ -350,7 +350,7 @@ def test_a_lost_rank(how, number, tmp_path):
         assert kind == "StateTransferError", text
         assert f"rank {rank} lost bucket " in text
         assert " bytes of " in text
-        assert seconds < timeout_s + late_s(2)
+        assert seconds < timeout_s + scaled_s(2)
         assert buckets > 3
         for name in {f"{layer}.w" for layer in range(6)} - {*complete} if rank > 1 else ():
             assert repr(name) in text.partition("perhaps partly written: ")[2]

@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from busy import late_s
-from group_facts import world_anew
+from group_checks import restart_world
+from time_limits import scaled_s
 
 from hypercomm import RankLayout, RankMapping, transfer_state
 from hypercomm.errors import CreationError, LayoutError, PlanMismatchError, StateTransferError
@@ -163,7 +163,7 @@ def test_continuing():
     assert caught.value.bucket == 2
     assert not into or len(missing()) > 5
     dist.barrier()  # what follows stands for a job that was started again
-    world_anew()
+    restart_world()
     move(start=caught.value.bucket)
     assert missing() == []
 
@@ -341,7 +341,7 @@ def test_an_early_interrupt():
     with pytest.raises(KeyboardInterrupt if rank == 2 else CreationError) as caught:
         transfer_state(mapping, state, into=into)
     assert rank == 2 or "rank 2" in str(caught.value)
-    assert time.monotonic() - begin < late_s(5)
+    assert time.monotonic() - begin < scaled_s(5)
     into = {"w": torch.zeros(2)}
     transfer_state(mapping, state, into=into)
     assert rank == 0 or into["w"].tolist() == [1, 1]

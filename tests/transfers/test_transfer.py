@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from by_numpy import held, whole_of
+from numpy_oracle import held, whole_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 

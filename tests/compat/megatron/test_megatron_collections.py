@@ -5,11 +5,11 @@ import dataclasses
 import itertools
 from types import SimpleNamespace
 
-import megatron_facts as facts
+import megatron_comparison as comparison
 import pytest
 import torch.distributed as dist
-from megatron_facts import ours, theirs
-from oracle import process_groups_config as their_config
+from megatron_comparison import ours, theirs
+from megatron_oracle import process_groups_config as their_config
 
 from hypercomm import HyperCommGrid
 from hypercomm.compat.megatron import ParallelState, version
@@ -46,7 +46,7 @@ SIZES = {
     "pp": {"pp": 4, "create_gloo_process_groups": False},
 }
 MATRIX = {
-    label: {facts.LONG.get(name, name): size for name, size in sizes.items()}
+    label: {comparison.LONG.get(name, name): size for name, size in sizes.items()}
     for label, sizes in SIZES.items()
 }
 RANKS = (0, 5, 15)
@@ -55,12 +55,12 @@ RANKS = (0, 5, 15)
 @contextlib.contextmanager
 def state_of(module, rank, arguments):
     """A Megatron that is initialised as one rank of 16."""
-    with fake_world(WORLD_SIZE, rank), facts.gloo_made_fake(module):
+    with fake_world(WORLD_SIZE, rank), comparison.gloo_made_fake(module):
         try:
             module.initialize_model_parallel(**arguments)
             yield
         finally:
-            facts.forget(module)
+            comparison.forget(module)
 
 
 def class_of(module):
@@ -70,7 +70,7 @@ def class_of(module):
 
 def ranks_of_fields(collection, names=FIELDS):
     """The ranks of each group of a collection."""
-    return {name: facts.plain(getattr(collection, name, None)) for name in names}
+    return {name: comparison.plain(getattr(collection, name, None)) for name in names}
 
 
 # ---- fields -------------------------------------------------------------------------------------
@@ -90,9 +90,9 @@ def test_unset_is_none(name):
     other = "tp" if name != "tp" else "pp"
     collections = ProcessGroupCollection(), ProcessGroupCollection(**{other: object()})
     for release in ("0.17.0", "0.20"):
-        with facts.following(release):
+        with comparison.following(release):
             assert [getattr(collection, name) for collection in collections] == [None] * 2
-    with facts.following("0.16.1"):
+    with comparison.following("0.16.1"):
         assert not any(hasattr(collection, name) for collection in collections)
         with pytest.raises(ValueError, match=f"field '{name}' was not set.*0.16.1.*'{other}'"):
             getattr(collections[1], name)
@@ -322,7 +322,7 @@ def set_up(module, what, collection, cp_size, ddp_config, gloo=False):
             found = kind.setup_process_groups_for_ddp(collection, config, ddp_config)
     except Exception as error:  # noqa: BLE001 - whatever Megatron raises
         return error
-    return {key: facts.plain(group) for key, group in found.items()}
+    return {key: comparison.plain(group) for key, group in found.items()}
 
 
 def assert_alike(found, expected):
@@ -415,7 +415,7 @@ def test_set_up_looks_for_the_configuration(model, some_groups):
         )
         try:
             found = given.setup_process_groups_for_optimizer(given, [model], False)
-            results.append({key: facts.plain(group) for key, group in found.items()})
+            results.append({key: comparison.plain(group) for key, group in found.items()})
         except Exception as error:  # noqa: BLE001 - whatever Megatron raises
             results.append(error)
     assert_alike(*results)

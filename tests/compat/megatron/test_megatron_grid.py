@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from oracle import hyper_comm_grid as theirs
+from megatron_oracle import hyper_comm_grid as theirs
 
 import hypercomm
 from hypercomm.compat.megatron import hyper_comm_grid as ours

@@ -3,12 +3,12 @@
 Where megatron-core knows GTP, test_megatron_state.py compares drawn sizes with it, too.
 """
 
-import megatron_facts as facts
+import megatron_comparison as comparison
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron_facts import plain
+from megatron_comparison import plain
 
 from hypercomm import errors, megatron_grids
 from hypercomm.compat.megatron import ParallelState, parallel_state, version
@@ -58,7 +58,7 @@ FIELDS = {field: name for field, name, _, _ in GROUPS if field is not None}
 PRESET = {DENSE: {"gtp": "gtp_remat"}, EXPERT: {"tp": "expt_tp", "gtp": "expt_gtp_remat"}}
 """The arguments of `megatron_grids` that have another name than the dim."""
 
-LONG = facts.LONG | {"gtp_remat": "gtp_remat_size", "expt_gtp_remat": "expert_gtp_remat_size"}
+LONG = comparison.LONG | {"gtp_remat": "gtp_remat_size", "expt_gtp_remat": "expert_gtp_remat_size"}
 
 BOTH = {
     "tensor_model_parallel_size": 2,
@@ -75,7 +75,7 @@ INSTANCES = {"num_distributed_optimizer_instances": 2}
 @pytest.fixture(params=["0.16.1", "0.19.2"], name="release")
 def in_a_release(request):
     """Any version may be asked for sizes above 1, and then means the same."""
-    with facts.following(request.param):
+    with comparison.following(request.param):
         yield request.param
 
 

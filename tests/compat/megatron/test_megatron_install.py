@@ -2,7 +2,7 @@
 
 import textwrap
 
-import fresh_programs
+import forked_programs
 import pytest
 
 QUICK = """
@@ -57,7 +57,7 @@ def held_by_megatron():
 
 def run(*parts):
     program = "\n".join([QUICK, *map(textwrap.dedent, parts)])
-    return fresh_programs.run(program)
+    return forked_programs.run(program)
 
 
 def succeeds(*parts):

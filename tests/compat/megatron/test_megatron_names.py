@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron_facts import GLOBALS, LONG, following, forget, ours, plain, read_globals, theirs
+from megatron_comparison import GLOBALS, LONG, following, forget, ours, plain, read_globals, theirs
 
 from hypercomm import errors
 from hypercomm.compat.megatron import ParallelState

@@ -9,14 +9,14 @@ from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
 
-import megatron_facts as facts
+import megatron_comparison as comparison
 import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from group_facts import tables as registered
-from megatron_facts import ours, theirs
-from oracle import utils as their_utils
+from group_checks import tables as registered
+from megatron_comparison import ours, theirs
+from megatron_oracle import utils as their_utils
 from torch._C._distributed_c10d import Backend, FakeProcessGroup
 
 from hypercomm.compat.megatron import version
@@ -129,17 +129,17 @@ def created_groups():
 @contextlib.contextmanager
 def job(module, rank=RANK):
     """A fake world in which a Megatron may be initialised; it is empty afterwards."""
-    with fake_world(WORLD_SIZE, rank), facts.gloo_made_fake(module):
+    with fake_world(WORLD_SIZE, rank), comparison.gloo_made_fake(module):
         try:
             yield
         finally:
-            facts.forget(module)
+            comparison.forget(module)
 
 
 def groups_of(module, rank=RANK, **arguments):
     """The groups that an initialisation creates."""
     with job(module, rank), created_groups() as groups:
-        module.initialize_model_parallel(**facts.taken_by(module, arguments))
+        module.initialize_model_parallel(**comparison.taken_by(module, arguments))
     # Newer Megatrons create this one beside that of the same ranks without peers; ours share it.
     return [group for group in groups if not group.group_desc.endswith("WITH_EGTP")]
 
@@ -211,7 +211,7 @@ def test_errors_as_callers_catch_them(file, monkeypatch):
 # Every key of Megatron's reaches its groups, and those only, with every kind of group there.
 @pytest.mark.usefixtures("with_nccl")
 def test_each_key_reaches_its_groups(file):
-    arguments = facts.taken_by(theirs, ALL_GROUPS)
+    arguments = comparison.taken_by(theirs, ALL_GROUPS)
     path = file("\n".join(f"{key}: {{max_ctas: {place}}}" for place, key in enumerate(KEYS, 1)))
     found, expected = (
         Counter(
@@ -439,14 +439,14 @@ def assert_recovers(error, arguments, fault):
             ours.initialize_model_parallel(**arguments)
         assert registered() == before
         assert dict(os.environ) == environment
-        assert all(not getattr(ours, name) for name in facts.GLOBALS)
+        assert all(not getattr(ours, name) for name in comparison.GLOBALS)
         assert not ours.is_initialized()
         assert ours.get_context_parallel_group(check_initialized=False) is None
         ours.initialize_model_parallel(**ALL_GROUPS)
-        found = {**facts.ask(ours), **facts.read_globals(ours)}
+        found = {**comparison.ask(ours), **comparison.read_globals(ours)}
     with job(theirs):
-        theirs.initialize_model_parallel(**facts.taken_by(theirs, ALL_GROUPS))
-        assert found == {**facts.ask(theirs), **facts.read_globals(theirs)}
+        theirs.initialize_model_parallel(**comparison.taken_by(theirs, ALL_GROUPS))
+        assert found == {**comparison.ask(theirs), **comparison.read_globals(theirs)}
 
 
 # ... where a function of the caller's raises, an option is refused late, or SHARP's barrier fails.

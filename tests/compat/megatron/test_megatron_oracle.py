@@ -6,7 +6,7 @@ from unittest import mock
 
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import hyper_comm_grid, parallel_state
+from megatron_oracle import hyper_comm_grid, parallel_state
 
 from hypercomm import HyperCommGrid, RankLayout
 from hypercomm.testing import dim_subsets, layouts, orders
@@ -39,8 +39,8 @@ def twin_orders(draw):
     by_name = dict.fromkeys(MEGATRON_NAMES, 1) | {name: draw(sizes) for name in named}
     by_name[draw(st.sampled_from(["ep", "cp"]))] = 1
     order, rank_offset = draw(orders(named)), draw(st.integers(0, 9))
-    in_order = {name: by_name[name] for name in (*order.split("-"), *by_name)}
-    ours = RankLayout(in_order, rank_offset=rank_offset)
+    flat = {name: by_name[name] for name in (*order.split("-"), *by_name)}
+    ours = RankLayout(flat, rank_offset=rank_offset)
     return ours, parallel_state.RankGenerator(**by_name, order=order, rank_offset=rank_offset)
 
 

@@ -11,9 +11,9 @@ from unittest import mock
 import cloudpickle
 import pytest
 import torch.distributed as dist
-from group_facts import all_reduce_of
-from group_facts import tables as registered
-from megatron_facts import TAKEN, forget, gloo_made_fake, ours, plain, read_globals, theirs
+from group_checks import all_reduce_of
+from group_checks import tables as registered
+from megatron_comparison import TAKEN, forget, gloo_made_fake, ours, plain, read_globals, theirs
 
 from hypercomm.compat.megatron import ParallelState
 from hypercomm.launch import run_ranks

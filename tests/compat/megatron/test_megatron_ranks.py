@@ -10,9 +10,9 @@ from functools import partial
 import cloudpickle
 import pytest
 import torch.distributed as dist
-from group_facts import all_reduce_of, given_back, settle, threads_and_files
-from group_facts import tables as registered
-from megatron_facts import state_of, theirs
+from group_checks import all_reduce_of, settle, threads_and_files, wait_for_release
+from group_checks import tables as registered
+from megatron_comparison import state_of, theirs
 
 from hypercomm.compat.megatron import ParallelState, parallel_state
 from hypercomm.compat.megatron.state import GLOBALS
@@ -98,7 +98,7 @@ def cycles(count, arguments):
         "always the same": all(each == sums[0] for each in sums),
         "created": created - len(before[0][0]),
         "before": before[1],
-        "after": given_back(before[1]),
+        "after": wait_for_release(before[1]),
         "registered": registered() == before[0],
     }
 

@@ -3,10 +3,10 @@
 import math
 
 import pytest
-from effort import examples
+from example_counts import examples
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
-from megatron_facts import TAKEN, forget, gloo_made_fake, ours, read_globals, state_of, theirs
+from megatron_comparison import TAKEN, forget, gloo_made_fake, ours, read_globals, state_of, theirs
 
 from hypercomm.testing import fake_world
 

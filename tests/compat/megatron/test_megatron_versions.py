@@ -2,12 +2,12 @@
 
 import textwrap
 
-import fresh_programs
+import forked_programs
 import pytest
 import torch.distributed as dist
-from megatron_facts import following, ours, plain, theirs
-from oracle import core as their_core
-from oracle import hyper_comm_grid, process_groups_config
+from megatron_comparison import following, ours, plain, theirs
+from megatron_oracle import core as their_core
+from megatron_oracle import hyper_comm_grid, process_groups_config
 
 from hypercomm.compat.megatron import ParallelState, version
 from hypercomm.compat.megatron import hyper_comm_grid as our_grid
@@ -139,7 +139,7 @@ assert parallel_state.__name__ == "hypercomm.compat.megatron.parallel_state"
 
 def run(folder):
     begin = f"import sys, warnings; sys.path.insert(0, {str(folder.parents[1])!r})"
-    done = fresh_programs.run(f"{begin}\n{INSTALL}")
+    done = forked_programs.run(f"{begin}\n{INSTALL}")
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -160,7 +160,7 @@ def test_a_broken_package(folder):
     program = (
         "from hypercomm.compat.megatron import install, version\nprint(version.get())\ninstall()"
     )
-    done = fresh_programs.run(f"{begin}\n{program}")
+    done = forked_programs.run(f"{begin}\n{program}")
     assert (done.returncode, done.stdout) == (0, "0.20.0\n"), done.stderr
 
 

@@ -2,13 +2,13 @@
 
 import functools
 
-import megatron_facts as facts
+import megatron_comparison as comparison
 import numpy as np
 import pytest
-from effort import examples
+from example_counts import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from megatron_facts import FIELDS, LONG, TheirCollection, megatrons_fields, theirs
+from megatron_comparison import FIELDS, LONG, TheirCollection, megatrons_fields, theirs
 
 from hypercomm import GridSet, HyperCommGrid, RankLayout, megatron_grids
 from hypercomm.compat.megatron import collections_of
@@ -24,7 +24,7 @@ from hypercomm.testing import fake_world
 
 
 def ranks_of_fields(collection):
-    return {name: facts.plain(getattr(collection, name, None)) for name in FIELDS}
+    return {name: comparison.plain(getattr(collection, name, None)) for name in FIELDS}
 
 
 sizes = st.sampled_from([1, 2, 4])
@@ -129,28 +129,28 @@ EVERY = (*FIELDS, "hcp", "inter_dist_opt", "dp_cp_ag")
 
 
 def everything(collection):
-    return {name: facts.plain(getattr(collection, name, None)) for name in EVERY}
+    return {name: comparison.plain(getattr(collection, name, None)) for name in EVERY}
 
 
 def megatrons_collection(world_size, rank, options, **sizes):
     """Every field of Megatron's collection with some of its options."""
     named = {LONG[name]: value for name, value in sizes.items()}
-    with fake_world(world_size, rank), facts.gloo_made_fake(theirs):
+    with fake_world(world_size, rank), comparison.gloo_made_fake(theirs):
         try:
-            theirs.initialize_model_parallel(**named, **facts.taken_by(theirs, options))
+            theirs.initialize_model_parallel(**named, **comparison.taken_by(theirs, options))
             collection = TheirCollection.use_mpu_process_groups()
             every = everything(collection)
             has_twin = options.get("create_all_gather_group", False)
             return every | {"dp_cp_ag": every["dp_cp"] if has_twin else None}
         finally:
-            facts.forget(theirs)
+            comparison.forget(theirs)
 
 
 # Experts have a second all-gather group of their own.
 def test_all_gather_group_of_experts():
     with fake_world(32, 5), megatron_grids(cp=4, pp=2, ep=4) as grids:
         found = create_megatron_pgs(grids, create_all_gather_group=True)["training"]
-        assert facts.plain(found.expt_dp_ag) == facts.plain(found.expt_dp)
+        assert comparison.plain(found.expt_dp_ag) == comparison.plain(found.expt_dp)
         assert found.expt_dp_ag is not found.expt_dp
 
 
@@ -205,8 +205,10 @@ def test_names_of_expert_dims(rank, sizes, names, shared):
             group = ranks[
                 tuple(slice(None) if of else at for of, at in zip(own, where, strict=True))
             ]
-            assert facts.plain(getattr(collection, field)) == tuple(sorted(group.ravel().tolist()))
-        assert facts.plain(collection.cp) == (rank,)
+            assert comparison.plain(getattr(collection, field)) == tuple(
+                sorted(group.ravel().tolist())
+            )
+        assert comparison.plain(collection.cp) == (rank,)
 
 
 # A grid with no dim of Megatron's is refused by name, as is a view.

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from launched import rank_free
 from ports import free_port
+from processes import launcher_free
 
 from hypercomm import HyperCommGrid
 from hypercomm.errors import ToolError
@@ -80,7 +80,7 @@ def test_one_rank_hangs(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     command = [*torchrun, str(program), str(free_port()), str(tmp_path / "watch")]
     done = subprocess.run(
-        command, env=rank_free(), capture_output=True, text=True, timeout=100, check=False
+        command, env=launcher_free(), capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     page, running, over = re.split("<h3>\\w+</h3>", html.unescape(done.stdout))

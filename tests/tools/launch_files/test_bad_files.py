@@ -5,7 +5,7 @@ import os
 import time
 
 import pytest
-from busy import late_s
+from time_limits import scaled_s
 
 from hypercomm import read_config
 from hypercomm.errors import HyperCommError, LayoutError
@@ -18,7 +18,7 @@ RUN = "torchrun --nproc-per-node 8 train.py --tensor-model-parallel-size"
 def within(quiet_s):
     begin = time.monotonic()
     yield
-    assert time.monotonic() - begin < late_s(quiet_s)
+    assert time.monotonic() - begin < scaled_s(quiet_s)
 
 
 # Another file than a launch file raises an error with the reason.

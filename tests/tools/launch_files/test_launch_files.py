@@ -6,8 +6,8 @@ import sys
 import numpy as np
 import pytest
 from launch_inputs import INPUTS, VLLM, Input, Megatron, Mesh, SGLang, Titan
-from launched import run_python
-from oracle import parallel_state
+from megatron_oracle import parallel_state
+from processes import run_python
 from torch.distributed.device_mesh import init_device_mesh
 
 from hypercomm import megatron_grids, read_config, torchtitan_grids
