@@ -15,7 +15,7 @@ LONG_S = 20
 
 
 class Gate:
-    """Blocks the first creation of a group until `opened` is set, then raises `error` if it is set."""
+    """Blocks the first creation of a group until `opened` is set, then raises `error` if given."""
 
     def __init__(self, monkeypatch):
         self.arrived, self.opened = threading.Event(), threading.Event()
