@@ -129,10 +129,7 @@ class Program:
 def broken_by(program: Program, job: Job) -> list[str]:
     """Return the guarantees that a run of a program has broken."""
     culprit = -1 if program.odd is None else program.odd[0]
-    broken = [job.is_stuck] if job.is_stuck else []
-    broken += [f"{rank} raised {rank.error!r}" for rank in job.ranks if rank.error is not None]
-    if {*job.kinds(-1)} != {""}:
-        broken.append(f"cannot continue: {job}")
+    broken = _unexpected_end(job)
     if broken:
         return broken
     ends: list[dict[int, Made]] = [dict(rank.value) for rank in job.ranks]
@@ -158,6 +155,15 @@ def broken_by(program: Program, job: Job) -> list[str]:
         }
         if step.kind in BY_ALL and len(made_it) > 1:
             broken.append(f"step {step.number} succeeded on some ranks only")
+    return broken
+
+
+def _unexpected_end(job: Job) -> list[str]:
+    """Return why a run did not end, or why its ranks could not continue."""
+    broken = [job.is_stuck] if job.is_stuck else []
+    broken += [f"{rank} raised {rank.error!r}" for rank in job.ranks if rank.error is not None]
+    if {*job.kinds(-1)} != {""}:
+        broken.append(f"cannot continue: {job}")
     return broken
 
 

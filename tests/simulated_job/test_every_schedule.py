@@ -117,7 +117,7 @@ class Node:
 
 
 class State(NamedTuple):
-    """Positions of ranks, content of the store, dead ranks, and the faults that may still happen."""
+    """Positions of ranks, content of the store, dead ranks, and the faults that are left."""
 
     nodes: tuple
     items: frozenset
