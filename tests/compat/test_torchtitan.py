@@ -25,7 +25,7 @@ BACKENDS = ["partial_dtensor", "spmd_types"]
 
 
 def expected(rank, backend, *, dp_replicate, dp_shard, cp, tp, pp, ep):
-    """Return the meshes that torchtitan makes of the world, for the stage and position of a rank."""
+    """Return torchtitan's meshes of the world, for the stage and position of a rank."""
     dp_shard = WORLD // (dp_replicate * cp * tp * pp) if dp_shard == -1 else dp_shard
     inner = dp_shard * cp * tp
     ranks = np.arange(WORLD)
