@@ -16,7 +16,7 @@ LIMIT_S, SLOW_LIMIT_S = 120, 1800
 """A test fails after this many seconds, and the stacks of its worker are shown."""
 
 FULL = "full and not slow and not clients and not gpu"
-"""What `-m full` selects. A test marked `full` may also have cases marked `slow`."""
+"""The marks that `-m full` selects. A test marked `full` may also have cases marked `slow`."""
 
 EXAMPLES = {"few": 25, "deep": 100}
 """Examples of a hypothesis test, by profile. example_counts.py scales with them."""
@@ -48,7 +48,8 @@ def pytest_cmdline_main(config):
     if is_whole_suite(config) and not is_asked and not is_one:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
         share = 2 if option.markexpr == "full" else 1.5  # workers per core: many of them wait
-        option.numprocesses, option.dist = min(round(share * cores), 8), "worksteal"
+        option.numprocesses = min(round(share * cores), 8)
+        option.dist = "worksteal"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -54,7 +54,8 @@ def table_by_strides(shape, strides, offset=0):
 @st.composite
 def nested_strides(draw, shape):
     """Draw strides in any order of the dims, each larger than the span of the smaller ones."""
-    strides, reached = [1] * len(shape), 0
+    strides = [1] * len(shape)
+    reached = 0
     for axis in draw(st.permutations(range(len(shape)))):
         strides[axis] = reached + 1 + draw(st.integers(0, 2))
         reached += (shape[axis] - 1) * strides[axis]

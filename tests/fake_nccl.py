@@ -64,7 +64,8 @@ class FakeNccl:
     def __init__(self, recorder: "Recorder", place: tuple, call: Call, parent: "FakeNccl | None"):
         recorder.calls.append(call)
         recorder.kept.append(self)  # torch keeps only the C++ part of the object
-        self.recorder, self.ranks = recorder, call.ranks
+        self.recorder = recorder
+        self.ranks = call.ranks
         self.own_options = NcclOptions() if call.options is None else call.options
         self.own_options._timeout = call.timeout
         if parent is not None:
@@ -106,7 +107,7 @@ class Connected(FakeNccl, ProcessGroupGloo):
 
 
 class Alone(FakeNccl, torch._C._distributed_c10d.Backend if IS_PLUGIN else ProcessGroupGloo):
-    """A fake that waits for nobody, and cannot communicate."""
+    """A fake that does not wait for other members, and cannot communicate."""
 
     def begin(self, _store: Any, rank: int, size: int, _timeout: timedelta) -> None:
         if IS_PLUGIN:
@@ -185,7 +186,9 @@ class Recorder(NamedTuple):
             parent.wait_for_members()
             return None
         store = PrefixStore(f"{name}/", group.get_group_store())
-        rank, size, kind = ranks.index(group.rank()), len(ranks), Backend.backend_type_map["nccl"]
+        rank = ranks.index(group.rank())
+        size = len(ranks)
+        kind = Backend.backend_type_map["nccl"]
         child = ProcessGroup(store, rank, size)
         child._set_default_backend(kind)
         for device in given.get("device_types") or group._device_types:

@@ -116,5 +116,6 @@ def settle():
     while time.monotonic() < min(since + STEADY_S, begin + SETTLED_WITHIN_S):
         now = threads_and_files()
         if now != before:
-            before, since = now, time.monotonic()
+            before = now
+            since = time.monotonic()
         time.sleep(0.1)

@@ -66,10 +66,10 @@ def gloo_made_fake(module):
     if module is not theirs:
         yield
         return
-    honest = theirs.create_group
+    real_create_group = theirs.create_group
 
     def create_group(*args, **kwargs):
-        return honest(*args, **{**kwargs, "backend": None})
+        return real_create_group(*args, **{**kwargs, "backend": None})
 
     with mock.patch.object(theirs, "create_group", create_group):
         yield
@@ -158,8 +158,24 @@ __all__ = ["ours", "state_of", "theirs"]
 
 
 FIELDS = (
-    *("tp", "pp", "mp", "embd", "pos_embd", "cp", "tp_cp", "ep", "expt_tp", "tp_ep", "tp_ep_pp"),
-    *("tp_dp_cp", "dp", "dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "intra_dist_opt"),
+    "tp",
+    "pp",
+    "mp",
+    "embd",
+    "pos_embd",
+    "cp",
+    "tp_cp",
+    "ep",
+    "expt_tp",
+    "tp_ep",
+    "tp_ep_pp",
+    "tp_dp_cp",
+    "dp",
+    "dp_cp",
+    "expt_dp",
+    "intra_dp_cp",
+    "intra_expt_dp",
+    "intra_dist_opt",
 )
 """The fields that both collections have with one optimizer instance."""
 

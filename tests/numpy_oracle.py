@@ -65,7 +65,8 @@ def held(mapping, shape, *, is_source):
     Axes are cut as torch.chunk cuts them: the last shards may be shorter, or empty.
     """
     layout = mapping.source if is_source else mapping.target
-    stage, found = -1 if is_source != mapping.backward else 0, {}
+    stage = -1 if is_source != mapping.backward else 0
+    found = {}
     for at, rank in enumerate(layout.ranks):
         index = map(int, np.unravel_index(at, layout.shape, order="F"))
         coords = dict(zip(layout.dim_names, index, strict=True))

@@ -84,7 +84,8 @@ def pages():
 
 def blocks_of(path):
     """List the fenced blocks of a page."""
-    text, found = path.read_text(), []
+    text = path.read_text()
+    found = []
     name = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
     for fence in _FENCE.finditer(text):
         head = fence["head"].strip().replace("{ .python .example }", "example")
@@ -113,7 +114,8 @@ def run_page(path, folder, *, clients=False):
         folder: The folder in which programs are written and commands run.
         clients: Whether to run only the blocks marked `clients`, or only the others.
     """
-    namespace, count = {"__name__": "page"}, 0
+    namespace = {"__name__": "page"}
+    count = 0
     blocks = blocks_of(path)
     for place, block in enumerate(blocks):
         is_ours = clients == ("clients" in block.notes) and "elsewhere" not in block.notes
@@ -173,7 +175,8 @@ def _run_python(block, namespace, folder):
 @contextlib.contextmanager
 def _printed():
     """Collect what this process and the ranks that it starts print."""
-    printed, before = [], os.dup(1)
+    printed = []
+    before = os.dup(1)
     with tempfile.TemporaryFile("w+") as file:
         os.dup2(file.fileno(), 1)
         try:

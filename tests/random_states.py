@@ -96,8 +96,11 @@ class Case:
 
     def _add_fused(self, random):
         """Add q, k and v, with heads or with parts of any length, cut by a dim of the target."""
-        count, width = self.target.sizes["c"], int(random.integers(1, 4))
-        parts, heads, lengths = ["x.q", "x.k", "x.v"], None, random.integers(0, 9, 3)
+        count = self.target.sizes["c"]
+        width = int(random.integers(1, 4))
+        parts = ["x.q", "x.k", "x.v"]
+        heads = None
+        lengths = random.integers(0, 9, 3)
         if random.random() < 0.6:
             few = pick(random, *[n for n in (1, 2, 3, 4) if n % count == 0 or count % n == 0])
             heads = (few * count, few, few)
@@ -130,7 +133,8 @@ class Case:
 
     def arguments(self, rank):
         """Return the arguments of a rank, and by name the tensors that it must receive."""
-        given, due = dict(self.options), {}
+        given = dict(self.options)
+        due = {}
         # The patterns of a rank match only names that it holds.
         shards = {}
         if rank in self.source.layout:
@@ -164,11 +168,12 @@ class Mesh:
     """Replaces a DeviceMesh."""
 
 
-def stand_in(part, whole, end, name, rank):
+def without_group(part, whole, end, name, rank):
     """Return an object like a DTensor of a rank, without a process group."""
     coords = end.layout.coords(rank)
     mesh = Mesh()
-    mesh.mesh, mesh.shape = end.mesh(), tuple(end.sizes.values())
+    mesh.mesh = end.mesh()
+    mesh.shape = tuple(end.sizes.values())
     mesh.get_coordinate = lambda: [coords[dim] for dim in end.sizes]
     return SimpleNamespace(
         device_mesh=mesh,

@@ -124,9 +124,9 @@ def test_destroy_resets_overwritten_globals():
 @pytest.mark.usefixtures("job")
 def test_patched_globals_are_restored():
     held = ours._TENSOR_MODEL_PARALLEL_GROUP
-    stand_in = mock.Mock(size=lambda: 9)
-    with contextlib.suppress(KeyError), mock.patch.object(ours, TP, stand_in) as patched:
-        assert patched is stand_in is ours.get_tensor_model_parallel_group()
+    replacement = mock.Mock(size=lambda: 9)
+    with contextlib.suppress(KeyError), mock.patch.object(ours, TP, replacement) as patched:
+        assert patched is replacement is ours.get_tensor_model_parallel_group()
         assert sizes() == (9, 2)
         raise KeyError
     with pytest.MonkeyPatch.context() as patch:
@@ -157,7 +157,8 @@ def test_getters_follow_mocks(make, kind):
     group = make()
     setattr(ours, f"_{kind}_group".upper(), group)
     for size in (3, 4):
-        group.size.return_value, group.rank.return_value = size, size - 1
+        group.size.return_value = size
+        group.rank.return_value = size - 1
         assert getattr(ours, f"get_{kind}_world_size")() == size
         assert getattr(ours, f"get_{kind}_rank")() == size - 1
 

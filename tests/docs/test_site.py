@@ -19,7 +19,9 @@ import hypercomm
 from hypercomm import errors
 from hypercomm.cli.doctor import Report
 
-ROOT, DOCS, PAGES = runner.ROOT, runner.DOCS, runner.pages()
+ROOT = runner.ROOT
+DOCS = runner.DOCS
+PAGES = runner.pages()
 
 
 def module_of_docs(name):

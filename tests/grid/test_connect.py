@@ -30,7 +30,8 @@ def rows_of(connections):
 @pytest.mark.ranks(8, timeout=90)
 def test_every_group_is_connected(lazily):
     rank = dist.get_rank()
-    tp, stage = rank % 2, rank // 2
+    tp = rank % 2
+    stage = rank // 2
     with HyperCommGrid("tp=2,dp=1,pp=4", lazy_init=lazily) as grid:
         for name in [None, "twin"][:: -1 if stage % 2 else 1]:
             grid.create_pg("tp", name=name)
@@ -105,7 +106,8 @@ def rank_3_stops_at_dp(rank, how, more):
     grid.create_pgs(["tp", "dp", *more])
     dist.barrier()
     if rank == 3:
-        all_reduce, dp = dist.all_reduce, grid.get_pg("dp")
+        all_reduce = dist.all_reduce
+        dp = grid.get_pg("dp")
 
         def leave(tensor, group):
             if group is dp:

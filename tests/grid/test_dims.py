@@ -10,7 +10,8 @@ from hypercomm import HyperCommGrid, RankLayout
 from hypercomm.errors import GridDestroyedError, NotInitializedError, SimulationError
 from hypercomm.testing import fake_world
 
-SIZES, NAMES = (2, 2, 2), ["tp", "dp", "pp"]
+SIZES = (2, 2, 2)
+NAMES = ["tp", "dp", "pp"]
 
 
 # The position of a rank along dims, given in every form, and its neighbours.
@@ -63,7 +64,8 @@ def test_destroy_and_reshape_discard_cached_values():
 @pytest.mark.ranks(4)
 def test_sum_mean_and_barrier():
     rank = dist.get_rank()
-    tp, dp = rank // 2 * 2, rank % 2  # the smallest rank of each group
+    tp = rank // 2 * 2
+    dp = rank % 2  # the smallest rank of each group
     tensor = torch.tensor([float(rank), 1.0])
     with HyperCommGrid("tp=2,dp=2") as grid:
         assert grid["dp"].sum(rank) == 2 * dp + 2

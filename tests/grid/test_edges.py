@@ -145,7 +145,8 @@ def exchange(edges, ranks):
     after, before = ranks[(at + 1) % len(ranks)], ranks[at - 1]
     sends = [(edges.to_next, after, 1), (edges.to_previous, before, -1)]
     receives = [(edges.from_previous, before), (edges.from_next, after)]
-    works, received = [], {}
+    works = []
+    received = {}
     for group, peer, sign in sends:
         if group is not None:
             works.append(dist.isend(torch.tensor([sign * (peer + 10)]), peer, group=group))

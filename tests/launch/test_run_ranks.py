@@ -51,7 +51,7 @@ def test_changes_of_the_environment_by_other_threads(monkeypatch):
     assert "MKL_NUM_THREADS" not in os.environ
 
 
-# A rank sees the caller's current environment, not that of the fork server's start. Its reports
+# A rank sees the caller's current environment, not the fork server's. Its reports
 # arrive in order, and so do 100 MiB of results, and 5 MB of output on the caller's stdout and
 # stderr.
 @pytest.mark.full

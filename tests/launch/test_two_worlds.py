@@ -84,7 +84,7 @@ def test_meshes_of_a_joined_world_without_world():
         assert float(torch.relu(tensor).to_local()) == 3.0
 
 
-# If ranks have other numbers in a joined world than in WORLD, meshes use those of the joined world.
+# If ranks have other numbers in a joined world than in WORLD, meshes use the joined world's.
 @pytest.mark.full
 @pytest.mark.ranks(8)
 def test_meshes_use_ranks_of_the_joined_world():

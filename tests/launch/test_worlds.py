@@ -110,7 +110,8 @@ def _call_in_process(act, address, given, path):
     except Exception as error:  # noqa: BLE001 - the test checks it
         missing = getattr(error, "missing", ())
         seconds = time.monotonic() - began
-        kind, text = type(error).__name__, str(error)
+        kind = type(error).__name__
+        text = str(error)
         write({"kind": kind, "text": text, "missing": [*missing], "seconds": seconds})
     signal.pause()  # this process may serve the store, and groups break with it
 

@@ -32,7 +32,9 @@ def coordinates_of(case):
 
 def groups_by_dims(case):
     """Map dims to their groups. Dims whose groups a smaller combination also has are omitted."""
-    layout, coords, found = case[0], coordinates_of(case), {}
+    layout = case[0]
+    coords = coordinates_of(case)
+    found = {}
     for count in range(1, len(layout.dim_names) + 1):
         for dims in itertools.combinations(layout.dim_names, count):
             groups = {}

@@ -145,7 +145,8 @@ def test_ranks_where_and_select_agree_with_indexing(case, data):
 def test_split_reshapes_and_renumber_reverses_it(case, data):
     layout, table = case
     (dim,) = data.draw(dim_subsets(layout, max_dims=1))
-    axis, whole = layout.dim_names.index(dim), layout.size_of(dim)
+    axis = layout.dim_names.index(dim)
+    whole = layout.size_of(dim)
     inner = data.draw(st.sampled_from(divisors(whole)))
     parts = {"inner": inner, "outer": whole // inner}
     split = layout.split(dim, **parts | data.draw(st.sampled_from([{}, {"inner": -1}])))

@@ -130,7 +130,8 @@ def expert_grid(**options):
 # separate from the grid's.
 def test_shared_and_private_groups():
     with fake_world(16, rank=5), expert_grid() as grid:
-        view, before = grid.view("expert"), registered_groups()
+        view = grid.view("expert")
+        before = registered_groups()
         pp = grid.create_pg("pp", view="expert")
         assert grid.get_pg("pp") is view.get_pg(["pp"]) is pp
         for again in (grid, view):

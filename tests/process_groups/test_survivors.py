@@ -112,7 +112,7 @@ def test_survivors_wakes_waiting_ranks():
     assert list(map(str, grid.reshape("dp=4", ranks=left).destroyed)) == ["tp+dp"]
 
 
-# The timeout of survivors() must be longer than that of the groups. Afterwards the groups have
+# survivors() needs a longer timeout than the groups have. Afterwards the groups have
 # ended, and their keys need a reshape.
 def test_timeouts_of_survivors():
     with fake_world(8), HyperCommGrid("tp=2,dp=4") as grid:

@@ -81,7 +81,8 @@ def a_state(world: World | None = None) -> Call:
     mapping = RankMapping(RankLayout([2], ["tp"]), RankLayout([1], ["tp"], 2), along=None)
 
     def make() -> None:
-        rank, into = dist.get_rank(), {"w": torch.zeros(4)}
+        rank = dist.get_rank()
+        into = {"w": torch.zeros(4)}
         sent = {"w": torch.arange(4.0)[2 * rank : 2 * rank + 2]}
         ends: Any = {"into": into} if rank == 2 else {"state": sent}
         transfer_state(mapping, **ends, shards={"w": {"tp": 0}}, verify=True, world=world)

@@ -410,7 +410,8 @@ class Rank:
         tables = dist.distributed_c10d._world
         for group, (backend, _) in tables.pg_map.items():
             if group is not tables.default_pg:
-                ranks, text = tuple(tables.pg_group_ranks[group]), group.group_desc
+                ranks = tuple(tables.pg_group_ranks[group])
+                text = group.group_desc
                 timeout = group.options._timeout
                 found.append(Group(tables.pg_names[group], ranks, backend, timeout, text))
         return found

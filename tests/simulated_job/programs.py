@@ -117,8 +117,8 @@ class Program:
         grid.destroy()
         grids.destroy()
         gate("all have destroyed")
-        with HyperCommGrid([self.ranks], ["dp"], name="anew") as anew:
-            attempt(anew.create_pg, "dp")
+        with HyperCommGrid([self.ranks], ["dp"], name="second") as second:
+            attempt(second.create_pg, "dp")
         return made
 
     def run(self, seed: int) -> Job:

@@ -131,7 +131,7 @@ class Search:
     """Visits every state.
 
     Args:
-        deeds: What each rank does in its first call.
+        deeds: The deed of each rank in its first call.
         deaths: The number of ranks that may die, each at any operation.
         late: The number of times that a rank may wait for too long.
         lost: The number of store operations that may fail, with or without effect.

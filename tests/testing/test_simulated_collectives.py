@@ -111,7 +111,10 @@ def begun():
 
 def objects():
     rank = dist.get_rank()
-    first, last, out, every = [rank, None], [rank], [None], [None] * 4
+    first = [rank, None]
+    last = [rank]
+    out = [None]
+    every = [None] * 4
     dist.broadcast_object_list(first, src=0)
     dist.broadcast_object_list(last, src=3)
     dist.scatter_object_list(out, list("abcd") if rank == 1 else None, src=1)

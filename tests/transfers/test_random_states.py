@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from random_states import Case, chunk, stand_in
+from random_states import Case, chunk, without_group
 from simulated_job.job import simulate_job
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -34,7 +34,7 @@ def test_plans_match_torch_chunks(count):
     random = np.random.default_rng(1)
     moved = 0
     for number in range(count):
-        case = Case(random, WORLD, stand_in)
+        case = Case(random, WORLD, without_group)
         every = {rank: case.arguments(rank) for rank in range(WORLD)}
         described = ({}, {})
         for rank, (given, _) in every.items():
@@ -66,7 +66,7 @@ def test_plans_match_torch_chunks(count):
 def test_transfers_on_simulated_ranks(count):
     random = np.random.default_rng(2)
     for number in range(count):
-        case = Case(random, WORLD, stand_in)
+        case = Case(random, WORLD, without_group)
         wrong = []
 
         def program(case=case, wrong=wrong):

@@ -97,7 +97,8 @@ def small_move():
     rank = dist.get_rank()
     whole = whole_state()
     source, target = RankLayout("tp=2"), RankLayout([2], ["tp"], 2)
-    mine, wanted = parts(whole, source, rank), parts(whole, target, rank) or {}
+    mine = parts(whole, source, rank)
+    wanted = parts(whole, target, rank) or {}
     into = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
 
     def move(**more):

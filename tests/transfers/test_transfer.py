@@ -292,9 +292,9 @@ def test_verify_finds_differences():
     differs(mapping, odd, "(2, 2) of torch.float32", "(1, 2) of torch.int32")
     odd = torch.zeros(1, 3) if rank == 1 else given
     differs(mapping, odd, "(1, 3) on rank 1", "(1, 2) on rank 2")
-    square = whole if rank == 0 else torch.zeros(1 + (rank == 2), 2 - (rank == 2))
+    square = [whole, torch.zeros(1, 2), torch.zeros(2, 1)][rank]
     differs(other if rank == 2 else mapping, square, "ranks differ")
-    led_given = whole if rank == 0 else torch.zeros(2, 2 + (rank == 2))
+    led_given = [whole, torch.zeros(2, 2), torch.zeros(2, 3)][rank]
     differs(led, led_given, "(2, 2) on rank 1", "(2, 3) on rank 2", groups=pair)
     if rank == 2:
         with pytest.raises(LayoutError, match=r"tensor must be a torch\.Tensor, got None"):

@@ -18,7 +18,7 @@ from hypercomm.testing import fake_world
 INSTALLED = ".".join(their_core.__version__.split(".")[:3])
 
 
-# The version is that of the installed megatron-core, until another one is set.
+# The followed version is the installed one, until another one is set.
 def test_followed_version():
     assert version.get() == INSTALLED
     with following("0.17"):

@@ -67,7 +67,8 @@ def reason_of(watch):
 @pytest.mark.filterwarnings("ignore:`torch.distributed.:FutureWarning")
 def test_all_calls_are_recorded(grid, tmp_path):
     before = methods_of_process_group()
-    one, pair = torch.ones(2, 3), [torch.ones(1), torch.ones(1)]
+    one = torch.ones(2, 3)
+    pair = [torch.ones(1), torch.ones(1)]
     tp = grid.create_pg("tp")
     with grid.watch(60, tmp_path) as watch:
         dist.all_reduce(one, group=tp)

@@ -95,7 +95,7 @@ def test_mistakes_are_blamed(tmp_path, mistake, kind, parts):
     assert finding.says.startswith("rank 3 (tp=1, dp=1")
     assert all(part in finding.says for part in parts), finding.says
     if kind == "order":
-        line = call.__code__.co_firstlineno + 3
+        line = call.__code__.co_firstlineno + 4
         assert f" at {__file__}:{line} in call right after" in finding.says
 
 

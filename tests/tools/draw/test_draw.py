@@ -51,7 +51,8 @@ def test_each_rank_appears_once(layout):
         assert sorted(rank_of(tip) for *_, tip in cells) == sorted(layout.ranks)
         for text, fill, tip in cells:
             rank = rank_of(tip)
-            coords, group = layout.coords(rank), layout.groups(dim).index_of(rank)
+            coords = layout.coords(rank)
+            group = layout.groups(dim).index_of(rank)
             assert text == str(coords[dim])
             listed = ", ".join(f"{name}={at}" for name, at in coords.items())
             lines = [f"rank {rank}: {listed}", f"{dim} group {group}", f"host{rank // 4}"]
@@ -73,7 +74,8 @@ def test_each_rank_appears_once(layout):
 )
 def test_schematic_multiplies_to_all_ranks(sizes, on, host):
     layout = RankLayout(sizes)
-    svg, text = draw(layout, on=on).svg(), draw(layout, on=on).text(width=120)
+    svg = draw(layout, on=on).svg()
+    text = draw(layout, on=on).text(width=120)
     assert host in texts_of(svg)
     *path, block = text[: text.index("\n", text.index(f" {host}  "))].split("\n")[1:]
     factors = [re.match(r" *(?:x )?([\d,]+) (?!ranks)", line) for line in path]
@@ -192,7 +194,8 @@ def test_change_marks_kept_gone_and_new_groups(before, after):
                 expected |= {(rank, dim, side.coords(rank)[dim], fate) for rank in group}
     found = set()
     for text, fill, tip in cells_of(picture.svg()):
-        fate, dim = FATES[fill], re.search(r"^(\w+) group \d+: (\w+)$", tip, re.MULTILINE)
+        fate = FATES[fill]
+        dim = re.search(r"^(\w+) group \d+: (\w+)$", tip, re.MULTILINE)
         assert (dim[2], text[-1]) == (fate, {"kept": "=", "gone": "-", "new": "+"}[fate])
         found.add((rank_of(tip), dim[1], int(text[:-1]), fate))
     assert found == expected

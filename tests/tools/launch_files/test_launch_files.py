@@ -232,7 +232,8 @@ def test_grids_match_the_megatron_preset():
         "--expert-tensor-parallel-size 1"
     )
     config = read_config(f"torchrun --nnodes 2 --nproc-per-node 8 train.py {flags}")
-    ours, preset = config.grids(), megatron_grids(tp=2, ep=4, expt_tp=1, world_size=16)
+    ours = config.grids()
+    preset = megatron_grids(tp=2, ep=4, expt_tp=1, world_size=16)
     assert ours["training"].layout == preset["training"].layout
     assert ours["training"].view("expert").layout == preset["training"].view("expert").layout
 
@@ -241,7 +242,8 @@ def test_grids_match_the_torchtitan_preset():
     config = read_config(
         "[parallelism]\ntensor_parallel_degree = 2\nexpert_parallel_degree = 4", 16
     )
-    ours, preset = config.grids(), torchtitan_grids(tp=2, ep=4, world_size=16)
+    ours = config.grids()
+    preset = torchtitan_grids(tp=2, ep=4, world_size=16)
     assert ours["training"].layout == preset["training"].layout
     assert ours["training"].views == preset["training"].views
 

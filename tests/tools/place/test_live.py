@@ -19,7 +19,8 @@ from hypercomm.tools.place.live import nvml_domain, slurm_units, visible_gpu
 @pytest.mark.full
 @pytest.mark.ranks(3)
 def test_hosts_and_switches():
-    rank, host = dist.get_rank(), Level("host", [0, 1, 0], ["b", "a"])
+    rank = dist.get_rank()
+    host = Level("host", [0, 1, 0], ["b", "a"])
     socket.gethostname = lambda: ["b", "a", "b"][rank]
     os.environ["SLURM_TOPOLOGY_ADDR_PATTERN"] = "switch.switch.node"
     os.environ["SLURM_TOPOLOGY_ADDR"] = ["top.s1.b", "top.s2.a", "top.s1.b"][rank]
@@ -98,7 +99,7 @@ def test_nvml_domain(fabric, domain):
 # With --on live, one rank prints the report for the job.
 @pytest.mark.clients
 def test_place_on_live():
-    torchrun = "-m torch.distributed.run --nproc-per-node 4 --no-python"
-    done = run_python(*torchrun.split(), *["hypercomm", "place", "tp=2,dp=2", "--on", "live"])
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "--no-python"]
+    done = run_python(*torchrun, "hypercomm", "place", "tp=2,dp=2", "--on", "live")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("tp=2,dp=2: 4 ranks on 1 host") == 1

@@ -85,13 +85,15 @@ def check_against_hand(sizes, seed):
     firsts = [[units.index(unit) for unit in units] for units in outer]
     ranks = sorted(range(ranks), key=lambda rank: [*(first[rank] for first in firsts), rank])
     moved = [[unit_of[rank] for rank in ranks] for unit_of in levels]
-    anew = {one: cost_by_hand(one, sizes, traffic, moved) for one in itertools.permutations(sizes)}
-    is_better = ranks != sorted(ranks) and min(anew.values()) < every[tuple(sizes)]
+    moved_cost = {
+        one: cost_by_hand(one, sizes, traffic, moved) for one in itertools.permutations(sizes)
+    }
+    is_better = ranks != sorted(ranks) and min(moved_cost.values()) < every[tuple(sizes)]
     assert (found.reordered is not None) == is_better
     if is_better:
-        assert found.reordered.cost.waited == min(anew.values())
+        assert found.reordered.cost.waited == min(moved_cost.values())
         assert list(found.reordered.layout.ranks) == ranks
-        assert found.proposal.cost.waited == min(*anew.values(), *every.values())
+        assert found.proposal.cost.waited == min(*moved_cost.values(), *every.values())
     for placed in (found, found.best):
         order = placed.layout.dim_names
         assert placed.cost.waited == every[order]
