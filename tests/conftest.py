@@ -4,6 +4,7 @@ import fcntl
 import importlib.util
 import os
 import signal
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -125,7 +126,7 @@ class Completed(NamedTuple):
 
 
 @pytest.fixture
-def in_process(capsys, monkeypatch):
+def in_process(capsys, monkeypatch) -> Callable[..., Completed]:
     """Return a function that runs a command line in this process."""
     from hypercomm.cli import main
 

@@ -10,7 +10,9 @@ from pathlib import Path
 from killable_ranks import CONTEXT
 
 
-def run(program, *arguments, environment=None, folder=None, seconds=100):
+def run(
+    program, *arguments, environment=None, folder=None, seconds=100
+) -> subprocess.CompletedProcess[str]:
     """Like `subprocess.run([sys.executable, "-c", program, ...])`, without the import of torch."""
     with tempfile.TemporaryDirectory() as output:
         out, err = (Path(output, name) for name in ("out", "err"))

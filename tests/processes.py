@@ -24,7 +24,9 @@ def launcher_free():
     }
 
 
-def run_python(*arguments, folder=None, seconds=120, **variables):
+def run_python(
+    *arguments, folder=None, seconds=120, **variables
+) -> subprocess.CompletedProcess[str]:
     """Run Python in a folder with extra environment variables, and capture its output."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],

@@ -204,7 +204,7 @@ def test_topology_axes_match_numpy(drawn):
             assert sorted(lines.tolist()) == sorted(map(list, groups))
 
 
-# ---- with DeepSpeed ----------------------------------------------------------------------------
+# ---- with DeepSpeed -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

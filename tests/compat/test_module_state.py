@@ -5,6 +5,7 @@ import contextlib
 import pickle
 import threading
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
@@ -163,7 +164,7 @@ def test_getters_follow_mocks(make, kind):
         assert getattr(ours, f"get_{kind}_rank")() == size - 1
 
 
-# ---- overrides, before and after initialisation ------------------------------------------------
+# ---- overrides, before and after initialisation -----------------------------------------------
 
 TIMES = ["no world", "world", "initialised", "destroyed"]
 
@@ -215,11 +216,11 @@ def test_deprecated_functions_warn(name, arguments):
     assert [warning.filename for warning in caught] == [__file__]
 
 
-# ---- states -------------------------------------------------------------------------------------
+# ---- states -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def states():
+def states() -> Iterator[tuple[ParallelState, ParallelState]]:
     """Two states of one job of 16 ranks: tensor parallel 4 and 8, so data parallel 4 and 2."""
     with (
         fake_world(WORLD_SIZE, RANK),

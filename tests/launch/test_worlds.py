@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -117,7 +118,7 @@ def _call_in_process(act, address, given, path):
 
 
 @pytest.fixture
-def crew(tmp_path):
+def crew(tmp_path) -> Iterator[Crew]:
     crew = Crew(tmp_path)
     yield crew
     crew.end()

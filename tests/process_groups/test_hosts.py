@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -116,7 +117,7 @@ def _permitted(tmp_path_factory):
 
 
 @pytest.fixture
-def hosts(_permitted, tmp_path):
+def hosts(_permitted, tmp_path) -> Iterator[Hosts]:
     made = Hosts(tmp_path)
     try:
         yield made

@@ -57,7 +57,7 @@ class Thread(threading.Thread):
 
 
 @pytest.fixture
-def gate(monkeypatch):
+def gate(monkeypatch) -> Gate:
     return Gate(monkeypatch)
 
 

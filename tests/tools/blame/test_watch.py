@@ -4,6 +4,7 @@ import contextlib
 import json
 import pickle
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from hypercomm.tools.blame.evidence import read_folder
 
 
 @pytest.fixture
-def grid():
+def grid() -> Iterator[HyperCommGrid]:
     with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4") as made:
         made.register_view("expert", [4, 2], ["ep", "edp"])
         yield made

@@ -124,7 +124,7 @@ def test_best_order_is_the_cheapest_of_all(part):
         check_against_hand(sizes, seed)
 
 
-# ---- the order of ranks ------------------------------------------------------------------------
+# ---- the order of ranks -------------------------------------------------------------------------
 
 
 # Ray's actors alternate between hosts. The proposal lists the ranks host by host and in the order
