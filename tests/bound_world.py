@@ -1,4 +1,4 @@
-"""A WORLD that seems to be bound to a device on which its backend can be split."""
+"""Makes WORLD appear to be bound to a device on which its backend can be split."""
 
 import torch
 
@@ -8,6 +8,6 @@ CUDA = torch.device("cuda", 0)
 
 
 def bind(monkeypatch, device=CUDA):
-    """Let WORLD seem bound to a device for the length of a test."""
+    """Make WORLD appear to be bound to a device for the duration of a test."""
     monkeypatch.setattr(binding, "split_device", lambda: device)
     monkeypatch.setattr(binding, "_can_split", lambda _device_type: True)

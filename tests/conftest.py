@@ -1,42 +1,46 @@
-"""How the tests run: on several workers, none for ever, and alone where speed is asserted."""
+"""How the tests run: on several workers, with a time limit, and alone where speed is asserted."""
 
 import fcntl
 import importlib.util
 import os
 import signal
-from types import SimpleNamespace
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
-from launched import rank_free
+from processes import launcher_free
 
 NEEDED = ("hypothesis", "numpy", "attrs", "click", "rich", "yaml", "einops", "megatron.core")
-"""What the whole suite imports beside torch; the extras `cli` and `test` bring it."""
+"""Modules that the whole suite imports, apart from torch: extras `cli` and `test` bring them."""
 
 LIMIT_S, SLOW_LIMIT_S = 120, 1800
-"""After how long a test has failed, and its worker's stacks are shown."""
+"""A test fails after this many seconds, and the stacks of its worker are shown."""
 
 FULL = "full and not slow and not clients and not gpu"
-"""What `-m full` runs: a case of a test that is marked `full` may be slow."""
+"""The marks that `-m full` selects. A test marked `full` may also have cases marked `slow`."""
 
 EXAMPLES = {"few": 25, "deep": 100}
-"""Examples of a hypothesis test, by profile, where 100 is the default: see effort.py."""
+"""Examples of a hypothesis test, by profile. example_counts.py scales with them."""
 
 
-def is_there(module):
+def can_import(module):
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # nor its package
+    except ModuleNotFoundError:  # the package of the module is missing, too
         return False
 
 
 def is_whole_suite(config):
-    """Whether nobody has named tests: then there are enough of them for several workers."""
+    """Return whether no tests were named on the command line."""
     return config.args_source is not config.ArgsSource.ARGS
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """Let xdist, where it is, share out the whole suite; most tests wait, so on more than cores."""
+    """Run the whole suite on several workers if xdist is installed.
+
+    Most tests wait, so there are more workers than cores.
+    """
     option = config.option
     if "PYTEST_XDIST_WORKER" in os.environ or not config.pluginmanager.hasplugin("xdist"):
         return
@@ -44,21 +48,22 @@ def pytest_cmdline_main(config):
     is_one = option.usepdb or option.collectonly or option.capture == "no"
     if is_whole_suite(config) and not is_asked and not is_one:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
-        share = 2 if option.markexpr == "full" else 1.5  # workers of a core: many of these wait
-        option.numprocesses, option.dist = min(round(share * cores), 8), "worksteal"
+        share = 2 if option.markexpr == "full" else 1.5  # workers per core: many of them wait
+        option.numprocesses = min(round(share * cores), 8)
+        option.dist = "worksteal"
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
     if config.option.markexpr == "full":
         config.option.markexpr = FULL
-    missing = [name for name in NEEDED if not is_there(name)] if is_whole_suite(config) else []
+    missing = [name for name in NEEDED if not can_import(name)] if is_whole_suite(config) else []
     if missing:
         raise pytest.UsageError(
             f"{', '.join(missing)} cannot be imported, and the tests need it: "
             f"pip install '.[cli,test]'"
         )
-    if is_there("hypothesis"):
+    if can_import("hypothesis"):
         from hypothesis import HealthCheck, settings
 
         for name, examples in EXAMPLES.items():
@@ -68,12 +73,12 @@ def pytest_configure(config):
                 deadline=None,  # a busy machine is no failure
                 suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
             )
-        settings.load_profile("few")  # --hypothesis-profile=deep loads the other one, afterwards
+        settings.load_profile("few")  # --hypothesis-profile=deep loads the other one later
 
 
-@pytest.hookimpl(tryfirst=True)  # before marks are looked at
+@pytest.hookimpl(tryfirst=True)  # before pytest selects tests by their marks
 def pytest_collection_modifyitems(config, items):
-    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)  # who waits, last
+    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)  # those run last
     if not config.pluginmanager.hasplugin("timeout"):
         return
     for item in items:
@@ -83,15 +88,15 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(autouse=True)
-def turn(request, tmp_path_factory):
-    """Give a test that is marked `alone` the machine for itself; all others run side by side."""
+def alone_or_shared(request, tmp_path_factory):
+    """Run a test that is marked `alone` while no other test runs. All others run in parallel."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         yield
         return
-    folder = tmp_path_factory.getbasetemp().parent  # which all workers have in common
+    folder = tmp_path_factory.getbasetemp().parent  # shared by all workers
     is_alone = request.node.get_closest_marker("alone") is not None
     with (folder / "door").open("w") as door, (folder / "room").open("w") as room:
-        fcntl.flock(door, fcntl.LOCK_EX)  # who waits to be alone lets nobody in
+        fcntl.flock(door, fcntl.LOCK_EX)  # held while an `alone` test waits, so that no test starts
         fcntl.flock(room, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
         fcntl.flock(door, fcntl.LOCK_UN)
         yield
@@ -99,12 +104,12 @@ def turn(request, tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def fork_server():
-    """Start a worker's fork server with all that ranks of several tests would load, each anew."""
-    if "PYTEST_XDIST_WORKER" in os.environ and is_there("torch"):
-        from mortal_ranks import CONTEXT
+    """Start a worker's fork server with the modules that the ranks of several tests load."""
+    if "PYTEST_XDIST_WORKER" in os.environ and can_import("torch"):
+        from killable_ranks import CONTEXT
 
         CONTEXT.set_forkserver_preload(
-            # DTensor imports the last one at its first use: half a second in each rank
+            # DTensor imports the last one when it is first used, which takes half a second
             ["hypercomm.grid", "cloudpickle", "torch.distributed.tensor.parallel", "torch._dynamo"]
         )
         process = CONTEXT.Process(target=int)
@@ -112,31 +117,39 @@ def fork_server():
         process.join()
 
 
+class Completed(NamedTuple):
+    """The result of a command."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
 @pytest.fixture
-def in_process(capsys, monkeypatch):
-    """Call the command line in this process; return its exit code and output."""
+def in_process(capsys, monkeypatch) -> Callable[..., Completed]:
+    """Return a function that runs a command line in this process."""
     from hypercomm.cli import main
 
-    for name in set(os.environ) - set(rank_free()):
+    for name in set(os.environ) - set(launcher_free()):
         monkeypatch.delenv(name)
 
-    def call(*arguments):
+    def call(*arguments: str) -> Completed:
         code = main(arguments)
         out, err = capsys.readouterr()
-        return SimpleNamespace(returncode=code, stdout=out, stderr=err)
+        return Completed(code, out, err)
 
     return call
 
 
 @pytest.fixture
 def ctrl_c():
-    """Let Ctrl-C be heard by what a test starts, also where the shell has it ignored."""
+    """Let programs of a test receive Ctrl-C, even if the shell that started pytest ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def pytest_generate_tests(metafunc):
-    """Run tests of a promise in seconds at its full scale in the slow lane, else at a third."""
+    """Run tests that promise a time at full scale in the slow lane, and at a third elsewhere."""
     if "timeout_s" in metafunc.fixturenames:
         metafunc.parametrize("timeout_s", [1.0, pytest.param(3.0, marks=pytest.mark.slow)])

@@ -1,17 +1,19 @@
-"""Runs what the pages of docs/ show: examples, programs and commands, and compares what they print.
+"""Runs the blocks of the pages in docs/, and compares what they print with the page.
 
 A page's blocks are read from its fences, in order:
 
-* `python` with `>>>`: a doctest; else it is executed. All of a page share one namespace.
-* `python` with `if __name__ == "__main__":` is a program, which runs as a script of its own.
+* `python` with `>>>` is a doctest. Other `python` is executed. All of a page share one namespace.
+* `python` with `if __name__ == "__main__":` is a program, which runs as a separate script.
 * `{ .python .example }` includes an example: MkDocs finds it, tests/test_examples.py runs it.
 * `text` titled "Output" is what the Python block before it prints.
-* `console` has commands of ours behind `$`, and below each what it prints.
-* A block that is only shown and has the name of a file as its title is written to that file first.
+* `console` has hypercomm commands after `$`, and below each command its output.
+* A block in another language whose title is a file name is written to that file first.
 
-A comment before a fence changes that: `<!-- figures -->` compares without numbers, and
-`<!-- clients -->` leaves the block to tests of that mark, `<!-- elsewhere -->` to one of its own.
-What fails is told with its page and line.
+A comment before a fence changes that. `<!-- figures -->` compares without numbers,
+`<!-- clients -->` leaves the block to the tests with that mark, and `<!-- elsewhere -->` to a test
+for this block.
+
+Errors name the page and the line.
 """
 
 import contextlib
@@ -28,14 +30,14 @@ import traceback
 from pathlib import Path
 
 import attrs
-from launched import run_python
+from processes import run_python
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 
 RUN = ("python", "console")
 SHOWN = ("example", "text", "sh", "yaml", "toml", "json", "diff")
-"""Languages whose blocks are run, and those that are only shown."""
+"""Languages of blocks that are run, and of blocks that are only shown."""
 
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<head>.*)\n(?P<text>(?:.*\n)*?)(?P=indent)```$", re.MULTILINE
@@ -46,12 +48,12 @@ _OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 class PageError(AssertionError):
-    """A block does not do what its page says; begins with page and line."""
+    """A block does not do what its page says. The message begins with page and line."""
 
 
 @attrs.frozen
 class Block:
-    """One fenced block of a page; `line` is that of the first line within."""
+    """One fenced block of a page. `line` is the line number of its first line of text."""
 
     page: str
     line: int
@@ -62,27 +64,28 @@ class Block:
 
     @property
     def is_program(self):
-        """Whether it is a script of its own."""
+        """Whether the block is a separate script."""
         return self.language == "python" and _MAIN in self.text
 
     @property
     def is_output(self):
-        """Whether it is what the block before it prints."""
+        """Whether the block is the output of the block before it."""
         return self.language == "text" and self.title == "Output"
 
-    def fails(self, says, line=None):
-        """Make the error that names page and line."""
-        return PageError(f"{self.page}:{line or self.line}: {says}")
+    def error(self, message, line=None):
+        """Return an error that names page and line."""
+        return PageError(f"{self.page}:{line or self.line}: {message}")
 
 
 def pages():
-    """All pages, by their path in docs/."""
+    """Return all pages by their path in docs/."""
     return {str(path.relative_to(DOCS)): path for path in sorted(DOCS.rglob("*.md"))}
 
 
 def blocks_of(path):
     """List the fenced blocks of a page."""
-    text, found = path.read_text(), []
+    text = path.read_text()
+    found = []
     name = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
     for fence in _FENCE.finditer(text):
         head = fence["head"].strip().replace("{ .python .example }", "example")
@@ -98,20 +101,21 @@ def blocks_of(path):
             text=textwrap.dedent(fence["text"]),
         )
         if language not in (*RUN, *SHOWN):
-            raise block.fails(f"language {language!r} is none of {', '.join((*RUN, *SHOWN))}")
+            raise block.error(f"language {language!r} is none of {', '.join((*RUN, *SHOWN))}")
         found.append(block)
     return found
 
 
 def run_page(path, folder, *, clients=False):
-    """Run a page's blocks in a folder; return how many were run.
+    """Run a page's blocks in a folder, and return how many were run.
 
     Args:
         path: The page.
-        folder: Where programs are written, and commands run.
-        clients: Run those that are marked so, alone.
+        folder: The folder in which programs are written and commands run.
+        clients: Whether to run only the blocks marked `clients`, or only the others.
     """
-    namespace, count = {"__name__": "page"}, 0
+    namespace = {"__name__": "page"}
+    count = 0
     blocks = blocks_of(path)
     for place, block in enumerate(blocks):
         is_ours = clients == ("clients" in block.notes) and "elsewhere" not in block.notes
@@ -142,12 +146,12 @@ def _run_doctest(block, namespace):
     runner.run(test, out=report.write, clear_globs=False)
     if runner.failures:
         first = re.search(r"line (\d+), in", report.getvalue())
-        raise block.fails(report.getvalue().strip(), int(first[1]) if first else None)
+        raise block.error(report.getvalue().strip(), int(first[1]) if first else None)
     namespace.update(test.globs)
 
 
 def _run_python(block, namespace, folder):
-    """Execute a block, and return what it printed; its lines are numbered as in the page."""
+    """Execute a block and return what it prints. Errors have the line numbers of the page."""
     source = "\n" * (block.line - 1) + block.text
     file = block.page
     try:
@@ -164,14 +168,15 @@ def _run_python(block, namespace, folder):
             if frame.filename == file
         ]
         at = lines[-1] if lines else getattr(error, "lineno", None)
-        raise block.fails(f"{type(error).__name__}: {error}", at) from error
+        raise block.error(f"{type(error).__name__}: {error}", at) from error
     return printed[0]
 
 
 @contextlib.contextmanager
 def _printed():
-    """Collect what this process prints, and the ranks that it starts."""
-    printed, before = [], os.dup(1)
+    """Collect what this process and the ranks that it starts print."""
+    printed = []
+    before = os.dup(1)
     with tempfile.TemporaryFile("w+") as file:
         os.dup2(file.fileno(), 1)
         try:
@@ -186,9 +191,9 @@ def _printed():
 
 
 def _run_program(source, file):
-    """Do what the script does in this process, whose fork server has torch loaded already.
+    """Run the script in this process, whose fork server has loaded torch already.
 
-    Its functions are those of a module, which the ranks import by name.
+    Its functions are put into a module, which the ranks import by name.
     """
     at = source.index(_MAIN)
     file.write_text(source[:at])
@@ -206,28 +211,28 @@ def _run_program(source, file):
 def _run_commands(block, folder):
     commands = list(re.finditer(r"^\$ (.+)$", block.text, flags=re.MULTILINE))
     if not commands or block.text[: commands[0].start()].strip():
-        raise block.fails("a console block begins with a command behind '$ '")
+        raise block.error("a console block begins with a command after '$ '")
     ends = [*(command.start() for command in commands[1:]), len(block.text)]
     for command, end in zip(commands, ends, strict=True):
         line = block.line + block.text.count("\n", 0, command.start())
         words = shlex.split(command[1])
         if words[0] != "hypercomm":
-            raise block.fails(f"{words[0]} is not run here: write the block as `sh`", line)
+            raise block.error(f"{words[0]} is not run here: write the block as `sh`", line)
         where = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
         done = run_python("-m", *words, folder=folder, seconds=240, COLUMNS="100", **where)
         _compare(block, block.text[command.end() : end], done.stdout or done.stderr, line)
 
 
 def _compare(block, wanted, got, line):
-    """Compare what is printed: `...` stands for anything, spaces for any other number of them."""
+    """Compare the output. `...` matches anything, and runs of spaces are equal."""
     shown = [without_figures(text) if "figures" in block.notes else text for text in (wanted, got)]
     shown = [textwrap.dedent(text).strip() + "\n" for text in shown]
     if not doctest.OutputChecker().check_output(*shown, _OPTIONS):
-        raise block.fails(f"it prints\n{got.strip()}\nand not\n{wanted.strip()}", line)
+        raise block.error(f"it prints\n{got.strip()}\nand not\n{wanted.strip()}", line)
 
 
 def without_figures(text):
-    """Leave out what differs from run to run.
+    """Replace numbers, which differ from run to run.
 
     >>> without_figures("tp   1,024 x 2   8.0 ms  ── ok")
     'tp # x # # ms  ── ok'

@@ -1,4 +1,4 @@
-"""Ports that nobody listens on, and that nobody is given until a test's process listens there."""
+"""Ports on which nothing listens, and that no other test gets."""
 
 import contextlib
 import itertools
@@ -6,14 +6,14 @@ import os
 import socket
 
 BEGIN, SHARE, WORKERS = 20_000, 500, 24
-"""Below the ports that systems hand out by themselves, from 32768: others' sockets do not come
-in between. Each worker has a share of its own, and begins where its process number says."""
+"""Ports below 32768, where systems begin to assign them, so no other socket takes one. Each worker
+has its own share, and begins at an offset given by its process id."""
 
 _next = itertools.count(os.getpid())
 
 
 def free_port():
-    """Return one that no call in this process has returned so far, nor one in another worker."""
+    """Return a free port that neither this process nor another worker has returned before."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     for number in itertools.islice(_next, SHARE):
         port = BEGIN + worker % WORKERS * SHARE + number % SHARE

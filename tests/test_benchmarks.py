@@ -1,4 +1,4 @@
-"""The benchmarks run, and their tables, goals and counts are right."""
+"""The benchmarks run, and their tables, limits and counts are right."""
 
 import importlib
 import json
@@ -7,17 +7,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from launched import run_python
+from processes import run_python
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
 @pytest.fixture
 def modules(monkeypatch):
-    """Imports the benchmarks, which are scripts and no package."""
+    """Import the benchmarks, which are scripts and not a package."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # store.py sets it, unless it is set
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise store.py sets it
     yield SimpleNamespace(
         **{
             name: importlib.import_module(name)
@@ -28,9 +28,9 @@ def modules(monkeypatch):
         del sys.modules[name]
 
 
-# One command runs everything, prints one table, writes JSON and draws a chart.
+# One command runs all benchmarks, prints one table, writes JSON and draws a chart.
 @pytest.mark.clients
-def test_everything_runs(tmp_path):
+def test_all_benchmarks_run(tmp_path):
     done = run_python(BENCHMARKS, "--quick", "--out", tmp_path, seconds=900)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "results.json").read_text())
@@ -40,18 +40,20 @@ def test_everything_runs(tmp_path):
         assert row["median"] > 0 or row["unit"] == "MB"
         assert row["who"] in done.stdout
     (split,) = [r for r in rows if r["what"].startswith("splits") and r["who"] == "hypercomm"]
-    assert (split["median"], split["ratio"], split["reached"]) == (1, 1 / 128, True)
+    assert split["median"] == 1
+    assert split["ratio"] == 1 / 128
+    assert split["reached"] is True
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
 
 
-# The page has the table of results.json.
-def test_the_page(modules):
+# benchmarks/README.md has the table of results.json.
+def test_page_has_the_results(modules):
     report = json.loads((BENCHMARKS / "results.json").read_text())
     assert modules.page.shown(report) in (BENCHMARKS / "README.md").read_text()
 
 
-# A ratio is worse than on the page only if two measurements agree, by more than the noise of their
-# rounds. Rows of other libraries, and rows that the page does not have, are left out.
+# A ratio counts as worse than on the page only if two measurements agree, by more than the noise of
+# their rounds. Rows of other libraries, and rows that the page does not have, are ignored.
 @pytest.mark.parametrize(
     ("first", "second", "verdicts"),
     [
@@ -63,8 +65,9 @@ def test_the_page(modules):
         ([1.0, 1.0, 3.0, 5.0, 5.0], None, ["as it was"]),
     ],
 )
-def test_what_became_worse(modules, tmp_path, first, second, verdicts):
-    page, said = tmp_path / "results.json", []
+def test_ratios_that_became_worse(modules, tmp_path, first, second, verdicts):
+    page = tmp_path / "results.json"
+    printed = []
     page.write_text(json.dumps({"rows": [{"what": "it", "who": "hypercomm", "ratio": 2.0}]}))
     rounds = iter([first, second])
 
@@ -72,14 +75,14 @@ def test_what_became_worse(modules, tmp_path, first, second, verdicts):
         samples = {"hypercomm": next(rounds), "peer": [1.0] * 5, "hypercomm, new": [9.0] * 5}
         yield modules.measure.Table("it", "ms", samples, "peer")
 
-    worse = modules.staleness.worse_than(page, measure, said.append)
-    assert [line.rpartition(": ")[2] for line in said] == verdicts
+    worse = modules.staleness.worse_than(page, measure, printed.append)
+    assert [line.rpartition(": ")[2] for line in printed] == verdicts
     assert len(worse) == (verdicts[-1] == "worse")
 
 
-# A part that fails does not end the others; one without a meaning on gloo, or without time, is
-# skipped with the reason.
-def test_parts_of_nccl(modules, monkeypatch):
+# A part that fails does not stop the others. A part that makes no sense on gloo, or for which there
+# is no time left, is skipped with the reason.
+def test_parts_of_the_nccl_benchmark(modules, monkeypatch):
     nccl = modules.nccl
 
     def good(backend, folder, limit_s):
@@ -99,15 +102,16 @@ def test_parts_of_nccl(modules, monkeypatch):
     assert found[1]["why"] == "RuntimeError: a reason"
     assert [part["outcome"] for part in nccl.measure("nccl", [needs], 60)] == ["ok"]
     late = nccl.measure("gloo", ["last"], 5)
-    assert (late[0]["outcome"], late[0]["rows"]) == ("skipped", [])
+    assert late[0]["outcome"] == "skipped"
+    assert late[0]["rows"] == []
     assert "left of the time" in late[0]["why"]
     text = nccl.as_text({"parts": [*found, *late], "not on one card": nccl.NOT_ON_ONE_CARD})
     for word in ("a fact", "a reason", nccl.NEEDS_CARD[needs], "7 s", *nccl.NOT_ON_ONE_CARD):
         assert word in text
 
 
-# Without torch that sees a card, the other parts are left out.
-def test_no_card(modules, monkeypatch):
+# If torch finds no GPU, the other parts are not run.
+def test_nccl_benchmark_without_a_gpu(modules, monkeypatch):
     def none(*_):
         yield {"what": "card", "value": "none"}
         raise RuntimeError("torch sees no card")
@@ -117,14 +121,14 @@ def test_no_card(modules, monkeypatch):
     assert [part["outcome"] for part in found] == ["failed"]
 
 
-# The page names each part.
-def test_page_of_nccl(modules):
+# docs/explanation/nccl.md names each part.
+def test_nccl_page_names_each_part(modules):
     page = (BENCHMARKS.parent / "docs" / "explanation" / "nccl.md").read_text()
     assert [name for name in modules.nccl.PARTS if f"`{name}`" not in page] == []
 
 
-# A rank sends a constant number of messages and bytes for a creation, whatever the number of ranks.
-def test_a_creation_costs_a_rank_the_same_in_any_job(modules):
+# The number of messages and bytes of a rank for a creation does not depend on the number of ranks.
+def test_cost_of_a_creation_is_constant_per_rank(modules):
     costs = []
     for size in (64, 1024):
         job = modules.store.Job(size)

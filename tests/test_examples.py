@@ -1,4 +1,4 @@
-"""The examples run as they are, on real ranks, and their figures hold."""
+"""The examples run unchanged on real ranks, and the numbers that they print are right."""
 
 import importlib.util
 import re
@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from launched import run_python
+from processes import run_python
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
-# The largest difference to the model on one process, in float32 after a few steps; what was loaded
-# from a checkpoint is the same to the bit, and so are Megatron's losses before and after install().
+# The largest difference from the model on one process, in float32 after a few steps. Loaded
+# checkpoints are identical, and so are Megatron's losses before and after install().
 TOLERANCES = {
     "checkpoint_on_another_shape": 0,
     "compiled_all_reduce": 1e-5,
@@ -29,16 +29,20 @@ TOLERANCES = {
     "reinforcement_weights": 0,
     "renew_world": 1e-12,
     "ring_attention": 1e-4,
-    "sharded_layer": None,  # it compares on its ranks
+    "sharded_layer": None,  # compares on its ranks
     "survivors": 1e-12,
     "survivors_in_place": 1e-12,
     "three_d_training": 1e-5,
     "trainer_and_engine": None,  # the engine compares
 }
 LOSES_RANKS = {
-    *("elastic_restart", "renew_world", "survivors", "survivors_in_place", "trainer_and_engine")
+    "elastic_restart",
+    "renew_world",
+    "survivors",
+    "survivors_in_place",
+    "trainer_and_engine",
 }
-"""Those in which a rank that does not come in time is lost."""
+"""Examples in which a slow rank would count as lost."""
 PRINTS = {
     "elastic_restart": [
         "rank 2 failed: killed by signal 9 (SIGKILL)\n",
@@ -58,7 +62,7 @@ PRINTS = {
 ARGUMENTS = {"megatron_gpt": ["--out", "losses.png"]}
 
 
-def test_all_are_tested():
+def test_all_examples_are_tested():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(TOLERANCES)
 
 
@@ -71,9 +75,9 @@ def test_all_are_tested():
     ],
 )
 def test_example(name, tmp_path):
-    words = EXAMPLES / f"{name}.py", *ARGUMENTS.get(name, [])
-    # Longer than the limit of run_ranks, which says where each rank is.
-    done = run_python(*words, folder=tmp_path, seconds=330, DS_ACCELERATOR="cpu")
+    script = [EXAMPLES / f"{name}.py", *ARGUMENTS.get(name, [])]
+    # Longer than the limit of run_ranks, which reports the stacks of all ranks.
+    done = run_python(*script, folder=tmp_path, seconds=330, DS_ACCELERATOR="cpu")
     if name == "survivors_in_place" and not hasattr(dist, "_reconfigure"):
         assert "cannot reconfigure process groups; 2.14 can" in done.stderr
         return
@@ -98,7 +102,7 @@ def test_example(name, tmp_path):
 
 
 def check_same_groups(printed):
-    """Each wrapper goes on soon, with the process groups that it had."""
+    """Check that each wrapper continues within seconds, with the same process groups."""
     for kind in ("DDP", "FSDP2"):
         assert f"{kind} has the same groups: True\n" in printed
         [took_s] = re.findall(
@@ -108,7 +112,7 @@ def check_same_groups(printed):
 
 
 def check_megatron_gpt(printed):
-    """Each side ran on its own parallel state, every loss and weight is the same, and it learns."""
+    """Check the parallel states, that losses and weights are identical, and that the loss falls."""
     assert "before install() Megatron runs on megatron.core.parallel_state\n" in printed
     assert "after install() Megatron runs on hypercomm.compat.megatron.parallel_state\n" in printed
     assert "bit-identical losses: 80 of 80\n" in printed
@@ -116,11 +120,11 @@ def check_megatron_gpt(printed):
     for model in ("dense", "experts"):
         losses = re.findall(rf"^{model}: .*? +\d+ +(\d\.\d{{4}}) ", printed, re.MULTILINE)
         assert len(losses) == 5
-        assert float(losses[0]) > 2.5  # log(14) is a guess
+        assert float(losses[0]) > 2.5  # guessing gives log(14)
         assert float(losses[-1]) < 1
 
 
-# The figure that is compared is one that training changes: losses differ from step to step.
+# The compared losses change from step to step, so comparing them shows something.
 @pytest.mark.clients
 @pytest.mark.parametrize("name", ["fsdp_and_tensor_parallel", "data_parallel"])
 def test_losses_change(name):

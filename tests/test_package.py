@@ -1,6 +1,6 @@
-"""Rules for the package as a whole, checked on its source and in fresh processes.
+"""Rules for the whole package, checked on its source and in new processes.
 
-Which module may import which is a contract of import-linter, in pyproject.toml.
+import-linter checks which module may import which: see pyproject.toml.
 """
 
 import ast
@@ -12,9 +12,9 @@ import pkgutil
 import re
 from pathlib import Path
 
-import fresh_programs
+import forked_programs
 import pytest
-from launched import run_python
+from processes import run_python
 
 import hypercomm
 
@@ -25,11 +25,11 @@ MODULES = sorted(
     for module in pkgutil.walk_packages([str(PACKAGE)], "hypercomm.")
     if not module.name.endswith("__main__")
 )
-if importlib.metadata.version("torch").startswith("2.10"):  # has no pages of others
+if importlib.metadata.version("torch").startswith("2.10"):  # without torch's debug server
     MODULES = [name for name in MODULES if "debug_" not in name]
 TORCH_FREE = [name for name in MODULES if re.match(r"hypercomm\.(layout|errors)", name)]
 MOST_MODULES = 60
-"""Modules of ours that `from hypercomm import HyperCommGrid` may load."""
+"""The number of hypercomm's modules that `from hypercomm import HyperCommGrid` may import."""
 
 
 def loads_torch(statement):
@@ -40,24 +40,24 @@ def loads_torch(statement):
 GROUPS = "from hypercomm import RankLayout; print([*RankLayout('dp=2').groups('dp')])"
 
 
-# `import hypercomm` and layouts work where torch cannot be imported.
+# `import hypercomm` and layouts work if torch cannot be imported.
 def test_layouts_need_no_torch():
     names = ", ".join(TORCH_FREE)
     done = run_python("-c", f"import sys; sys.modules['torch'] = None\nimport {names}\n{GROUPS}")
     assert done.stdout == "[(0, 1)]\n", done.stderr
 
 
-# The grid does load torch.
-def test_the_grid_loads_torch():
+# The grid imports torch, so the check above can fail.
+def test_grid_needs_torch():
     program = "import sys; sys.modules['torch'] = None; from hypercomm import HyperCommGrid"
     last = run_python("-c", program).stderr.splitlines()[-1]
     assert last.endswith("HyperCommGrid needs torch: pip install torch")
     assert loads_torch("import types; sys.modules['torch'] = types.ModuleType('torch')")
 
 
-# A grid loads the core only: no tools, no pictures, no launcher.
+# A grid imports the core only, and no tools, pictures or launchers.
 @pytest.mark.full
-def test_modules_that_a_grid_loads():
+def test_grid_imports_only_the_core():
     program = "import sys; from hypercomm import HyperCommGrid; print(*sys.modules)"
     names = run_python("-c", program).stdout.split()
     loaded = [name for name in names if name.partition(".")[0] == "hypercomm"]
@@ -65,7 +65,7 @@ def test_modules_that_a_grid_loads():
     assert not any(re.match(r"hypercomm\.(tools|cli|testing|compat)", name) for name in loaded)
 
 
-# Private names of torch are used in one folder, and where the fake world stands in for torch's.
+# Private names of torch are used only in torch_internals/, and in the fake world.
 def test_private_names_of_torch_are_in_one_folder():
     private = [
         f"{file}: {node.value.id}.{node.attr}"
@@ -109,10 +109,10 @@ def test_public_names_have_docstrings(name):
 
 
 INSTALLERS = {"hypercomm.compat.megatron.install"}
-"""Modules whose examples replace other modules, which works only before those are imported."""
+"""Modules whose examples replace other modules, which must not be imported before."""
 
 
-# Every example in a docstring runs and prints what it claims.
+# Every docstring example runs and prints the shown output.
 @pytest.mark.parametrize("name", sorted({*MODULES} - INSTALLERS))
 def test_docstring_examples(name):
     failures, _ = doctest.testmod(importlib.import_module(name))
@@ -123,12 +123,12 @@ def test_docstring_examples(name):
 @pytest.mark.parametrize("name", sorted(INSTALLERS))
 def test_docstring_examples_of_installers(name):
     program = f"import doctest, {name}, sys; exit(doctest.testmod(sys.modules[{name!r}]).failed)"
-    done = fresh_programs.run(program)
+    done = forked_programs.run(program)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
-# The public names resolve, and an unknown name raises.
-def test_public_names():
+# Public names can be imported, and an unknown name raises.
+def test_public_names_can_be_imported():
     for name in hypercomm.__all__:
         assert getattr(hypercomm, name) is not None
         assert name in dir(hypercomm)
@@ -139,8 +139,8 @@ def test_public_names():
             getattr(hypercomm, name)
 
 
-# So do the packages, and none loads torch before it must.
-def test_packages_at_the_top():
+# Subpackages can be imported, and none imports torch early.
+def test_subpackages_do_not_import_torch():
     packages = ["cli", "compat", "errors", "launch", "layout", "testing", "tools", "transfers"]
     lines = "; ".join(f"hypercomm.{name}.__name__" for name in packages)
     assert not loads_torch(f"import hypercomm; {lines}; hypercomm.errors.PlanMismatchError")
@@ -148,17 +148,15 @@ def test_packages_at_the_top():
     for name in ("grid", "training"):
         assert getattr(hypercomm, name).__name__ == f"hypercomm.{name}"
         assert name in dir(hypercomm)
-    done = fresh_programs.run("import hypercomm; print(hypercomm.compat.megatron)")
+    done = forked_programs.run("import hypercomm; print(hypercomm.compat.megatron)")
     assert done.stdout.startswith("<module 'hypercomm.compat.megatron'")
 
 
-# The places that CONTRIBUTING.md names exist.
-def test_places_in_contributing():
-    places = re.findall(
-        r"`((?:hypercomm|tests|benchmarks|\.ci)/[\w./]+)`", CONTRIBUTING.read_text()
-    )
-    assert len(places) > 10
-    assert [place for place in places if not (CONTRIBUTING.parent / place).exists()] == []
+# The paths that CONTRIBUTING.md names exist.
+def test_paths_in_contributing_exist():
+    paths = re.findall(r"`((?:hypercomm|tests|benchmarks|\.ci)/[\w./]+)`", CONTRIBUTING.read_text())
+    assert len(paths) > 10
+    assert [path for path in paths if not (CONTRIBUTING.parent / path).exists()] == []
 
 
 # The type stub has the same names as the table of the package, from the same modules.

@@ -1,4 +1,4 @@
-"""The README's program prints what it shows, and its commands are those that CI runs."""
+"""The README's program prints what the README shows, and CI runs its commands."""
 
 import re
 from pathlib import Path
@@ -10,12 +10,12 @@ README = ROOT / "README.md"
 
 
 # The program prints what the README shows.
-def test_blocks(tmp_path):
+def test_program_prints_what_is_shown(tmp_path):
     assert page_runner.run_page(README, tmp_path) == 1
 
 
-# The commands that set everything up are at the top, and CI takes them from there.
-def test_commands():
+# The commands for the setup are at the top, and CI reads them from there.
+def test_ci_runs_the_commands():
     commands = [line.split("#")[0].strip() for line in README.read_text().splitlines()[:12]]
     assert "pip install '.[cli]' && hypercomm check tp=2,cp=2,dp=2" in commands
     assert "pip install '.[cli,test]' && pytest" in commands
@@ -24,7 +24,7 @@ def test_commands():
     assert all(any(line.startswith(command) for line in commands) for command in asked)
 
 
-# It fits one and a half screens, and every link leads to a file.
+# The README fits on one and a half screens, and every link leads to a file.
 def test_size_and_links():
     text = README.read_text()
     assert len(text.splitlines()) <= 65

@@ -1,23 +1,23 @@
-"""The check of a release passes where version, changelog, wheel and tag agree, else it says why."""
+"""The release check passes if version, changelog, wheel and tag agree, and otherwise says why."""
 
 import subprocess
 import zipfile
 from pathlib import Path
 
 import pytest
-from launched import run_python
+from processes import run_python
 
 SCRIPT = Path(__file__).parent.parent / ".ci/release"
 CHANGELOG = "# Changelog\n\n## [Unreleased]\n\n## [1.2.3] - 2026-01-31\n\n### Added\n\n- All.\n"
 
 
-def git(root, *words):
+def git(root, *arguments):
     who = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
-    subprocess.run(["git", *who, *words], cwd=root, check=True, capture_output=True)
+    subprocess.run(["git", *who, *arguments], cwd=root, check=True, capture_output=True)
 
 
 def release(root, changelog=CHANGELOG, wheel="1.2.3", tag="v1.2.3"):
-    """Make a house of three files, and ask the script about it."""
+    """Make a repository of three files, and run the check on it."""
     for name, text in {
         "hypercomm/__init__.py": '__version__ = "1.2.3"\n',
         "CHANGELOG.md": changelog,
@@ -36,7 +36,7 @@ def release(root, changelog=CHANGELOG, wheel="1.2.3", tag="v1.2.3"):
     return run_python(root / ".ci/release", archive)
 
 
-def test_all_agree(tmp_path):
+def test_release_is_ready(tmp_path):
     done = release(tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "hypercomm 1.2.3: version, changelog, wheel and tag agree\n"
@@ -44,7 +44,7 @@ def test_all_agree(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("odd", "said"),
+    ("odd", "message"),
     [
         ({"wheel": "1.2.2"}, "its metadata says 1.2.2, and the package 1.2.3"),
         ({"tag": None}, "this commit has no tag v1.2.3 (it has none)"),
@@ -56,14 +56,14 @@ def test_all_agree(tmp_path):
         ({"changelog": CHANGELOG.replace("d]\n", "d]\n- new\n", 1)}, "[Unreleased] is not empty"),
     ],
 )
-def test_what_differs(tmp_path, odd, said):
+def test_differences_are_reported(tmp_path, odd, message):
     done = release(tmp_path, **odd)
     assert done.returncode == 1
-    assert said in done.stderr
+    assert message in done.stderr
     assert done.stdout == "hypercomm 1.2.3: not ready\n"
 
 
-def test_no_wheel():
+def test_usage_without_a_wheel():
     done = run_python(SCRIPT)
     assert done.returncode == 2
     assert done.stderr.startswith("usage: ")

@@ -1,4 +1,4 @@
-"""The norm of gradients over ranks is that of the whole model in one process."""
+"""The norm of gradients over ranks equals the norm of the whole model in one process."""
 
 import math
 
@@ -16,7 +16,7 @@ SHAPES = {"split": (4, 6), "whole": (6,), "sharded": (8, 4), "experts": (4, 5)}
 
 
 def full(name, stage):
-    """The gradient of a parameter of a stage, in the whole model."""
+    """Return the gradient of a parameter of a stage in the whole model."""
     seed = [*name.encode(), stage]
     return np.random.default_rng(seed).normal(size=SHAPES[name]).astype(np.float32) * 3
 
@@ -25,7 +25,7 @@ EVERY = np.concatenate([full(name, stage).ravel() for name in SHAPES for stage i
 
 
 def cut(tensor, mesh, placements):
-    """A tensor that all ranks have, as a DTensor."""
+    """Return a tensor that all ranks have as a DTensor."""
     at = mesh.get_local_rank(0)
     return DTensor.from_local(tensor.chunk(mesh.size(0))[at], mesh, placements, run_check=False)
 
@@ -37,8 +37,9 @@ def parameter(gradient):
 
 
 def pieces(grid):
-    """What of each gradient is on this rank, by the dims that cut it."""
-    tp, dp, stage = grid["tp"], grid["dp"], grid["pp"].rank
+    """Return the parts of the gradients on this rank, by the dims that cut them."""
+    tp, dp = grid["tp"], grid["dp"]
+    stage = grid["pp"].rank
     expert = grid.view("expert")["ep"]
     split = np.split(full("split", stage), tp.size)[tp.rank]
     experts = np.split(full("experts", stage), expert.size)[expert.rank]
@@ -54,10 +55,12 @@ def pieces(grid):
     }
 
 
-# Shards of tp, of FSDP2, of experts, replicas and stages: each element counts once, on all ranks.
+# Parameters cut by tp, FSDP2, experts or stages, and replicas: each element counts once, on all
+# ranks.
 @pytest.mark.ranks(8)
-def test_norms_of_a_model():
-    rank, right = dist.get_rank(), {}
+def test_norm_matches_the_whole_model():
+    rank = dist.get_rank()
+    right = {}
     with HyperCommGrid("tp=2,dp=2,pp=2") as grid:
         grid.register_view("expert", [4, 2], ["ep", "pp"], ["pp"])
         grid.create_pgs(["tp", "dp"])
@@ -76,28 +79,28 @@ def test_norms_of_a_model():
         assert split == pytest.approx(own / right[2.0], rel=1e-4)
 
 
-# A DTensor says itself how it is cut; dims that say otherwise are refused.
+# The placements of a DTensor show how it is cut. Dims that contradict them raise.
 @pytest.mark.ranks(4)
-def test_mistakes_of_dtensors():
+def test_dims_must_match_dtensors():
     with HyperCommGrid("tp=2,dp=2") as grid:
         grid.create_pgs(["tp", "dp"])
         mesh = grid.device_mesh("dp", "tp")
         whole = cut(torch.ones(4), mesh, [Shard(0), Replicate()])
         partial = DTensor.from_local(torch.ones(4), mesh["dp"], [Partial()])
-        for dims, gradient, words in (
+        for dims, gradient, message in (
             ("tp", whole, r"cut along 'dp', .* under dims \('tp',\)"),
             (("tp", "dp"), whole, r"whole along 'tp', .* under dims \('tp', 'dp'\)"),
             ("dp", partial, "not summed over 'dp' yet"),
         ):
             weight = torch.nn.Parameter(torch.zeros_like(gradient))
             weight.grad = gradient
-            with pytest.raises(HyperCommError, match=words):
+            with pytest.raises(HyperCommError, match=message):
                 grad_norm({grid[dims]: [weight]})
 
 
-# One process is torch's own function.
+# In one process, the result is the same as torch's.
 @pytest.mark.parametrize("kind", [1.0, 2.0, math.inf])
-def test_alone(kind):
+def test_norm_in_one_process_matches_torch(kind):
     weights = [torch.nn.Parameter(torch.zeros(3, 4)) for _ in range(3)]
     twins = [torch.nn.Parameter(torch.zeros(3, 4)) for _ in range(3)]
     for weight, twin in zip(weights[:2], twins[:2], strict=True):
@@ -110,63 +113,70 @@ def test_alone(kind):
     assert grad_norm({None: []}) == 0
 
 
-# The norm is computed in the dtype of the gradients, and no narrower one.
+# The norm is computed in the dtype of the gradients or a wider one.
 @pytest.mark.parametrize("kind", [1.0, 2.0, 3.0, math.inf])
 @pytest.mark.parametrize("dtypes", [("d",), ("d", "f"), ("f", "d"), ("D",), ("f",), ("F", "f")])
-def test_dtypes(dtypes, kind):
+def test_norm_of_any_dtypes_matches_torch(dtypes, kind):
     gradients = [torch.tensor(np.array([3.1e5, 1.7, -2.3], dtype)) for dtype in dtypes]
     twins = [parameter(gradient.clone()) for gradient in gradients]
     right = torch.nn.utils.clip_grad_norm_(twins, 0.5, kind)
     weights = [parameter(gradient.clone()) for gradient in gradients]
     found = clip_grad_norm_({None: weights}, 0.5, kind)
     precision = 1e-14 if right.dtype == torch.float64 else 1e-6
-    assert (found.item(), found.dtype) == (pytest.approx(right.item(), precision), torch.float64)
+    assert found.item() == pytest.approx(right.item(), precision)
+    assert found.dtype == torch.float64
     for weight, twin in zip(weights, twins, strict=True):
         torch.testing.assert_close(weight.grad, twin.grad)
 
 
-# float64 holds numbers that are infinite in float32.
-def test_large_numbers():
+# Gradients in float64 may have values that are infinite in float32.
+def test_values_beyond_float32():
     weight = parameter(torch.tensor([1e50, 1.0, 2.0], dtype=torch.float64))
     norm = clip_grad_norm_({None: weight}, 1.0)
-    assert (norm.item(), norm.dtype) == (1e50, torch.float64)
+    assert norm.item() == 1e50
+    assert norm.dtype == torch.float64
     np.testing.assert_allclose(weight.grad.numpy(), [1.0, 1e-50, 2e-50], rtol=1e-15)
     scalar = parameter(torch.tensor(2.0))  # a parameter without dims
     clip_grad_norm_({None: scalar}, 1.0)
-    assert (scalar.grad.item(), scalar.grad.dtype) == (pytest.approx(1.0), torch.float32)
+    assert scalar.grad.item() == pytest.approx(1.0)
+    assert scalar.grad.dtype == torch.float32
 
 
-# Gradients in bfloat16 are scaled by a factor in float32, and rounded once.
+# Gradients in bfloat16 are scaled by a float32 factor, and rounded once.
 def test_factor_of_half_precision():
     gradient = torch.arange(1, 129).bfloat16()
     right = np.arange(1, 129)
     norm = np.linalg.norm(right)
     weight = parameter(gradient.clone())
     found = clip_grad_norm_({None: weight}, 0.1255 * norm)
-    assert (found.item(), found.dtype) == (pytest.approx(norm, rel=1e-6), torch.float64)
+    assert found.item() == pytest.approx(norm, rel=1e-6)
+    assert found.dtype == torch.float64
     wanted = torch.tensor(right * 0.1255).bfloat16()
     torch.testing.assert_close(weight.grad, wanted, rtol=0, atol=0)
 
 
-# All ranks have one norm in one dtype, also those that have no gradient in float64, or none.
+# All ranks have the same norm in the same dtype, even if some have no float64 gradient or none at
+# all.
 @pytest.mark.ranks(2)
-def test_dtypes_of_ranks():
+def test_ranks_with_different_dtypes():
     with HyperCommGrid("tp=2") as grid:
-        tp, first = grid["tp"], grid["tp"].rank == 0
+        tp = grid["tp"]
+        first = tp.rank == 0
         large = torch.tensor([3e50, 0.1], dtype=torch.float64)
         for other in ([], [parameter(torch.tensor([4.0]))]):
             for kind in (1.0, 2.0, math.inf):
                 norm = grad_norm({tp: [parameter(large)] if first else other}, kind)
-                assert (norm.item(), norm.dtype) == (pytest.approx(3e50, rel=1e-15), torch.float64)
+                assert norm.item() == pytest.approx(3e50, rel=1e-15)
+                assert norm.dtype == torch.float64
         own = torch.tensor([1 / 3], dtype=torch.float64)
         norm = grad_norm({tp: [parameter(own)], None: [parameter(torch.tensor([0.25]))]})
         assert norm.item() == pytest.approx(math.sqrt(2 / 9 + 0.0625), rel=1e-15)
         assert grad_norm({tp: parameter(torch.ones(1))}).dtype == torch.float64
 
 
-# Ranks may have nothing where others have something, or in another dtype; a NaN is not lost.
+# Some ranks may have no gradient, an empty one, or another dtype. A NaN on one rank is kept.
 @pytest.mark.ranks(2)
-def test_odd_ranks():
+def test_ranks_with_different_gradients():
     with HyperCommGrid("dp=2") as grid:
         dp = grid["dp"]
         first = dp.rank == 0

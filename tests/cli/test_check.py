@@ -1,4 +1,4 @@
-"""`hypercomm check` as a user meets it: on local ranks, and as a rank of a launched job."""
+"""`hypercomm check`, on local ranks and as a rank of a launched job."""
 
 import json
 import os
@@ -11,26 +11,29 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from busy import late_s, wait_until
-from launched import rank_free
+from processes import launcher_free
+from time_limits import scaled_s, wait_until
 
 from hypercomm.cli.check import probe_local
 
 SOON_S = 30
-"""An interrupted check ends immediately; one that ignored it would continue for minutes."""
+"""An interrupted check ends within this time. One that ignores Ctrl-C runs for minutes."""
 
 CHECK = [sys.executable, "-m", "hypercomm", "check"]
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
 
-# --groups chooses, of views too; --json prints one object. Groups of one have no figures.
-def test_views(in_process):
+# --groups selects groups, also of views, and --json prints one object. Groups of one have no
+# timings.
+def test_groups_and_views_as_json(in_process):
     arguments = ("--nproc", "4", "--view", "moe:ep=4,pp=1", "--groups", "dp,ep,cp", "--json")
     answer = json.loads(in_process("check", "tp=2,cp=1,dp=-1", *arguments).stdout)
     assert (answer["ok"], answer["ranks"], answer["failed"]) == (True, 4, None)
     rows = answer["groups"]
     assert [(row["view"], row["dims"], row["groups"], row["size"]) for row in rows] == [
-        *((None, ["dp"], 2, 2), ("moe", ["ep"], 1, 4), (None, ["cp"], 4, 1))
+        (None, ["dp"], 2, 2),
+        ("moe", ["ep"], 1, 4),
+        (None, ["cp"], 4, 1),
     ]
     assert all(0 < row["creation_s"] < 10 and row["wrong"] == [] for row in rows)
     assert all(row["bandwidth_bytes_per_s"] > 0 for row in rows[:2])
@@ -40,15 +43,15 @@ def test_views(in_process):
 
 @pytest.fixture
 def all_reduce_on_ranks(monkeypatch):
-    """Let the ranks of a check call something before each all-reduce, with its arguments."""
+    """Return a function that makes the ranks of a check call `act` before each all-reduce."""
 
     def replace(act):
         def probe(request):
-            honest = dist.all_reduce
+            real_all_reduce = dist.all_reduce
 
             def all_reduce(tensor, **options):
                 act(tensor, **options)
-                return honest(tensor, **options)
+                return real_all_reduce(tensor, **options)
 
             dist.all_reduce = all_reduce
             probe_local(request)
@@ -58,23 +61,24 @@ def all_reduce_on_ranks(monkeypatch):
     return replace
 
 
-# A rank whose numbers are wrong makes every group that it is in wrong, with ranks and coordinates.
-def test_wrong_results(in_process, all_reduce_on_ranks):
+# A rank with wrong results is reported in every group that it is in, with ranks and coordinates.
+def test_wrong_results_are_reported(in_process, all_reduce_on_ranks):
     def falsify(tensor, **_):
-        tensor += (dist.get_rank() == 3) * (tensor.dtype == torch.int64)
+        if dist.get_rank() == 3 and tensor.dtype == torch.int64:
+            tensor += 1
 
     all_reduce_on_ranks(falsify)
     done = in_process("check", "tp=2,dp=2", "--groups", "tp,dp")
     assert (done.returncode, done.stderr) == (1, "")
-    # rank 2 holds 3 and 4, rank 3 holds 4 and 9, and adds 1 to both
+    # rank 2 has 3 and 4, rank 3 has 4 and 9 and adds 1 to both
     line = "rank {} in group tp of ranks [2, 3]: all-reduce gave [8, 14], expected [7, 13]"
     assert line.format("2 (tp=0, dp=1)") in done.stdout
     assert line.format("3 (tp=1, dp=1)") in done.stdout
     assert [int(rank) for rank in re.findall(r"wrong rank (\d)", done.stdout)] == [2, 3, 1, 3]
 
 
-# 4 processes are started for each core, 8 at least; --force starts any number.
-def test_the_bound_by_cores(in_process, monkeypatch):
+# At most 4 processes per core are started, or 8. --force starts any number.
+def test_number_of_processes_is_limited(in_process, monkeypatch):
     started = []
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(3), raising=False)
     monkeypatch.setattr(
@@ -88,8 +92,8 @@ def test_the_bound_by_cores(in_process, monkeypatch):
     assert started == [12, 13]
 
 
-# A rank that is killed ends the check: which rank, where it was, and in which group.
-def test_a_rank_that_is_killed(in_process, all_reduce_on_ranks):
+# If a rank is killed, the check ends with the rank, its coordinates, its host and the group.
+def test_killed_rank_is_reported(in_process, all_reduce_on_ranks):
     def die(_, group=None, **__):
         if dist.get_rank() == 3 and dist.get_process_group_ranks(group) == [1, 3]:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -102,24 +106,24 @@ def test_a_rank_that_is_killed(in_process, all_reduce_on_ranks):
 
 
 def session_of(process):
-    """What the processes of a session run, without its leader."""
-    words = ["ps", "-ww", "-o", "pid=,args=", "-s", str(process.pid)]
-    listed = subprocess.run(words, capture_output=True, text=True, check=False)
+    """Return the command lines of the processes of a session, without its leader."""
+    command = ["ps", "-ww", "-o", "pid=,args=", "-s", str(process.pid)]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line.split(maxsplit=1) for line in listed.stdout.splitlines()]
     return [args for pid, args in lines if int(pid) != process.pid]
 
 
-# Ctrl-C ends the check and all of its processes, with exit code 130 and one line, long before it
-# would have finished or timed out; while torch is still being loaded, too.
+# Ctrl-C ends the check and all of its processes, with exit code 130 and one line, long before the
+# check would end. This also holds while torch is being imported.
 @pytest.mark.full
 @pytest.mark.parametrize("processes", [1, 9], ids=["the fork server", "all ranks"])
 @pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c(processes):
+def test_ctrl_c_ends_all_processes(processes):
     command = [*CHECK, "tp=2,cp=2,dp=2"]
-    process = subprocess.Popen(command, **PIPES, env=rank_free(), start_new_session=True)
+    process = subprocess.Popen(command, **PIPES, env=launcher_free(), start_new_session=True)
     wait_until(lambda: sum("forkserver" in each for each in session_of(process)) >= processes, 60)
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=late_s(SOON_S))
+    _, err = process.communicate(timeout=scaled_s(SOON_S))
     assert process.returncode == 130
     assert "hypercomm: interrupted; every rank that was started has been ended" in err
     assert "Traceback" not in err
@@ -129,8 +133,8 @@ def test_ctrl_c(processes):
 JOB = {"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 
 
-# If a launcher's variables describe a job that cannot be joined, nothing is started. Rank 0 says
-# what all ranks would say; each rank what is wrong on its host.
+# If the launcher's variables describe a job that cannot be joined, nothing is started. Rank 0
+# prints errors that all ranks have, and each rank prints errors of its host.
 @pytest.mark.parametrize(
     ("environment", "code", "message"),
     [
@@ -145,7 +149,7 @@ JOB = {"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
         ),
     ],
 )
-def test_a_job_that_cannot_be_joined(environment, code, message, in_process, monkeypatch):
+def test_job_that_cannot_be_joined(environment, code, message, in_process, monkeypatch):
     for name, value in (environment | {"TORCH_CPP_LOG_LEVEL": "FATAL"}).items():
         monkeypatch.setenv(name, value)
     waited = []
@@ -154,9 +158,11 @@ def test_a_job_that_cannot_be_joined(environment, code, message, in_process, mon
         "hypercomm.process_groups.torch_internals.why_unavailable", lambda _: "is broken"
     )
     done = in_process("check", "tp=2")
-    shown, silent = (done.stderr, done.stdout)[:: 1 if code == 2 else -1]
-    assert (done.returncode, silent) == (code, "")
+    shown, silent = (done.stderr, done.stdout) if code == 2 else (done.stdout, done.stderr)
+    assert done.returncode == code
+    assert silent == ""
     if message is None:
-        assert (shown, sum(waited)) == ("", 3)
+        assert shown == ""
+        assert sum(waited) == 3
     else:
         assert message in shown.replace(socket.gethostname(), "HOST")

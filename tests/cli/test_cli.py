@@ -1,4 +1,4 @@
-"""The command line as a user meets it: arguments, two streams and an exit code."""
+"""The commands `plan`, `diff`, `place`, `draw` and `blame`: output, errors and exit codes."""
 
 import importlib.util
 import json
@@ -8,19 +8,19 @@ import subprocess
 import sys
 
 import pytest
-from launched import rank_free, run_python
+from processes import launcher_free, run_python
 
 from hypercomm import __version__
 
 
 def hypercomm(*arguments, before="", **variables):
-    """Run the command in a process, after some code has run there."""
+    """Run the command in a process, after the code `before` has run there."""
     program = f"{before}\nimport sys; from hypercomm.__main__ import main; sys.exit(main())"
     return run_python("-c", program, *arguments, **variables)
 
 
-# The plan's numbers are those of the layout; its table is on the site's page of it.
-def test_plan(in_process):
+# The numbers of a plan match the layout. (The table is checked with the page that shows it.)
+def test_plan_as_json(in_process):
     sizes = "tp=8,cp=2,dp=64,pp=8"
     plan = json.loads(in_process("plan", sizes, "--rank", "37", "--json").stdout)
     assert (plan["ranks"], plan["hosts"], plan["rank"]) == (8192, 1024, 37)
@@ -33,12 +33,12 @@ def test_plan(in_process):
     assert rows["dp"]["example"] == list(range(5, 5 + 16 * 16, 16))
     assert rows["tp+cp"]["hosts_per_group"] == [2, 2]
     assert plan["ranks_per_host"] == [8, 8]
-    # of more than six dims there are only the pairs: twenty have a million combinations
+    # above six dims only pairs are listed: twenty dims have a million combinations
     found = in_process("plan", ",".join(f"d{number}=2" for number in range(7)), "--json").stdout
     assert len(json.loads(found)["groups"]) == 7 + 21
 
 
-# Hosts are those of a machine, in every form that place takes: here 4, 2 and 6 GPUs.
+# --on accepts every form that place accepts. Here three hosts have 4, 2 and 6 GPUs.
 def test_plan_on_a_machine(in_process, tmp_path):
     file = tmp_path / "hosts"
     file.write_text("a slots=4\nb slots=2\nc slots=6\n", encoding="utf-8")
@@ -51,8 +51,8 @@ def test_plan_on_a_machine(in_process, tmp_path):
     assert (on_four["hosts"], on_four["groups"][0]["hosts_per_group"]) == (4, [2, 2])
 
 
-# The groups of a view are listed, or some of them, and the coordinates in it.
-def test_views(in_process):
+# The plan lists the groups of a view, or the selected ones, and the coordinates in the view.
+def test_plan_with_a_view(in_process):
     view = ("plan", "tp=2,dp=4", "--view", "expert:ep=4,rest=-1", "--rank", "5")
     answer = json.loads(in_process(*view, "--json").stdout)
     assert answer["views"]["expert"]["coords"] == {"ep": 1, "rest": 1}
@@ -62,19 +62,18 @@ def test_views(in_process):
     assert re.search(r"\ndp +2 +4 +2 +1 +1 3 5 7\nexpert:ep +2 +4 +1 +1 +4 5 6 7\n$", text)
 
 
-# A million ranks are planned in under a second on a quiet machine, process start included: twice
-# that of the processor here, as other tests run. torch is not loaded for it.
+# A million ranks are planned in less than a second on a quiet machine, process start included. The
+# limit is two seconds of CPU time, because other tests run. torch is not imported.
 def test_plan_of_a_million_ranks():
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = hypercomm(
-        *("plan", "tp=8,cp=2,dp=1024,pp=64"), before="import sys; sys.modules['torch'] = None"
-    )
+    block_torch = "import sys; sys.modules['torch'] = None"
+    done = hypercomm("plan", "tp=8,cp=2,dp=1024,pp=64", before=block_torch)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
     assert "1,048,576 ranks" in done.stdout
 
 
-# A size that is unspecified is that of the job whose rank this is; a size that is given needs none.
+# An unspecified size is inferred from the job of this process. Other sizes do not need a job.
 @pytest.mark.parametrize(
     ("environment", "sizes", "layout"),
     [
@@ -92,8 +91,8 @@ def test_plan_in_a_job(environment, sizes, layout, in_process, monkeypatch):
     assert layout in (done.stderr or json.loads(done.stdout)["layout"])
 
 
-# tp takes cp in, so that tp+cp becomes the new tp. An unspecified size is inferred from the other
-# layout, or from --world-size on both. Names that look like markup are printed as they are.
+# tp absorbs cp, so tp+cp becomes the new tp. An unspecified size is inferred from the other layout,
+# or from --world-size for both. Names that look like markup are printed literally.
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -102,7 +101,7 @@ def test_plan_in_a_job(environment, sizes, layout, in_process, monkeypatch):
         ("[tp]=2,cp=2,dp", "[tp]=4,dp", "--world-size", "8"),
     ],
 )
-def test_diff(arguments, in_process):
+def test_diff_as_text_and_json(arguments, in_process):
     last = in_process("diff", *arguments).stdout.splitlines()[-1]
     assert last.endswith("7 of 19 groups are kept, 12 gone, 0 new; 4 of 8 ranks change coordinates")
     answer = json.loads(in_process("diff", *arguments, "--json").stdout)
@@ -112,14 +111,14 @@ def test_diff(arguments, in_process):
     assert answer["changes"][3] == {**row, "size": 4, "kept": 2, "result": "kept"}
 
 
-# A reader that closes the pipe, as head does, is no error.
+# A reader that closes the pipe, as `head` does, causes no error.
 @pytest.mark.parametrize("form", [(), pytest.param(("--json",), marks=pytest.mark.full)])
-def test_a_closed_pipe(form):
+def test_closed_pipe(form):
     with subprocess.Popen(
         [sys.executable, "-m", "hypercomm", "plan", ",".join(f"d{i}=1" for i in range(999)), *form],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=rank_free(),
+        env=launcher_free(),
     ) as process:
         process.stdout.read(10)
         process.stdout.close()
@@ -130,7 +129,8 @@ def test_a_closed_pipe(form):
 NO_JOB = "torchrun --no-python" if importlib.util.find_spec("torch") else "needs torch: pip install"
 
 
-# Every mistake in a call ends with exit code 2, nothing on stdout, the offending part, and no file.
+# Every mistake ends with exit code 2, no output on stdout, the wrong part in the message, and no
+# file.
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -172,7 +172,7 @@ NO_JOB = "torchrun --no-python" if importlib.util.find_spec("torch") else "needs
         ("blame", "Missing argument 'FOLDER'"),
     ],
 )
-def test_mistakes(arguments, message, in_process, tmp_path, monkeypatch):
+def test_mistakes_exit_with_code_2(arguments, message, in_process, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = in_process(*arguments.split())
     assert (done.returncode, done.stdout) == (2, "")
@@ -181,8 +181,9 @@ def test_mistakes(arguments, message, in_process, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-# The version, the help, and what to install for the command line or a command that needs torch.
-def test_without_torch_or_an_extra():
+# --version and --help work without torch. Errors say what to install for a command that needs
+# torch, or for the command line.
+def test_without_torch_or_click():
     assert hypercomm("--version").stdout.split()[-1] == __version__
     for command in ((), ("plan",), ("check",)):
         assert hypercomm(*command, "--help").stdout.startswith("Usage: ")

@@ -1,11 +1,11 @@
-"""`hypercomm doctor` as a user meets it, on the torch at hand and on one that lacks something."""
+"""`hypercomm doctor`, with the installed torch and with changed environments."""
 
 import json
 import os
 import sys
 from importlib import metadata
 
-import fresh_programs
+import forked_programs
 from test_cli import hypercomm
 
 from hypercomm import __version__
@@ -16,27 +16,28 @@ PROGRAM = "import sys; from hypercomm.cli import main; sys.exit(main(sys.argv[1:
 
 WITH_GPUS = """
 import torch
-torch.cuda.device_count, torch.cuda.get_device_name = lambda: 2, lambda _: "Tesla [T4]"
+torch.cuda.device_count = lambda: 2
+torch.cuda.get_device_name = lambda _: "Tesla [T4]"
 """
 
 
 def doctor(*arguments, before="", **variables):
-    """The output of the command in a fresh process, after some code has run there."""
-    return fresh_programs.run(
+    """Run the command in a new process, after the code `before` has run there."""
+    return forked_programs.run(
         f"{before}\n{PROGRAM}", "doctor", *arguments, environment=UNTOUCHED | variables
     )
 
 
 def answer(before="", **variables):
-    """The exit code, and what JSON says."""
+    """Return the exit code and the JSON output."""
     done = doctor("--json", before=before, **variables)
     assert done.stderr == ""
     return done.returncode, json.loads(done.stdout)
 
 
-# Versions are those that are installed. Every backend that torch knows and every way of creating
-# groups is there, with the reason where it cannot work. The text has all that JSON has.
-def test_report():
+# The report has the installed versions, every backend that torch knows and every creation strategy,
+# with the reason if it cannot be used. The text has everything that the JSON has.
+def test_report_as_json_and_text():
     code, found = answer()
     assert (code, found["ok"], found["problems"]) == (0, True, [])
     versions, reasons = found["versions"], found["backends"]
@@ -45,23 +46,25 @@ def test_report():
     assert versions["hypercomm"] == __version__
     assert versions["torch"].split("+")[0] == metadata.version("torch").split("+")[0]
     assert versions["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert (reasons["gloo"], reasons["mpi"]) == (None, "is not available in this build of torch")
+    assert reasons["gloo"] is None
+    assert reasons["mpi"] == "is not available in this build of torch"
     assert {"nccl", "ucc"} <= set(reasons)
     states = found["strategies"]
-    assert (states["local"], states["enumerate"]) == (None, None)
+    assert states["local"] is None
+    assert states["enumerate"] is None
     assert "WORLD is not bound to a device" in states["split"]
     done = doctor(before=WITH_GPUS)
     assert (done.returncode, done.stderr) == (0, "")
     assert max(map(len, done.stdout.splitlines())) <= 100
     assert "\x1b" not in done.stdout
-    words = " ".join(done.stdout.split())
-    assert "GPUs 2 x Tesla [T4] launcher none" in words
-    assert [name for name in {*reasons, *states, *versions} if name not in words] == []
+    text = " ".join(done.stdout.split())
+    assert "GPUs 2 x Tesla [T4] launcher none" in text
+    assert [name for name in {*reasons, *states, *versions} if name not in text] == []
 
 
-# Where no group can be created the exit code is 1, and the reason is said. Variables that matter
-# are shown with their values, however long; no other is. The job that it finds is not joined.
-def test_environment():
+# If no group can be created, the exit code is 1 and the reason is reported. Relevant variables are
+# shown with their values, however long, and no others. The job that is found is not joined.
+def test_environment_is_reported():
     matter = {"GLOO_SOCKET_IFNAME": "nosuch0", "NCCL_DEBUG_FILE": "x" * 150, "SLURM_PROCID": ""}
     launcher = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}
     others = {"MY_SECRET": "hush-1", "MY_NCCL_KEY": "hush-2", "SLURM_JWT": "hush-3"}
@@ -76,8 +79,8 @@ def test_environment():
     assert "(empty)" in text
 
 
-# Without torch the versions are reported all the same.
-def test_without_torch():
+# Without torch, versions are still reported.
+def test_report_without_torch():
     done = hypercomm("doctor", "--json", before="import sys; sys.modules['torch'] = None")
     found = json.loads(done.stdout)
     assert (done.returncode, found["strategies"], found["gpus"]) == (1, {}, None)

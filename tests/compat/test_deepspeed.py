@@ -1,4 +1,4 @@
-"""What DeepSpeed takes: an Mpu on any grid, and a ProcessTopology made from a layout."""
+"""DeepSpeed: an Mpu on any grid, and a ProcessTopology from a layout."""
 
 import importlib.util
 import os
@@ -25,7 +25,7 @@ needs_deepspeed = pytest.mark.skipif(
     HOME is None, reason="deepspeed is not installed: the extra `test` brings it on Linux"
 )
 
-# Which parts make the group that a name asks for.
+# The parts whose dims form the group behind a name of an mpu.
 PARTS = {
     "tensor_model": ("tp",),
     "slice": ("tp",),
@@ -44,7 +44,7 @@ def plain(group):
 
 
 def line_through(shape, rank, axes):
-    """The ranks that share a rank's places along all other axes, the first axis the fastest."""
+    """Return the ranks that differ from `rank` along `axes` only, the first axis the fastest."""
     world = np.arange(np.prod(shape)).reshape(shape[::-1])
     place = list(np.unravel_index(rank, world.shape))
     for axis in axes:
@@ -63,9 +63,9 @@ def worlds(draw):
     return shape, parts, draw(st.integers(0, int(np.prod(shape)) - 1))
 
 
-# Whatever dims play a part, each answer is that of the line through an array of the world.
+# Whatever part each dim has, the groups, ranks and sizes match lines through an array of the world.
 @given(worlds())
-def test_membership(drawn):
+def test_mpu_matches_numpy(drawn):
     shape, parts, rank = drawn
     names = [f"d{axis}" for axis in range(len(shape))]
     roles = {
@@ -88,12 +88,13 @@ def test_membership(drawn):
                 assert mpu.get_data_parallel_group_ranks() == ranks
 
 
-# Every name that DeepSpeed's sources ask an mpu for is there, but for two: one that says that there
-# is no model parallel, and one of DeepSpeed's own module, which stands in for an mpu.
+# An Mpu has every name that DeepSpeed's sources read from an mpu, apart from two: one that says
+# that there is no model parallelism, and one of a DeepSpeed module that can replace an mpu.
 @needs_deepspeed
-def test_every_name_that_deepspeed_asks_for():
+def test_mpu_has_every_name_that_deepspeed_reads():
     sources = Path(HOME.submodule_search_locations[0])
-    asked, by_pipelines = set(), set()
+    asked = set()
+    by_pipelines = set()
     for source in sources.rglob("*.py"):
         found = re.findall(
             r"\bmpu\.(\w+)\(|(?:has|get)attr\((?:self\.|groups\.)?mpu, ['\"](\w+)['\"]",
@@ -109,20 +110,21 @@ def test_every_name_that_deepspeed_asks_for():
     assert missing - slices == absent  # DeepSpeed asks for the newer names first
 
 
-# Dims that the grid lacks have size 1: a group of the calling rank alone, never None or WORLD.
-def test_missing_dims():
+# A dim that the grid lacks has size 1: its group has the calling rank only, and is not None or
+# WORLD.
+def test_missing_dims_have_size_1():
     with fake_world(8, rank=5), HyperCommGrid([8], ["dp"]) as grid:
         mpu = Mpu(grid, tp=None, sp=["cp", "cp_outer"])
         names = ("tensor_model", "pipeline_model", "model", "sequence")
         groups = [getattr(mpu, f"get_{name}_parallel_group")() for name in names]
-        assert [plain(group) for group in groups] == [[5]] * 4
+        assert [plain(group) for group in groups] == [[5], [5], [5], [5]]
         assert mpu.get_model_parallel_rank() == 0
         assert mpu.get_sequence_data_parallel_group() is mpu.get_data_parallel_group()
 
 
-# Groups that exist are found, whatever their options; the rest is created once, one for each set of
-# ranks; a second mpu creates nothing; and all of them go with the grid.
-def test_groups_are_the_grids():
+# Existing groups are used, whatever their options. Others are created once per set of ranks. A
+# second Mpu creates nothing. All groups are destroyed with the grid.
+def test_mpu_uses_groups_of_the_grid():
     with fake_world(16, rank=5):
         before = registered_groups()
         with HyperCommGrid([2, 2, 4, 1], ["tp", "cp", "dp", "pp"]) as grid:
@@ -149,17 +151,17 @@ def make_one():
         Mpu(grid, sp="cp")
 
 
-# All ranks create the same groups, in an order that works: 6 of tp, 4 of cp, 6 of dp, 2 of cp with
-# dp, and 12 of one rank.
-def test_all_ranks():
+# All ranks create the same groups in the same order: 6 of tp, 4 of cp, 6 of dp, 2 of cp with dp,
+# and 12 of one rank.
+def test_all_ranks_agree():
     assert str(simulate(make_one, 12)) == (
         "12 of 12 ranks: 30 process groups, 5 on each rank\nall ranks agree"
     )
 
 
-# A rank outside the grid may make one, as it may create groups; torch would take None for WORLD, so
-# it gets no answer.
-def test_outside():
+# A rank outside the grid can make an Mpu, as it can create groups. Its getters raise, because torch
+# would take None for WORLD.
+def test_getters_outside_the_grid_raise():
     with fake_world(8, rank=6), HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
         mpu = Mpu(grid)
         with pytest.raises(errors.RankOutsideError, match="rank 6 is not in the grid tp=2,dp=2"):
@@ -173,9 +175,10 @@ AXES = {"pp": "pipe", "dp": "data", "tp": "model"}
 
 @st.composite
 def numberings(draw):
-    """Draw a layout of neighbouring parts, each of one dim or of several."""
+    """Draw a layout where each part has one or two neighbouring dims."""
     parts = draw(st.permutations(["tp", "dp", "pp"]))[draw(st.integers(0, 2)) :]
-    shape, names, roles = [], [], dict.fromkeys(AXES)
+    shape, names = [], []
+    roles = dict.fromkeys(AXES)
     for part in parts:
         sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=2))
         roles[part] = [f"{part}{place}" for place in range(len(sizes))]
@@ -184,9 +187,9 @@ def numberings(draw):
     return RankLayout(shape, names), roles
 
 
-# The axes number the ranks as the layout does: along each, an array of them has the same groups.
+# The axes number the ranks like the layout: along each axis, an array of them has the same groups.
 @given(numberings())
-def test_axes(drawn):
+def test_topology_axes_match_numpy(drawn):
     layout, roles = drawn
     axes = topology_axes(layout, **roles)
     assert {"pipe", "data"} <= set(axes) <= {"pipe", "data", "model"}
@@ -201,7 +204,7 @@ def test_axes(drawn):
             assert sorted(lines.tolist()) == sorted(map(list, groups))
 
 
-# ---- with DeepSpeed itself ----------------------------------------------------------------------
+# ---- with DeepSpeed -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -209,10 +212,10 @@ def theirs():
     return pytest.importorskip("deepspeed.runtime.pipe.topology")
 
 
-# On any layout of ranks from 0 on, DeepSpeed finds the coordinates and groups of the layout.
+# For any layout that starts at rank 0, DeepSpeed's topology has its coordinates and groups.
 @pytest.mark.clients
 @given(layouts(dim_names=["tp", "dp", "pp"], max_offset=0), st.data())
-def test_their_coordinates(theirs, layout, data):
+def test_topology_has_the_coordinates_of_the_layout(theirs, layout, data):
     topology = process_topology(layout)
     assert type(topology) is theirs.ProcessTopology
     rank = data.draw(st.sampled_from(layout.ranks))
@@ -229,14 +232,15 @@ def test_their_coordinates(theirs, layout, data):
 STEPS, BATCH, SEQUENCE, HEADS, SIZE = 4, 4, 8, 2, 4
 
 
-def beside_deepspeed(shape, dims):
-    """What an Mpu and DeepSpeed's own grid answer on the topology of one layout."""
+def answers_of_both(shape, dims):
+    """Return what an Mpu and DeepSpeed's grid on the same layout return from their getters."""
     import deepspeed
     from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
     deepspeed.init_distributed("gloo")
     with HyperCommGrid(shape, dims) as grid:
-        mpu, theirs = Mpu(grid), PipelineParallelGrid(process_topology(grid))
+        mpu = Mpu(grid)
+        theirs = PipelineParallelGrid(process_topology(grid))
         return [
             {name: _plain(getattr(asked, name)()) for name in dir(theirs) if _is_asked(name)}
             for asked in (mpu, theirs)
@@ -252,31 +256,32 @@ def _plain(answer):
     return sorted(dist.get_process_group_ranks(answer)) if is_group else answer
 
 
-# An Mpu answers as DeepSpeed's own grid does, on a topology made from the same layout.
+# On a topology made from the same layout, an Mpu and DeepSpeed's grid return the same.
 @pytest.mark.clients
 @needs_deepspeed
 @pytest.mark.parametrize("dims", ["tp dp pp", "dp pp tp"])
-def test_beside_deepspeeds_grid(dims):
-    arguments = [2, 2, 2], dims.split()
-    for ours, theirs in run_ranks(beside_deepspeed, 8, args=arguments):
+def test_mpu_matches_deepspeeds_grid(dims):
+    arguments = ([2, 2, 2], dims.split())
+    for ours, theirs in run_ranks(answers_of_both, 8, args=arguments):
         assert ours == theirs
         assert len(ours) == 17
 
 
 def attention(query, key, value):
-    """Attend within [batch, sequence, heads, size], as DeepSpeed's layer wants it."""
+    """Attention on [batch, sequence, heads, size], as DeepSpeed's layer calls it."""
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     return nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
 
 
 class Model(nn.Module):
-    """One layer of attention, and what comes before and behind."""
+    """One layer of attention between two linear layers."""
 
     def __init__(self, attend):
         super().__init__()
         torch.manual_seed(0)
         width = HEADS * SIZE
-        self.first, self.last = nn.Linear(width, 3 * width), nn.Linear(width, 1)
+        self.first = nn.Linear(width, 3 * width)
+        self.last = nn.Linear(width, 1)
         self.attend = attend
 
     def forward(self, x):
@@ -285,19 +290,20 @@ class Model(nn.Module):
 
 
 def batches():
-    """A batch for each step, alike on every rank."""
+    """Return one batch per step, the same on every rank."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(STEPS, BATCH, SEQUENCE, HEADS * SIZE, generator=generator)
 
 
 def squares(model, x):
-    """The sum of squared errors over all positions."""
+    """Return the sum of squared errors over all positions."""
     return (model(x) - x.sum(dim=-1, keepdim=True)).square().sum()
 
 
 def alone():
     """Train on whole batches in one process."""
-    model, losses = Model(attention), []
+    model = Model(attention)
+    losses = []
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for x in batches():
         loss = squares(model, x) / (BATCH * SEQUENCE)
@@ -309,7 +315,7 @@ def alone():
 
 
 def train_on_a_grid():
-    """Train with ZeRO-1 on parts of the batch and of its sequences; count the groups it added."""
+    """Train with ZeRO-1 on parts of the batch and its sequences, and count the added groups."""
     import deepspeed
     from deepspeed.sequence.layer import DistributedAttention
 
@@ -333,7 +339,7 @@ def train_on_a_grid():
         for whole in batches():
             x = whole.chunk(2)[mpu.get_data_parallel_rank()]
             x = x.chunk(2, dim=1)[mpu.get_sequence_parallel_rank()]
-            loss = squares(engine, x) / (BATCH // 2 * SEQUENCE)  # a part of its replica's
+            loss = squares(engine, x) / (BATCH // 2 * SEQUENCE)  # a share of the replica's loss
             engine.backward(loss)
             engine.step()
             total = loss.detach().clone()
@@ -342,10 +348,11 @@ def train_on_a_grid():
         return losses, len(registered_groups() - before)
 
 
-# ZeRO-1 over data and sequence parallel ranks, with Ulysses attention, trains as one process does.
+# ZeRO-1 over data and sequence parallel ranks, with Ulysses attention, has the losses of one
+# process.
 @pytest.mark.clients
 @needs_deepspeed
-def test_training():
+def test_training_matches_one_process():
     wanted = alone()
     assert len(set(wanted)) == len(wanted)
     for losses, added in run_ranks(train_on_a_grid, 8):

@@ -1,16 +1,16 @@
-"""ezpz.tp on a grid: all sizes against numpy, states, globals, bad calls, and real ranks."""
+"""ezpz.tp on a grid: groups against numpy, states, globals, invalid calls, and real ranks."""
 
 import contextlib
 import textwrap
 from datetime import timedelta
 
-import fresh_programs
+import forked_programs
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from group_facts import sum_over
-from group_facts import tables as registered
+from group_checks import sum_over
+from group_checks import tables as registered
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,8 +27,8 @@ GLOBALS = [*GROUPS.values(), *RANKS.values()]
 
 
 @pytest.fixture(autouse=True)
-def no_state_is_left():
-    """Empty the default state, whatever a test did."""
+def destroy_state():
+    """Destroy the default state after each test."""
     yield
     tp.destroy_tensor_parallel()
 
@@ -38,7 +38,7 @@ def ask(name, what):
 
 
 def facts():
-    """All that the getters say to the calling rank."""
+    """Return the results of all getters on the calling rank."""
     whats = ("ranks", "rank", "world_size")
     answers = {f"{name} {what}": ask(name, what) for name in NAMES for what in whats}
     answers["src"] = tp.get_tensor_parallel_src_rank()
@@ -59,7 +59,7 @@ def configurations(draw):
 
 
 def lines(world, rank):
-    """A rank's group by name: a line through the world as an array, as ezpz builds it."""
+    """Map each name to a rank's group: a line through the world as an array, as in ezpz."""
     place = np.unravel_index(rank, world.shape)
     axes = enumerate(("data", "pipeline", "context", "tensor"))
     return {
@@ -68,9 +68,9 @@ def lines(world, rank):
     }
 
 
-# Each group has the ranks of its line.
+# Each group has the ranks of its line through the array.
 @given(configurations())
-def test_all_sizes(configuration):
+def test_groups_match_numpy(configuration):
     (dp, pp, cp, size), rank = configuration
     world = np.arange(dp * pp * cp * size).reshape(dp, pp, cp, size)
     with fake_world(world.size, rank):
@@ -84,8 +84,8 @@ def test_all_sizes(configuration):
         tp.destroy_tensor_parallel()
 
 
-# A tensor size above the world is cut to it, with a warning at the call.
-def test_tensor_size_above_the_world():
+# A tensor size larger than the world is reduced to it, with a warning at the line of the call.
+def test_tensor_size_larger_than_the_world():
     with fake_world(4, rank=3):
         with pytest.warns(UserWarning, match="16") as caught:
             tp.initialize_tensor_parallel(16)
@@ -96,15 +96,16 @@ def test_tensor_size_above_the_world():
 # ---- state --------------------------------------------------------------------------------------
 
 
-# Uninitialised, the tensor rank is 0 of 1; every other getter is an AssertionError.
+# Without initialisation, the tensor rank is 0 of 1, and every other getter raises AssertionError.
 @pytest.mark.parametrize("when", ["no world", "before", "destroyed"])
-def test_uninitialised(when):
+def test_getters_without_initialisation(when):
     with contextlib.nullcontext() if when == "no world" else fake_world(4, rank=2):
         if when == "destroyed":
             tp.initialize_tensor_parallel(2)
             tp.destroy_tensor_parallel()
         assert not tp.tensor_parallel_is_initialized()
-        assert (tp.get_tensor_parallel_rank(), tp.get_tensor_parallel_world_size()) == (0, 1)
+        assert tp.get_tensor_parallel_rank() == 0
+        assert tp.get_tensor_parallel_world_size() == 1
         for name in NAMES:
             for what in ("group", "ranks", "rank", "world_size")[: 2 if name == "tensor" else 4]:
                 with pytest.raises(AssertionError, match=f"{name} parallel group is not init"):
@@ -112,8 +113,8 @@ def test_uninitialised(when):
         assert when == "no world" or tp.get_tensor_parallel_src_rank() == 2
 
 
-# Every global is None at rest, is what the getters answer, and is followed when it is written.
-def test_globals():
+# Every global is None without a state, holds what the getters return, and can be overwritten.
+def test_globals_and_getters_agree():
     assert [getattr(tp, name) for name in GLOBALS] == [None] * len(GLOBALS)
     with fake_world(8, rank=5):
         tp.initialize_tensor_parallel(2, 2)
@@ -125,7 +126,8 @@ def test_globals():
             setattr(tp, group, own)
             setattr(tp, ranks, [1, 3, 5])
             assert ask(name, "group") is own
-            assert (ask(name, "rank"), ask(name, "world_size")) == (2, 3), name
+            assert ask(name, "rank") == 2, name
+            assert ask(name, "world_size") == 3, name
             assert ask(name, "ranks") == [1, 3, 5]
             setattr(tp, group, None)
             assert not tp.tensor_parallel_is_initialized()
@@ -133,7 +135,7 @@ def test_globals():
         assert [getattr(tp, name) for name in GLOBALS] == [None] * len(GLOBALS)
 
 
-# Two states live side by side; a state of its own touches no global.
+# Two states exist at the same time. A separate state changes no global.
 def test_two_states():
     with fake_world(8, rank=3):
         tp.initialize_tensor_parallel(2)
@@ -147,8 +149,8 @@ def test_two_states():
         tp.destroy_tensor_parallel()
 
 
-# Destroying takes the groups away, may be done twice, and spares what it did not create.
-def test_destroy():
+# destroy_tensor_parallel() is idempotent, destroys its groups, and no group of the user.
+def test_destroy_is_idempotent():
     with fake_world(8):
         mine = dist.new_group([0, 1])
         before = registered()
@@ -161,7 +163,7 @@ def test_destroy():
         assert registered() == before
 
 
-# ---- bad calls ----------------------------------------------------------------------------------
+# ---- invalid calls ------------------------------------------------------------------------------
 
 BAD = [
     {"tensor_parallel_size": 3},
@@ -177,9 +179,9 @@ BAD = [
 ]
 
 
-# A bad argument is an AssertionError with its value, leaves nothing, and a good call follows.
+# An invalid argument raises AssertionError with its value and creates nothing. A valid call works.
 @pytest.mark.parametrize("arguments", BAD, ids=str)
-def test_bad_initialisation(arguments):
+def test_invalid_arguments(arguments):
     with fake_world(8, rank=6):
         before = registered()
         with pytest.raises(ConfigurationError) as caught:
@@ -221,12 +223,12 @@ def test_split_tensor(contiguous):
     assert isinstance(parts, tuple)
     expected = np.split(tensor.numpy(), 3, axis=-1)
     assert [part.tolist() for part in parts] == [part.tolist() for part in expected]
-    assert [part.is_contiguous() for part in parts] == [contiguous] * 3
+    assert all(part.is_contiguous() == contiguous for part in parts)
     with pytest.raises(AssertionError, match="6 is not divisible by 4"):
         tp.split_tensor_along_last_dim(tensor, 4)
 
 
-# ---- the import path ----------------------------------------------------------------------------
+# ---- install() ----------------------------------------------------------------------------------
 
 EZPZ = {
     "ezpz/__init__.py": "NAME = 'ezpz'",
@@ -262,21 +264,21 @@ if found:
 """
 
 
-# After install() ezpz's other modules, also those within ezpz.tp, use ours.
+# After install(), the other modules of ezpz use hypercomm's `tp`, also modules inside ezpz.tp.
 @pytest.mark.parametrize("has_ezpz", [False, True])
-def test_install(tmp_path, has_ezpz):
+def test_install_replaces_ezpz_tp(tmp_path, has_ezpz):
     for name, text in EZPZ.items() if has_ezpz else ():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(text))
-    done = fresh_programs.run(f"{INSTALL}\nassert found == {has_ezpz}", folder=tmp_path)
+    done = forked_programs.run(f"{INSTALL}\nassert found == {has_ezpz}", folder=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
 # ---- real gloo ranks ----------------------------------------------------------------------------
 
 
-# One all-reduce over each group reaches its members and nobody else, also the second time.
+# An all-reduce over each group reaches exactly its members, also after destroying and initialising.
 @pytest.mark.ranks(8)
 def test_every_group_communicates():
     wanted = lines(np.arange(8).reshape(1, 2, 2, 2), dist.get_rank())

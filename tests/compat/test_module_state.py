@@ -1,20 +1,21 @@
-"""The globals of parallel_state: read, written, deleted, patched, switched; getters follow."""
+"""The globals of parallel_state are read, written, deleted and patched, and getters follow."""
 
 import asyncio
 import contextlib
 import pickle
 import threading
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import cloudpickle
-import megatron_facts as facts
+import megatron_comparison as comparison
 import pytest
 import torch
 import torch.distributed as dist
-from group_facts import tables as registered
-from megatron_facts import ours, theirs
+from group_checks import tables as registered
+from megatron_comparison import ours, theirs
 
 from hypercomm.compat.megatron import ParallelState, version
 from hypercomm.compat.megatron.state import current
@@ -28,20 +29,20 @@ SIZES = {
     "context_parallel_size": 2,
     "expert_model_parallel_size": 2,
 }
-TP, TP_RANKS = "_TENSOR_MODEL_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"
+TP = "_TENSOR_MODEL_PARALLEL_GROUP"
 PP_SIZE = ("_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", "set_pipeline_model_parallel_world_size")
 MPU_TP = "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE"
 
-# The groups whose getters of size and rank are named as their global.
-KINDS = [name.strip("_").lower().removesuffix("_group") for name in facts.GLOBALS]
+# Groups whose getters of size and rank have the name of their global.
+KINDS = [name.strip("_").lower().removesuffix("_group") for name in comparison.GLOBALS]
 KINDS = [kind for kind in KINDS if hasattr(theirs, f"get_{kind}_world_size")]
-OVERRIDES = [name for name in facts.GLOBALS if name.startswith(("_MPU_", "_VIRTUAL_"))]
+OVERRIDES = [name for name in comparison.GLOBALS if name.startswith(("_MPU_", "_VIRTUAL_"))]
 SETTERS = [name for name in vars(theirs) if name.startswith("set_")]
 VALUES = [
     (name, value)
     for name in (*SETTERS, *OVERRIDES)
     for value in (0, 3, None)
-    # The pipeline of the tests has two stages, of which Megatron finds no third and no zeroth.
+    # The tests have two pipeline stages, and Megatron fails for a size of 0 or 3.
     if value is None or name not in PP_SIZE
 ] + [(name, 1) for name in PP_SIZE]
 
@@ -51,22 +52,22 @@ INSTALLED = version.get()
 
 @pytest.fixture(autouse=True)
 def one_release():
-    """Getters answer what their names say, as up to 0.18; later ones, what has GTP peers."""
-    with facts.following("0.18.2"):
+    """Follow 0.18, in which getters use the group of their name. Later ones include GTP peers."""
+    with comparison.following("0.18.2"):
         yield
 
 
 @pytest.fixture
 def installed(one_release):
-    """... but they are compared with those of the Megatron that is installed."""
+    """Follow the installed release instead, to compare with it."""
     del one_release
-    with facts.following(INSTALLED):
+    with comparison.following(INSTALLED):
         yield
 
 
 @pytest.fixture
 def job():
-    """Our parallel state, initialised as rank 5 of 16: tp=1, cp=0, dp=1, pp=0."""
+    """Initialise hypercomm's parallel state as rank 5 of 16: tp=1, cp=0, dp=1, pp=0."""
     with fake_world(WORLD_SIZE, RANK):
         try:
             ours.initialize_model_parallel(**SIZES)
@@ -77,55 +78,56 @@ def job():
 
 @contextlib.contextmanager
 def world_of(module, when):
-    """A Megatron at some time of its life."""
+    """Enter a world in which a Megatron is uninitialised, initialised or destroyed."""
     with contextlib.ExitStack() as stack:
         if when != "no world":
             stack.enter_context(fake_world(WORLD_SIZE, RANK))
-        stack.enter_context(facts.gloo_made_fake(module))
+        stack.enter_context(comparison.gloo_made_fake(module))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", DeprecationWarning)
-        stack.callback(facts.forget, module)
+        stack.callback(comparison.forget, module)
         if when in {"initialised", "destroyed"}:
             module.initialize_model_parallel(**SIZES)
         if when == "destroyed":
-            facts.forget(module)
+            comparison.forget(module)
         yield
 
 
 def sizes():
-    """The tensor and data parallel sizes of the current state."""
+    """Return the tensor and data parallel sizes of the current state."""
     return ours.get_tensor_model_parallel_world_size(), ours.get_data_parallel_world_size()
 
 
-# ---- read, written, deleted -------------------------------------------------------------------
+# ---- globals ----------------------------------------------------------------------------------
 
 
-# A function that uses the module travels to other processes: the module goes by its name.
-def test_the_module_is_pickled_by_name():
+# The module can be pickled, by name, together with functions that use it.
+def test_module_is_pickled_by_name():
     assert pickle.loads(pickle.dumps(ours)) is ours
     assert cloudpickle.loads(cloudpickle.dumps(lambda: ours))() is ours
 
 
-# Destruction undoes whatever was written, and may come twice.
+# destroy_model_parallel() resets all globals, also overwritten ones, and is idempotent.
 @pytest.mark.usefixtures("job")
-def test_destroy_forgets_what_was_written():
+def test_destroy_resets_overwritten_globals():
     ours._TENSOR_MODEL_PARALLEL_GROUP = mock.Mock()
     ours.set_tensor_model_parallel_world_size(7)
     for _ in range(2):
         ours.destroy_model_parallel()
-        assert all(not getattr(ours, name) for name in facts.GLOBALS)
+        assert all(not getattr(ours, name) for name in comparison.GLOBALS)
 
 
 # ---- patches and mocks ------------------------------------------------------------------------
 
 
-# mock.patch.object sets a global for a while, an exception or not, and puts the same value back;
-# pytest's monkeypatch does, too, and deletes.
+# mock.patch.object replaces a global and restores it, also after an exception. pytest's monkeypatch
+# does, too, and can delete a global.
 @pytest.mark.usefixtures("job")
-def test_patch_object():
-    held, stand_in = ours._TENSOR_MODEL_PARALLEL_GROUP, mock.Mock(size=lambda: 9)
-    with contextlib.suppress(KeyError), mock.patch.object(ours, TP, stand_in) as patched:
-        assert patched is stand_in is ours.get_tensor_model_parallel_group()
+def test_patched_globals_are_restored():
+    held = ours._TENSOR_MODEL_PARALLEL_GROUP
+    replacement = mock.Mock(size=lambda: 9)
+    with contextlib.suppress(KeyError), mock.patch.object(ours, TP, replacement) as patched:
+        assert patched is replacement is ours.get_tensor_model_parallel_group()
         assert sizes() == (9, 2)
         raise KeyError
     with pytest.MonkeyPatch.context() as patch:
@@ -139,7 +141,7 @@ def test_patch_object():
     assert sizes() == (2, 2)
 
 
-# What a mock answers may change between two calls, whatever kind of mock it is.
+# Getters do not cache: if a mock returns another value, so does the getter, for any kind of mock.
 @pytest.mark.usefixtures("job")
 @pytest.mark.parametrize(
     "make",
@@ -152,41 +154,42 @@ def test_patch_object():
     ids=["Mock", "MagicMock", "spec", "autospec"],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_mocks_may_change(make, kind):
+def test_getters_follow_mocks(make, kind):
     group = make()
     setattr(ours, f"_{kind}_group".upper(), group)
     for size in (3, 4):
-        group.size.return_value, group.rank.return_value = size, size - 1
+        group.size.return_value = size
+        group.rank.return_value = size - 1
         assert getattr(ours, f"get_{kind}_world_size")() == size
         assert getattr(ours, f"get_{kind}_rank")() == size - 1
 
 
-# ---- what was set on the fly, and the times of a life -------------------------------------------
+# ---- overrides, before and after initialisation -----------------------------------------------
 
 TIMES = ["no world", "world", "initialised", "destroyed"]
 
 
 def answers(module, when, act):
     with world_of(module, when):
-        facts.ask(module)
+        comparison.ask(module)
         act(module)
-        return facts.ask(module)
+        return comparison.ask(module)
 
 
-# At every time of its life, each getter answers or fails as Megatron's does.
+# Before, during and after initialisation, each getter returns or raises the same as Megatron's.
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("when", TIMES)
-def test_answers_at_every_time(when):
+def test_getters_match_megatron(when):
     found, expected = (answers(module, when, lambda _: None) for module in (ours, theirs))
     assert found == expected
 
 
-# A size or rank that is set wins wherever Megatron lets it win, 0 included; None takes it back.
+# A size or rank that was set, also 0, has the same effect as in Megatron. None resets it.
 @pytest.mark.usefixtures("installed")
 @pytest.mark.full
 @pytest.mark.parametrize("when", TIMES)
 @pytest.mark.parametrize(("name", "value"), VALUES)
-def test_overrides_win_as_megatrons(name, value, when):
+def test_overrides_match_megatron(name, value, when):
     def act(module):
         if name in SETTERS:
             getattr(module, name)(7)
@@ -197,7 +200,7 @@ def test_overrides_win_as_megatrons(name, value, when):
     assert answers(ours, when, act) == answers(theirs, when, act)
 
 
-# The deprecated setter and getters say so, to their caller.
+# Deprecated functions warn, at the line of the call.
 @pytest.mark.usefixtures("job")
 @pytest.mark.parametrize(
     ("name", "arguments"),
@@ -207,18 +210,18 @@ def test_overrides_win_as_megatrons(name, value, when):
         ("get_data_modulo_expert_parallel_group", []),
     ],
 )
-def test_deprecated(name, arguments):
+def test_deprecated_functions_warn(name, arguments):
     with pytest.warns(DeprecationWarning, match=name) as caught:
         getattr(ours, name)(*arguments)
     assert [warning.filename for warning in caught] == [__file__]
 
 
-# ---- states -------------------------------------------------------------------------------------
+# ---- states -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def states():
-    """Two states of one job of 16: tensor parallel 4 and 8, so data parallel 4 and 2."""
+def states() -> Iterator[tuple[ParallelState, ParallelState]]:
+    """Two states of one job of 16 ranks: tensor parallel 4 and 8, so data parallel 4 and 2."""
     with (
         fake_world(WORLD_SIZE, RANK),
         ParallelState.create(tensor_model_parallel_size=4) as four,
@@ -228,8 +231,9 @@ def states():
     assert not ours.is_initialized()
 
 
-# Scopes nest; on leaving, by an exception too, the state before is current again.
-def test_use_nests(states):
+# Blocks can be nested. When a block ends, also by an exception, the previous state is current
+# again.
+def test_use_can_be_nested(states):
     four, eight = states
     with ours.use(four) as used:
         assert used is four
@@ -243,9 +247,9 @@ def test_use_nests(states):
     assert not ours.is_initialized()
 
 
-# While several states are alive, a call outside use() acts on the default state, with one warning
-# that names the states. With one state, or within use(), there is no warning.
-def test_the_default_state_beside_others(states):
+# While several states exist, a call outside a `use` block acts on the default state, and warns once
+# with the names of the states. With one state, or inside a block, there is no warning.
+def test_several_states_warn_outside_use(states):
     four, _ = states
     with ours.use(four):
         ours.initialize_model_parallel(**SIZES)
@@ -261,8 +265,8 @@ def test_the_default_state_beside_others(states):
         assert sizes() == (4, 4)
 
 
-# With strict=True in any of the states it is an error.
-def test_strict(states):
+# With strict=True in one of the states, such a call raises.
+def test_several_states_raise_with_strict(states):
     four, _ = states
     ours.initialize_model_parallel(**SIZES, strict=True)
     for ask in (
@@ -281,8 +285,8 @@ def test_strict(states):
     ours.destroy_model_parallel()
 
 
-# A destroyed state has nothing, its groups are gone from torch, and the other state still works.
-def test_destroy_one_state(states):
+# A destroyed state has no groups, in torch neither. The other state still works.
+def test_destroy_one_of_two_states(states):
     four, eight = states
     with ours.use(four):
         group = ours.get_tensor_model_parallel_group()
@@ -294,31 +298,32 @@ def test_destroy_one_state(states):
         assert sizes() == (8, 2)
 
 
-# Two threads have each their own state, at the same time and in turns.
-def test_threads(states):
-    meet = threading.Barrier(2, timeout=60)
+# Two threads use a state each, at the same time and in alternation.
+def test_each_thread_has_its_state(states):
+    barrier = threading.Barrier(2, timeout=60)
 
     def ask(state):
         found = []
         with ours.use(state):
             for _ in range(5):
-                meet.wait()
+                barrier.wait()
                 found.append(sizes())
                 ours.set_data_parallel_rank(found[-1][0])
-                meet.wait()
+                barrier.wait()
                 found.append(ours.get_data_parallel_rank())
-        meet.wait()
+        barrier.wait()
         return [*found, ours.is_initialized()]
 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(ask, states))
-    assert found == [[(4, 4), 4] * 5 + [False], [(8, 2), 8] * 5 + [False]]
+    for values, (tensor, data) in zip(found, [(4, 4), (8, 2)], strict=True):
+        assert values == [*([(tensor, data), tensor] * 5), False]
 
 
-# A scope may be left from another asyncio context than it was entered in, as generators are that
-# are closed late: Python complains, and the scope is over all the same.
+# A block can end in another asyncio context than it began, as for generators that are closed late.
+# Python raises ValueError, and the block still ends.
 @pytest.mark.usefixtures("job")
-def test_a_scope_left_elsewhere():
+def test_use_ends_in_another_context():
     state = ParallelState()
 
     async def scope():
@@ -341,7 +346,7 @@ def test_a_scope_left_elsewhere():
     assert ours.is_initialized()
 
 
-# torch.compile traces getters whole, and follows what is written later.
+# torch.compile traces getters without graph breaks, and later writes take effect.
 @pytest.mark.full
 @pytest.mark.usefixtures("job")
 @pytest.mark.parametrize(
@@ -356,7 +361,7 @@ def test_a_scope_left_elsewhere():
         "is_pipeline_first_stage",
     ],
 )
-def test_getters_compile(getter):
+def test_getters_can_be_compiled(getter):
     ask = getattr(ours, getter)
     torch.compiler.reset()
     compiled = torch.compile(lambda x: x * ask(), backend="eager", fullgraph=True)
@@ -372,10 +377,11 @@ def test_getters_compile(getter):
     assert getter.startswith(("get_data", "get_context")) or ask() != before
 
 
-# A thread without a block acts on the default state, with a warning.
+# A thread without a block acts on the default state and warns.
 @pytest.mark.usefixtures("job")
-def test_a_thread_beside_a_scope():
+def test_thread_without_a_block_warns():
     with ParallelState.create(tensor_model_parallel_size=8) as state, ours.use(state):
         with ThreadPoolExecutor(1) as threads, pytest.warns(RuntimeWarning, match="states alive"):
-            beside = threads.submit(ours.get_tensor_model_parallel_world_size).result()
-        assert (beside, ours.get_tensor_model_parallel_world_size()) == (2, 8)
+            found = threads.submit(ours.get_tensor_model_parallel_world_size).result()
+        assert found == 2
+        assert ours.get_tensor_model_parallel_world_size() == 8

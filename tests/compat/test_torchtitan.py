@@ -1,4 +1,4 @@
-"""torchtitan's grid and meshes, against numpy, and against torchtitan's own where it is there."""
+"""torchtitan's grid and meshes, against numpy, and against torchtitan if it is installed."""
 
 import sys
 
@@ -25,7 +25,7 @@ BACKENDS = ["partial_dtensor", "spmd_types"]
 
 
 def expected(rank, backend, *, dp_replicate, dp_shard, cp, tp, pp, ep):
-    """The meshes that torchtitan unflattens a world into, cut at a rank's stage and so on."""
+    """Return torchtitan's meshes of the world, for the stage and position of a rank."""
     dp_shard = WORLD // (dp_replicate * cp * tp * pp) if dp_shard == -1 else dp_shard
     inner = dp_shard * cp * tp
     ranks = np.arange(WORLD)
@@ -37,7 +37,7 @@ def expected(rank, backend, *, dp_replicate, dp_shard, cp, tp, pp, ep):
         "sparse": ranks.reshape(pp, dp_replicate, inner // ep, ep),
         "loss": dataloading[stage, :, :, at].ravel(),
     }
-    if backend == "spmd_types":  # parameters are stored on all dims, types checked on (dp, cp, tp)
+    if backend == "spmd_types":  # parameters use all dims, types are checked on (dp, cp, tp)
         meshes["dense"] = ranks.reshape(pp, dp_replicate, dp_shard, cp, tp)
         meshes["spmd_dense_for_fwdbwd"] = dataloading[stage]
         if ep > 1:
@@ -45,7 +45,7 @@ def expected(rank, backend, *, dp_replicate, dp_shard, cp, tp, pp, ep):
     return meshes
 
 
-# torchtitan's names of the sizes give the same layouts as the short ones.
+# torchtitan's long names of the sizes give the same layouts as the short ones.
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_long_names(sizes):
     long = {
@@ -64,11 +64,11 @@ def test_long_names(sizes):
     assert [other.views[name] for name in one.views] == [*one.views.values()]
 
 
-# Each mesh has torchtitan's ranks, and the dims of one name in several have one group.
+# Each mesh has torchtitan's ranks. Dims with the same name in several meshes have one group.
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("rank", [0, 13, 31])
-def test_meshes(sizes, rank, backend):
+def test_meshes_match_torchtitan(sizes, rank, backend):
     with fake_world(WORLD, rank), torchtitan_grids(**sizes) as grids:
         meshes = torchtitan_meshes(grids, backend)
         wanted = expected(rank, backend, **EVERY | sizes)
@@ -84,15 +84,16 @@ def test_meshes(sizes, rank, backend):
             assert types.mesh_dim_names == ("dp", "cp", "tp")
             assert types.get_group("dp") is data.get_group("batch")
             assert types.get_group("tp") is data.get_group("tp")
-        # tp cp pp dp_replicate batch ep efsdp loss, and fsdp or dp_shard
+        # tp, cp, pp, dp_replicate, batch, ep, efsdp, loss, and fsdp or dp_shard
         assert len(registered_groups() - {dist.group.WORLD}) == 9
     assert not dist.is_initialized()
 
 
-# spmd_types takes our groups, as a list or by name, and our meshes, and checks types over them.
+# spmd_types accepts a grid's groups, as a list or by name, and its meshes, and checks types on
+# them.
 @pytest.mark.clients
 @pytest.mark.parametrize("way", ["groups", "names", "mesh"])
-def test_types_over_a_grid(way):
+def test_spmd_types_on_a_grid(way):
     checker = pytest.importorskip("spmd_types.checker", reason="pip install --no-deps spmd_types")
     spmd = sys.modules["spmd_types"]
     with fake_world(8, 5), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
@@ -109,11 +110,11 @@ def test_types_over_a_grid(way):
                 spmd.assert_type(tensor, {tp: spmd.V, dp: spmd.R})
 
 
-# torchtitan's own meshes have the same ranks and names, from more groups.
+# torchtitan's code makes meshes with the same ranks and names, from more groups.
 @pytest.mark.clients
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_beside_torchtitan(sizes, backend):
+def test_meshes_match_torchtitans_code(sizes, backend):
     named = "pip install tyro && pip install --no-deps torchtitan spmd_types"
     dims = pytest.importorskip("torchtitan.distributed.parallel_dims", reason=named)
     with fake_world(WORLD, 13), torchtitan_grids(**sizes) as grids:
@@ -121,7 +122,7 @@ def test_beside_torchtitan(sizes, backend):
         ours = len(registered_groups())
         theirs = dims.ParallelDims(**EVERY | sizes, world_size=WORLD, spmd_backend=backend)
         theirs.build_mesh()
-        assert len(registered_groups()) - ours > ours - 1  # WORLD is ours and theirs
+        assert len(registered_groups()) - ours > ours - 1  # WORLD counts for both
         assert theirs._global_meshes.keys() == meshes.keys()
         for name, mesh in theirs._global_meshes.items():
             assert mesh.mesh.tolist() == meshes[name].mesh.tolist()

@@ -1,10 +1,10 @@
-"""The site's pages: every block runs, links lead somewhere, and tables have what the code has."""
+"""The pages of the site: every block runs and prints what the page shows."""
 
 import re
 
 import page_runner as runner
 import pytest
-from launched import run_python
+from processes import run_python
 
 PAGES = runner.pages()
 BLOCKS = {name: runner.blocks_of(path) for name, path in PAGES.items()}
@@ -20,33 +20,33 @@ CLIENTS = [name for name in PAGES if has(name, lambda block: "clients" in block.
 
 # Every block does what its page says, in the order of the page.
 @pytest.mark.parametrize("name", RUN)
-def test_page(name, tmp_path):
+def test_blocks_of_a_page(name, tmp_path):
     assert runner.run_page(PAGES[name], tmp_path) > 0
 
 
-# What starts more, or needs a newer torch than the oldest.
+# Blocks marked `clients` start more processes, or need a torch newer than the oldest supported one.
 @pytest.mark.clients
 @pytest.mark.parametrize("name", CLIENTS)
-def test_page_of_clients(name, tmp_path):
+def test_client_blocks_of_a_page(name, tmp_path):
     assert runner.run_page(PAGES[name], tmp_path, clients=True) > 0
 
 
-# The property test of the first hour finds its bug, and shrinks it to the grid that the page shows.
+# The property test in first_hour.md finds its bug, and shrinks it to the grid that the page shows.
 @pytest.mark.full
-def test_first_property_test(tmp_path):
+def test_property_test_of_the_first_hour(tmp_path):
     programs = [block for block in BLOCKS["start/first_hour.md"] if "elsewhere" in block.notes]
     (tmp_path / "test_layer.py").write_text(programs[0].text)
-    words = "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_layer.py"
-    done = run_python(*words, folder=tmp_path)
+    pytest_arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_layer.py"]
+    done = run_python(*pytest_arguments, folder=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert re.search(r"^rank [01] failed: ", done.stdout, re.MULTILINE), done.stdout
     assert "AssertionError: Tensor-likes are not close!" in done.stdout
     assert "grid=HyperCommGrid(tp=2): ranks 0..1 of a world of 2" in done.stdout
 
 
-# A block that fails is told with its page and line, whatever kind of block it is.
+# The error of a block that fails names the page and the line, for every kind of block.
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("# A\n\n```python\na = 1\nb = 1 / 0\n```\n", "page.md:5: ZeroDivisionError: division by"),
         ("```python\n>>> 1 + 1\n2\n>>> 1 + 2\n4\n\n```\n", "page.md:4: "),
@@ -64,15 +64,15 @@ def test_first_property_test(tmp_path):
         ),
     ],
 )
-def test_a_block_that_fails(tmp_path, text, says):
+def test_error_of_a_block_names_page_and_line(tmp_path, text, message):
     page = tmp_path / "page.md"
     page.write_text(text)
     with pytest.raises(runner.PageError) as caught:
         runner.run_page(page, tmp_path)
-    assert str(caught.value).removeprefix(f"{tmp_path}/").startswith(says)
+    assert str(caught.value).removeprefix(f"{tmp_path}/").startswith(message)
 
 
-# The runner can find what there is to run: no page hides a block from it.
+# The runner finds all fences of all pages.
 def test_every_fence_is_read():
     for name, path in PAGES.items():
         fences = [line for line in path.read_text().splitlines() if line.strip().startswith("```")]

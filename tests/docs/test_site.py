@@ -1,6 +1,6 @@
-"""The site as a whole: tables and pictures made from the code, and what the reference covers.
+"""The site: tables and pictures made from the code, and completeness of the reference.
 
-Links, anchors and the navigation are checked by MkDocs itself: `validation:` in mkdocs.yml.
+MkDocs checks links, anchors and the navigation: `validation:` in mkdocs.yml.
 """
 
 import ast
@@ -12,18 +12,20 @@ import re
 import attrs
 import page_runner as runner
 import pytest
-from launched import run_python
+from processes import run_python
 from tools.blame.dumps import Dumps
 
 import hypercomm
 from hypercomm import errors
 from hypercomm.cli.doctor import Report
 
-ROOT, DOCS, PAGES = runner.ROOT, runner.DOCS, runner.pages()
+ROOT = runner.ROOT
+DOCS = runner.DOCS
+PAGES = runner.pages()
 
 
 def module_of_docs(name):
-    """What a script of docs/ defines."""
+    """Import a script of docs/ as a module."""
     spec = importlib.util.spec_from_file_location(f"{name}_of_the_site", DOCS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -33,16 +35,16 @@ def module_of_docs(name):
 TABLES = module_of_docs("tables")
 
 
-# Nothing is loaded from elsewhere.
-def test_nothing_is_fetched():
+# The site loads nothing from other servers.
+def test_site_loads_nothing_external():
     configuration = (ROOT / "mkdocs.yml").read_text()
     assert "font: false" in configuration
     assert "http" not in configuration
 
 
-# What is made from the code is what the code says: `python docs/tables.py --write`.
+# Generated tables are up to date: run `python docs/tables.py --write`.
 @pytest.mark.parametrize("name", PAGES)
-def test_tables(name):
+def test_tables_are_up_to_date(name):
     page = PAGES[name].read_text()
     assert TABLES.with_tables(page) == page
 
@@ -52,8 +54,8 @@ def test_tables_are_all_used():
     assert {name for _, name, _ in used} == set(TABLES.PARTS)
 
 
-# Every picture is as the library draws it today: `python docs/drawings.py --write`.
-def test_pictures():
+# Pictures are up to date: run `python docs/drawings.py --write`.
+def test_pictures_are_up_to_date():
     drawings = module_of_docs("drawings")
     for name, draw in drawings.PICTURES.items():
         assert (drawings.FOLDER / f"{name}.svg").read_text() == draw().svg(), name
@@ -63,17 +65,17 @@ def test_pictures():
     assert all(f"pictures/{name}.svg)" in pages for name in files)
 
 
-# Every error is in the table, with a builtin, a cause and a cure.
-def test_errors():
+# The table has every error, with a builtin base, a cause and a fix.
+def test_table_has_every_error():
     rows = re.findall(
         r"^\| `(\w+)` \| (.+?) \| (.+?) \| (.+?) \|$", TABLES.error_table(), re.MULTILINE
     )
     assert [name for name, *_ in rows] == sorted(errors.__all__)
-    assert [name for name, _, cause, cure in rows if not (cause and cure[0].isupper())] == []
+    assert [name for name, _, cause, fix in rows if not (cause and fix[0].isupper())] == []
 
 
-def shown():
-    """What the reference shows: the objects behind `:::`, and the members of modules."""
+def objects_of_the_reference():
+    """Yield the objects behind `:::` in the reference, and the listed members of modules."""
     for name, path in PAGES.items():
         if not name.startswith("reference/"):
             continue
@@ -92,7 +94,7 @@ def shown():
 
 # Every public name of the package and of its public modules is in the reference.
 def test_public_names_are_in_the_reference():
-    there = list(shown())
+    there = list(objects_of_the_reference())
     assert len(there) > 60
     missing = [
         f"{module}.{name}"
@@ -110,7 +112,7 @@ def test_public_names_are_in_the_reference():
 
 
 # The reference lists the names of every package that has public names; `process_groups` has none.
-def test_no_public_module_is_forgotten():
+def test_reference_covers_all_public_packages():
     packages = {
         ".".join(path.parent.relative_to(ROOT).parts)
         for path in (ROOT / "hypercomm").rglob("__init__.py")
@@ -121,7 +123,7 @@ def test_no_public_module_is_forgotten():
 
 
 def keys_of(value, path=""):
-    """The paths of all keys of a value as JSON has it."""
+    """Yield the paths of all keys of a JSON value."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield f"{path}{key}"
@@ -132,7 +134,7 @@ def keys_of(value, path=""):
 
 
 def documented(command):
-    """The paths of keys that the page has for a command; `.x` is beside the key before it."""
+    """Yield the key paths on the page for a command. `.x` is a sibling of the key before it."""
     page = PAGES["reference/cli.md"].read_text()
     section = page.partition("## JSON")[2].partition(f"### {command}\n")[2].partition("\n### ")[0]
     for cell in re.findall(r"^\| (`.+?) \|", section, re.MULTILINE):
@@ -147,7 +149,7 @@ def printed_json(*arguments):
     return json.loads(run_python("-m", "hypercomm", *arguments, "--json").stdout)
 
 
-# The keys of the JSON that commands print are those of the page.
+# The page lists exactly the keys of the JSON that a command prints.
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("arguments", "nested"),
@@ -159,7 +161,7 @@ def printed_json(*arguments):
         pytest.param(("doctor",), (), marks=pytest.mark.clients),
     ],
 )
-def test_json(arguments, nested):
+def test_json_keys_are_documented(arguments, nested):
     found = {
         key
         for key in keys_of(printed_json(*arguments))
@@ -168,9 +170,9 @@ def test_json(arguments, nested):
     assert found == set(documented(arguments[0]))
 
 
-# Blame prints what it found in dumps; who waits in a group is told as in a finding.
+# The same for blame, where `groups[].waits[]` has the keys of `findings[].calls[]`.
 @pytest.mark.torch_free
-def test_json_of_blame(tmp_path):
+def test_json_keys_of_blame_are_documented(tmp_path):
     dumps = Dumps(3)
     for rank in range(2):
         dumps.call(rank, "WORLD", state="runs")
@@ -184,21 +186,40 @@ def test_json_of_blame(tmp_path):
     assert found == set(documented("blame"))
 
 
-# What doctor prints is its report and `ok`.
-def test_json_of_doctor():
+# The same for doctor, which prints its report and `ok`.
+def test_json_keys_of_doctor_are_documented():
     names = {field.name for field in attrs.fields(Report)}
     assert {key for key in documented("doctor") if "[" not in key} == {"ok", *names}
 
 
 FAMILIES = (
-    *("HYPERCOMM", "TORCH", "NCCL", "GLOO", "CUDA", "UCX", "UCC", "OMP", "SLURM", "OMPI", "PMI"),
-    *("PMIX", "MPI", "PALS", "FLUX", "PET", "MV2", "JSM", "MASTER", "RAY", "TORCHELASTIC"),
+    "HYPERCOMM",
+    "TORCH",
+    "NCCL",
+    "GLOO",
+    "CUDA",
+    "UCX",
+    "UCC",
+    "OMP",
+    "SLURM",
+    "OMPI",
+    "PMI",
+    "PMIX",
+    "MPI",
+    "PALS",
+    "FLUX",
+    "PET",
+    "MV2",
+    "JSM",
+    "MASTER",
+    "RAY",
+    "TORCHELASTIC",
 )
-"""How the names of variables begin that the code reads or sets."""
+"""Prefixes of the environment variables that the code reads or sets."""
 
 
-# Every variable that the code names is in a table, and no other variable is.
-def test_environment():
+# The tables list exactly the environment variables in the code.
+def test_environment_variables_are_documented():
     name = re.compile(rf"(?:{'|'.join(FAMILIES)})(?:_[A-Z0-9]+)+|LOCAL_RANK|GROUP_RANK")
     read = {
         node.value
@@ -214,4 +235,4 @@ def test_environment():
 
 
 NO_VARIABLES = {"CUDA_GRAPHS"}
-"""Words that look like such names."""
+"""Words in the code that look like variables."""

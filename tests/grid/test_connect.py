@@ -1,4 +1,4 @@
-"""connect(): what it connects, in fake worlds and on real ranks, and whom it names."""
+"""connect(): the connections that it opens, in fake worlds and on real ranks, and its errors."""
 
 import signal
 import time
@@ -6,9 +6,9 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from busy import late_s
-from group_facts import sum_over
-from mortal_ranks import end_by, run_scene
+from group_checks import sum_over
+from killable_ranks import run_scenario, signal_self
+from time_limits import scaled_s
 
 from hypercomm import HyperCommGrid
 from hypercomm.errors import GroupCreationTimeout, PlanMismatchError
@@ -23,34 +23,42 @@ def rows_of(connections):
     return [(row.title, row.ranks) for row in connections]
 
 
-# Whatever order ranks have created groups in, here two over tp; each key once, also those that
-# share a group, and each edge both ways.
+# Every group is connected once, although ranks have created two groups over tp in different orders,
+# and so are groups with several keys, and each pipeline edge in both directions.
 @pytest.mark.full
 @pytest.mark.parametrize("lazily", [pytest.param(None, marks=pytest.mark.slow), True])
 @pytest.mark.ranks(8, timeout=90)
-def test_all_is_connected(lazily):
-    tp, stage = dist.get_rank() % 2, dist.get_rank() // 2
+def test_every_group_is_connected(lazily):
+    rank = dist.get_rank()
+    tp = rank % 2
+    stage = rank // 2
     with HyperCommGrid("tp=2,dp=1,pp=4", lazy_init=lazily) as grid:
         for name in [None, "twin"][:: -1 if stage % 2 else 1]:
             grid.create_pg("tp", name=name)
         for name in ("one", "two"):
             grid.create_pg("tp", name=name, share="identical")
         grid.create_pgs(["pp", "dp", "tp+pp"])
-        told = grid.connect(timeout=LIMIT)
-        assert all((row.seconds > 0) == (len(row.ranks) > 1) for row in told)
+        rows = grid.connect(timeout=LIMIT)
+        assert all((row.seconds > 0) == (len(row.ranks) > 1) for row in rows)
         assert sum_over(grid.get_pg("tp+pp")) == 11_111_111
-    pipeline, mine = (tp, tp + 2, tp + 4, tp + 6), (2 * stage, 2 * stage + 1)
-    assert [row for row in rows_of(told) if "edge" not in row[0]] == [
-        *(("dp", (dist.get_rank(),)), ("tp", mine), ("tp (one), tp (two)", mine)),
-        *(("tp (twin)", mine), ("pp", pipeline), ("tp+pp", tuple(range(8)))),
+    pipeline = (tp, tp + 2, tp + 4, tp + 6)
+    pair = (2 * stage, 2 * stage + 1)
+    assert [row for row in rows_of(rows) if "edge" not in row[0]] == [
+        ("dp", (rank,)),
+        ("tp", pair),
+        ("tp (one), tp (two)", pair),
+        ("tp (twin)", pair),
+        ("pp", pipeline),
+        ("tp+pp", tuple(range(8))),
     ]
     edges = {tuple(sorted((pipeline[stage], pipeline[(stage + by) % 4]))) for by in (1, -1)}
-    assert {tuple(sorted(row.ranks)) for row in told if row.title == "pp edge"} == edges
+    assert {tuple(sorted(row.ranks)) for row in rows if row.title == "pp edge"} == edges
 
 
-# A view has groups of its own, and those of the dim that it shares; a rank outside has none.
+# A view connects its groups, including groups over dims that it shares. A rank outside connects
+# none.
 @pytest.mark.ranks(5)
-def test_views():
+def test_view_connects_its_groups():
     rank = dist.get_rank()
     with HyperCommGrid([2, 2], ["tp", "pp"]) as grid:
         grid.register_view("expert", [2, 2], ["ep", "pp"], ["pp"])
@@ -63,20 +71,21 @@ def test_views():
         assert of_grid == ([("tp", pair), *wanted] if rank < 4 else [])
 
 
-# Who does not come is named, and where groups differ all hear so, long before the timeout; then
-# nothing was done, and all may do it again.
+# connect() names a rank that does not call it. If ranks have different groups, all of them raise
+# long before the timeout. Neither failure changes anything, so a retry works.
 @pytest.mark.full
 @pytest.mark.ranks(4)
-def test_one_rank_is_wrong():
+def test_missing_rank_and_different_groups():
     rank = dist.get_rank()
     with HyperCommGrid("tp=2,dp=2") as grid:
         grid.create_pgs(["tp", "dp"])
         if rank != 3:
             with pytest.raises(
                 GroupCreationTimeout, match=r"connect.* rank 3 \(tp=1, dp=1\)"
-            ) as late:
+            ) as caught:
                 grid.connect(timeout=timedelta(seconds=2))
-            assert (late.value.missing, late.value.group) == ((3,), "")
+            assert caught.value.missing == (3,)
+            assert caught.value.group == ""
         dist.barrier()
         if rank % 2:
             grid.create_pg("dp", name="twin")
@@ -91,17 +100,18 @@ def test_one_rank_is_wrong():
         assert sum_over(grid.get_pg("dp")) == (1010 if rank % 2 else 101)
 
 
-def gone_at_dp(rank, how, more):
-    """Rank 3 is killed, or stopped, when it comes to dp; the first group works."""
+def rank_3_stops_at_dp(rank, how, more):
+    """Kill or stop rank 3 when connect() reaches dp. The group tp works on the other ranks."""
     grid = HyperCommGrid("tp=2,dp=2")
     grid.create_pgs(["tp", "dp", *more])
     dist.barrier()
     if rank == 3:
-        all_reduce, dp = dist.all_reduce, grid.get_pg("dp")
+        all_reduce = dist.all_reduce
+        dp = grid.get_pg("dp")
 
         def leave(tensor, group):
             if group is dp:
-                end_by(how)
+                signal_self(how)
             return all_reduce(tensor, group=group)
 
         dist.all_reduce = leave
@@ -110,32 +120,34 @@ def gone_at_dp(rank, how, more):
         grid.connect(timeout=timedelta(seconds=4))
     assert rank > 1 or sum_over(grid.get_pg("tp")) == 11
     grid.destroy()
-    assert time.monotonic() - begin < late_s(20)
-    words, group = str(caught.value), "dp" if rank == 1 else "".join(more)
-    assert words.startswith("connect(): timed out: rank 3 (tp=1,")
-    assert (caught.value.missing, caught.value.group) == ((3,), group)
-    assert not group or words.endswith(f"; rank {rank} was connecting {group}")
+    assert time.monotonic() - begin < scaled_s(20)
+    message = str(caught.value)
+    group = "dp" if rank == 1 else "".join(more)
+    assert message.startswith("connect(): timed out: rank 3 (tp=1,")
+    assert caught.value.missing == (3,)
+    assert caught.value.group == group
+    assert not group or message.endswith(f"; rank {rank} was connecting {group}")
 
 
-# Who dies, or hangs, between two groups is named with the second one.
+# A rank that dies or hangs between two groups is named together with the second group.
 @pytest.mark.full
 @pytest.mark.parametrize(("how", "more"), [(signal.SIGKILL, []), (signal.SIGSTOP, ["tp+dp"])])
-def test_one_is_gone(how, more, tmp_path):
-    run_scene(tmp_path, gone_at_dp, 4, how, more, victims=[3])
+def test_rank_that_stops_between_groups(how, more, tmp_path):
+    run_scenario(tmp_path, rank_3_stops_at_dp, 4, how, more, victims=[3])
 
 
-# ---- without ----------------------------------------------------------------------------------
+# ---- without real ranks -----------------------------------------------------------------------
 
 
-# Where nobody is to be connected to, nothing is called.
-def test_fake_worlds(monkeypatch):
+# A fake world has no peers, so connect() makes no call of torch.
+def test_fake_world_needs_no_call(monkeypatch):
     with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=1,pp=4") as grid:
         grid.create_pgs(["tp", "dp", "pp"])
         monkeypatch.setattr(dist, "all_reduce", None)
         monkeypatch.setattr(dist, "batch_isend_irecv", None)
-        told = grid.connect(pipelines="pp")
-        assert [row.title for row in told] == ["dp", "tp", "pp", "pp edge", "pp edge"]
-        assert {row.seconds for row in told} == {0}
+        rows = grid.connect(pipelines="pp")
+        assert [row.title for row in rows] == ["dp", "tp", "pp", "pp edge", "pp edge"]
+        assert {row.seconds for row in rows} == {0}
         assert len(grid.connect(pipelines=())) == 3
         assert len(grid.connect(pipelines=["tp"])) == 4
 
@@ -146,16 +158,16 @@ def connect_in_a_simulation():
         return [row.title for row in grid.connect()]
 
 
-# NCCL's devices are asked for nothing where there are none.
-def test_simulations():
+# In a simulation of NCCL, connect() does not use a GPU.
+def test_simulated_nccl_needs_no_device():
     assert set(map(tuple, simulate(connect_in_a_simulation, 4).returned.values())) == {
         ("tp", "pp", "pp edge")
     }
 
 
-# A backend whose device is not here is left out.
+# A backend whose device is missing on this machine is skipped.
 @pytest.mark.ranks(2)
-def test_a_device_that_is_not_here(monkeypatch):
+def test_backend_without_its_device_is_skipped(monkeypatch):
     with HyperCommGrid("tp=2") as grid:
         grid.create_pg("tp")
         monkeypatch.setattr(dist, "get_backend_config", lambda _: "cpu:gloo,hpu:hccl")

@@ -1,4 +1,4 @@
-"""Grids as DeviceMeshes and DeviceMeshes as grids: ranks against numpy, and no group created."""
+"""Grids to and from DeviceMeshes: the ranks match numpy, and torch creates no groups."""
 
 import math
 import re
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from group_facts import sum_over
-from group_facts import tables as registered
+from group_checks import sum_over
+from group_checks import tables as registered
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -27,7 +27,7 @@ NAMES = ("tp", "cp", "dp", "pp")
 
 @st.composite
 def grids(draw):
-    """A shape, an offset, and the rank that looks at it."""
+    """Draw a shape, an offset, and a rank of that grid."""
     shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     offset = draw(st.integers(0, 3))
     return shape, offset, offset + draw(st.integers(0, math.prod(shape) - 1))
@@ -35,7 +35,7 @@ def grids(draw):
 
 @st.composite
 def meshes(draw):
-    """A grid, and some of its dims in any order, some of them together."""
+    """Draw a grid, and some of its dims in any order, where a mesh dim may join several of them."""
     shape, offset, rank = draw(grids())
     indices = draw(st.permutations(range(len(shape))))
     indices = indices[: draw(st.integers(1, len(shape)))]
@@ -47,7 +47,7 @@ def meshes(draw):
     return shape, offset, rank, spans
 
 
-# The ranks of the grid are an array with the last dim first; a mesh is a transposed part of it.
+# The ranks of the grid are an array with the last dim first. A mesh is a transposed part of it.
 def expected_mesh(shape, offset, rank, spans):
     everyone = offset + np.arange(math.prod(shape)).reshape(shape[::-1])
     place = dict(zip(range(len(shape))[::-1], np.argwhere(everyone == rank)[0], strict=True))
@@ -62,7 +62,7 @@ def expected_mesh(shape, offset, rank, spans):
 
 
 @given(meshes())
-def test_meshes(case):
+def test_mesh_matches_numpy(case):
     shape, offset, rank, spans = case
     named = [tuple(NAMES[dim] for dim in span) for span in spans]
     with (
@@ -84,14 +84,15 @@ def test_meshes(case):
             assert dist.get_process_group_ranks(mesh.get_group(name)) == line.tolist()
             assert mesh.get_local_rank(name) == dist.get_rank(group) == place[axis]
             assert mesh[name].get_group() is group
-            if mesh.ndim > 1:  # a mesh of one dim is its own part
+            if mesh.ndim > 1:  # slicing a mesh of one dim returns the mesh
                 assert part_of_mesh(mesh, [name], name, group) == mesh[name]
         assert registered() == before
 
 
-# A mesh of all dims, adopted again, is the same grid with the same groups, of another owner.
+# from_device_mesh() of a mesh of all dims gives an equal grid with the same groups, which it does
+# not own.
 @given(grids(), st.data())
-def test_there_and_back(case, data):
+def test_mesh_to_grid_round_trip(case, data):
     shape, offset, rank = case
     names = NAMES[: len(shape)]
     with (
@@ -117,8 +118,9 @@ def test_there_and_back(case, data):
         assert registered() == before
 
 
-# torch's own meshes are adopted, WORLD as a group too; what the grid creates beside is its own.
-def test_adoption():
+# Meshes made by torch become grids with their groups, including WORLD. Such a grid owns only the
+# groups that it creates later.
+def test_grid_from_torch_mesh():
     with fake_world(8, rank=5):
         for shape in ([8], [2, 4], [2, 2, 2], [1, 8], [8, 1]):
             names = NAMES[: len(shape)]
@@ -126,7 +128,8 @@ def test_adoption():
             before = registered()
             with HyperCommGrid.from_device_mesh(mesh) as grid:
                 assert registered() == before
-                assert (grid.dim_names, grid.shape) == ([*reversed(names)], shape[::-1])
+                assert grid.dim_names == [*reversed(names)]
+                assert grid.shape == shape[::-1]
                 for name in names:
                     assert grid.get_pg(name) is mesh.get_group(name)
                     wanted = dist.get_process_group_ranks(mesh.get_group(name))
@@ -138,8 +141,8 @@ def test_adoption():
         assert dist.is_initialized()
 
 
-# Missing groups are created, flattened ones too.
-def test_missing_groups():
+# device_mesh() creates missing groups, also for flattened dims.
+def test_missing_groups_are_created():
     with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
         tp = grid.create_pg("tp")
         mesh = grid.device_mesh(("dp"), "cp", "tp", flatten={"dp_cp": ["dp", "cp"]})
@@ -148,13 +151,13 @@ def test_missing_groups():
         assert dist.get_process_group_ranks(grid.get_pg("dp", "cp")) == [1, 3, 5, 7]
 
 
-# torch sorts the ranks of a group silently, so that a permuted mesh's groups are not its lines:
-# refused on every rank, also where the rank's own lines ascend.
+# torch sorts the ranks of a group, so the groups of a permuted mesh are not its rows. Such a mesh
+# is rejected on every rank, even if the rank's rows are sorted.
 @pytest.mark.parametrize(
     "ranks", [[[1, 0], [3, 2]], [[2, 3], [0, 1]], [[0, 1], [3, 2]], [[0, 2], [3, 1]]], ids=str
 )
 @pytest.mark.parametrize("rank", range(4))
-def test_permuted_mesh(ranks, rank):
+def test_permuted_mesh_is_rejected(ranks, rank):
     with fake_world(4, rank):
         mesh = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=("dp", "tp"))
         before = registered()
@@ -163,11 +166,11 @@ def test_permuted_mesh(ranks, rank):
         assert registered() == before
 
 
-# torch's own meshes may leave hosts out, or have steps that interlock.
+# Meshes made by torch may leave out ranks, and their strides may interleave.
 @pytest.mark.parametrize(
     "ranks", [[[0, 1], [4, 5], [6, 7]], [[0, 2], [3, 5]], [[1, 3, 4], [2, 6, 7]]]
 )
-def test_left_out_ranks(ranks):
+def test_mesh_with_gaps(ranks):
     table = np.array(ranks)
     for rank in range(8):
         with fake_world(8, rank):
@@ -183,11 +186,11 @@ def test_left_out_ranks(ranks):
 # ---- real ranks ---------------------------------------------------------------------------------
 
 
-# DTensor takes meshes with equal ranks and names for one; a grid's end makes it forget them: here
-# of one grid after another of the same shape, each with tensor parallel layers.
+# DTensor caches meshes with equal ranks and names. Destroying a grid clears them, so that tensor
+# parallel layers work on one grid after another of the same shape.
 @pytest.mark.full
 @pytest.mark.ranks(4)
-def test_grids_one_after_another():
+def test_equal_grids_one_after_another():
     for _ in range(3):
         with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
             grid.create_pgs(["tp", "dp"])
@@ -205,10 +208,11 @@ def test_grids_one_after_another():
             torch.testing.assert_close(tensor.full_tensor(), torch.relu(x))
 
 
-# Two grids of the same ranks and names: DTensor's cache would give results on the second mesh the
-# first one's groups, as it does with torch's own meshes. Each way out that the error names works.
+# DTensor's cache confuses equal meshes of two grids: results on the second mesh use the first one's
+# groups, as the first part shows with plain torch meshes. device_mesh() raises instead. Each fix
+# that the error names works.
 @pytest.mark.ranks(2)
-def test_equal_meshes_with_other_groups():
+def test_equal_meshes_with_different_groups_raise():
     first = HyperCommGrid("tp=2", name="first", share="identical")
     second = HyperCommGrid("tp=2", name="second")
     plain = [
@@ -232,9 +236,9 @@ def test_equal_meshes_with_other_groups():
         assert result.device_mesh.get_group() is second.get_pg("tp")
 
 
-# Slices and flattened dims are compared too; those that have the same groups are right, and meshes
-# of an earlier world do not count.
-def test_equal_parts_of_meshes():
+# Slices and flattened dims are compared, too. Parts with the same groups are accepted. Meshes of an
+# earlier world do not count.
+def test_equal_parts_of_meshes_raise():
     kept = []
     for _ in range(2):
         with fake_world(8):
@@ -253,14 +257,15 @@ def test_equal_parts_of_meshes():
             other.device_mesh("both", "tp")
 
 
-# DTensors are sharded over a mesh at an offset, or of listed ranks by their places in the list, and
-# redistributed, on the grid's groups and no others; and every rank reads the list back from it.
+# DTensors are sharded and redistributed on the grid's groups only, over a mesh at an offset or of
+# listed ranks (by their position in the list). Every rank reads the list back from the mesh.
 @pytest.mark.parametrize(
     "order", [pytest.param(range(1, 5), marks=pytest.mark.full), [2, 0, 3, 1]], ids=str
 )
 @pytest.mark.ranks(5)
-def test_real_ranks(order):
-    layout, right = RankLayout([2, 2], ["tp", "dp"], ranks=order), np.arange(24.0).reshape(4, 6)
+def test_dtensor_on_real_ranks(order):
+    layout = RankLayout([2, 2], ["tp", "dp"], ranks=order)
+    right = np.arange(24.0).reshape(4, 6)
     with HyperCommGrid(layout, cover="any") as grid:
         grid.create_pgs(["tp", "dp"])
         if dist.get_rank() not in order:
@@ -280,15 +285,15 @@ def test_real_ranks(order):
         assert HyperCommGrid.from_device_mesh(mesh).layout == layout
 
 
-# Names of flattened dims are groups that exist: FSDP2 uses them, and torch finds them where it
-# would create others.
+# Flattened dims use existing groups: FSDP2 finds them by name where torch would create new ones.
 @pytest.mark.full
 @pytest.mark.ranks(8)
-def test_flattened_on_real_ranks():
+def test_fsdp_uses_flattened_dims():
     from torch.distributed.fsdp import fully_shard
 
-    warnings.simplefilter("ignore", UserWarning)  # torch: names of flattened dims will go
-    dims, ranks = ["cp", "dp_shard", "dp_replicate"], np.arange(8).reshape(2, 2, 2)
+    warnings.simplefilter("ignore", UserWarning)  # torch deprecates names of flattened dims
+    dims = ["cp", "dp_shard", "dp_replicate"]
+    ranks = np.arange(8).reshape(2, 2, 2)
     replicate, shard, cp = np.argwhere(ranks == dist.get_rank())[0]
     with HyperCommGrid([2, 2, 2], dims) as grid:
         grid.create_pgs([*dims, "cp+dp_shard", "dp_shard+dp_replicate"])
@@ -309,8 +314,8 @@ def test_flattened_on_real_ranks():
         assert registered()[0] == before
 
 
-# What the mesh says of devices: told, or what the backend is for.
-def test_device_type():
+# The device type of a mesh is the one given, or the backend's.
+def test_device_type_of_a_mesh():
     with fake_world(4), HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
         grid.create_pg("tp")
         assert grid.device_mesh("tp").device_type == "cpu"

@@ -1,28 +1,35 @@
-"""`grid["tp"]` on real ranks: places, groups, sums, seeds."""
+"""`grid["tp"]`: position, group, neighbours, sums and seeds."""
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from by_numpy import group_of
+from numpy_oracle import group_of
 
 from hypercomm import HyperCommGrid, RankLayout
 from hypercomm.errors import GridDestroyedError, NotInitializedError, SimulationError
 from hypercomm.testing import fake_world
 
-SIZES, NAMES = (2, 2, 2), ["tp", "dp", "pp"]
+SIZES = (2, 2, 2)
+NAMES = ["tp", "dp", "pp"]
 
 
-# Where a rank is along dims, however they are written, and who is next to it.
+# The position of a rank along dims, given in every form, and its neighbours.
 @pytest.mark.ranks(8)
-def test_places():
+def test_position_and_neighbours():
     with HyperCommGrid("tp=2,dp=2,pp=2") as grid:
         for dims, names in (
-            *(("tp", ("tp",)), ("dp", ("dp",)), ("pp", ("pp",)), (("tp", "pp"), ("tp", "pp"))),
-            *(("dp+pp", ("dp", "pp")), (["tp", "dp", "pp"], ("tp", "dp", "pp"))),
+            ("tp", ("tp",)),
+            ("dp", ("dp",)),
+            ("pp", ("pp",)),
+            (("tp", "pp"), ("tp", "pp")),
+            ("dp+pp", ("dp", "pp")),
+            (["tp", "dp", "pp"], ("tp", "dp", "pp")),
         ):
-            here, ranks = grid[dims], tuple(group_of(SIZES, NAMES, 0, names, dist.get_rank()))
-            at, last = ranks.index(dist.get_rank()), len(ranks) - 1
+            here = grid[dims]
+            ranks = tuple(group_of(SIZES, NAMES, 0, names, dist.get_rank()))
+            at = ranks.index(dist.get_rank())
+            last = len(ranks) - 1
             assert here is grid[dims]
             assert here.dims == grid[[dims]].dims == names
             assert here.group is grid.get_pg(names) is here.group
@@ -36,10 +43,11 @@ def test_places():
             assert here.next(periodic=True) == ranks[(at + 1) % len(ranks)]
 
 
-# What was known of a group is forgotten when it is destroyed, reshaped, or the grid is.
+# Cached values are discarded when a group is destroyed or reshaped, and when the grid is destroyed.
 @pytest.mark.ranks(4)
-def test_changes():
-    rank, grid = dist.get_rank(), HyperCommGrid("tp=2,dp=2")
+def test_destroy_and_reshape_discard_cached_values():
+    rank = dist.get_rank()
+    grid = HyperCommGrid("tp=2,dp=2")
     tp, dp = grid["tp"], grid["dp"]
     first = tp.group
     assert (tp.rank, dp.rank, tp.size) == (rank % 2, rank // 2, 2)
@@ -52,14 +60,16 @@ def test_changes():
         _ = tp.group
 
 
-# Sums, means and barriers over dims; a tensor that is summed stays as it was.
+# Sums, means and barriers over dims. A tensor that is summed is not modified.
 @pytest.mark.ranks(4)
-def test_sums():
+def test_sum_mean_and_barrier():
     rank = dist.get_rank()
-    tp, dp = rank // 2 * 2, rank % 2  # the smallest rank of each group
+    tp = rank // 2 * 2
+    dp = rank % 2  # the smallest rank of each group
     tensor = torch.tensor([float(rank), 1.0])
     with HyperCommGrid("tp=2,dp=2") as grid:
-        assert (grid["dp"].sum(rank), grid["tp"].mean(float(rank))) == (2 * dp + 2, tp + 0.5)
+        assert grid["dp"].sum(rank) == 2 * dp + 2
+        assert grid["tp"].mean(float(rank)) == tp + 0.5
         assert grid["tp", "dp"].sum(0.25) == 1.0
         assert grid["tp"].sum(tensor).tolist() == [2 * tp + 1.0, 2.0]
         assert grid["dp"].mean(tensor).tolist() == [dp + 1.0, 1.0]
@@ -67,8 +77,8 @@ def test_sums():
         grid["tp", "dp"].barrier()
 
 
-# Seeds are equal exactly where coordinates along the dims are.
-def test_seeds():
+# Two ranks have the same seed exactly if their coordinates along the dims are the same.
+def test_seeds_differ_with_coordinates():
     got = []
     for rank in range(8):
         with fake_world(8, rank), HyperCommGrid("tp=2,dp=2,pp=2") as grid:
@@ -85,8 +95,8 @@ def test_seeds():
         assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-# A seed is the same in every run, and on every machine.
-def test_a_seed_is_a_promise(monkeypatch):
+# A seed is the same in every run and on every machine. The expected value is numpy's.
+def test_seed_is_reproducible(monkeypatch):
     monkeypatch.setenv("RANK", "5")
     grid = HyperCommGrid("tp=2,dp=4", world_size=8)
     entropy = [1234, *b"tp=1,dp=2"]
@@ -94,8 +104,8 @@ def test_a_seed_is_a_promise(monkeypatch):
     assert grid.seed(1234, "dp", "tp") == right
 
 
-# What a fake world cannot sum is an error, and not a number; a group of one rank is its own sum.
-def test_sums_of_a_fake_world():
+# A fake world cannot sum, so sum() raises. A group of one rank is an exception.
+def test_sum_in_a_fake_world_raises():
     with fake_world(8), HyperCommGrid("tp=2,dp=4,pp=1") as grid:
         for call in (
             lambda: grid["tp"].sum(3.0),
@@ -108,11 +118,12 @@ def test_sums_of_a_fake_world():
         grid["pp"].barrier()
 
 
-# After the job has ended, every call says so.
-def test_after_the_job():
+# After destroy_process_group(), every call raises NotInitializedError.
+def test_calls_after_torch_was_destroyed():
     with fake_world(8):
         grid = HyperCommGrid("tp=2,dp=4")
-        dims, _ = grid["tp"], grid.create_pg("tp")
+        dims = grid["tp"]
+        grid.create_pg("tp")
         dist.destroy_process_group()
         for call in (
             lambda: dims.sum(1.0),
@@ -128,24 +139,24 @@ def test_after_the_job():
                 call()
 
 
-# What a DeviceMesh has works on a grid and on its dims, or says what to write.
-def test_habits_of_a_device_mesh():
+# Methods of a DeviceMesh work on a grid and its dims, or the error says what to write instead.
+def test_device_mesh_methods():
     with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4") as grid:
         assert grid["dp"].size() == grid["dp"].size == 4
         assert grid.size() == grid["tp", "dp"].size() == 8
         assert grid["tp"].get_local_rank() == 1
         assert grid["tp"].get_group() is grid["tp"].group
-        for name, words in (
+        for name, message in (
             ("tp", r"write grid\['tp'\]"),
             ("xx", "'xx'$"),
         ):
-            with pytest.raises(AttributeError, match=words):
+            with pytest.raises(AttributeError, match=message):
                 getattr(grid, name)
 
 
-# An int tensor of one element is a rank, a coordinate and a size, as numpy's ints are.
+# An int tensor of one element is accepted as a rank, a coordinate and a size, like a numpy int.
 @pytest.mark.parametrize("rank", [torch.tensor(5), np.int64(5), torch.tensor([5])])
-def test_tensors_are_ranks(rank):
+def test_int_tensors_are_accepted(rank):
     layout = RankLayout("tp=2,dp=4")
     assert layout.coords(rank) == {"tp": 1, "dp": 2}
     assert layout.groups("dp").of(rank) == (1, 3, 5, 7)

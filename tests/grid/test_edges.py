@@ -1,14 +1,14 @@
-"""Pipeline edges: whom each joins by arithmetic, and how they are created on real ranks."""
+"""Pipeline edges: their members by arithmetic, and their creation on real ranks."""
 
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from by_numpy import group_of
-from effort import examples
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy_oracle import group_of
 
 from hypercomm import HyperCommGrid
 from hypercomm.errors import GridDestroyedError, RankOutsideError, UnknownDimError
@@ -25,14 +25,15 @@ EDGES = ("to_next", "from_previous", "to_previous", "from_next")
 
 
 def members(edges):
-    """The ranks of each edge, in the order of EDGES; None where there is none."""
+    """The ranks of each edge in the order of EDGES, or None for a missing edge."""
     groups = [getattr(edges, name) for name in EDGES]
     return [group and tuple(dist.get_process_group_ranks(group)) for group in groups]
 
 
 def expected(ranks, rank, wrap):
-    """The same by arithmetic, for the ranks of a pipeline; members in its order."""
-    at, size = ranks.index(rank), len(ranks)
+    """Return the same for the ranks of a pipeline, in its order."""
+    at = ranks.index(rank)
+    size = len(ranks)
 
     def pair(stage):
         if 0 <= stage < size - 1:
@@ -45,17 +46,18 @@ def expected(ranks, rank, wrap):
 # ---- fake worlds --------------------------------------------------------------------------------
 
 
-# For any layout, also one that lists its ranks, dims and rank, each edge joins the rank with its
-# neighbour, and all are distinct.
+# For any layout, dims and rank, each edge joins the rank with its neighbour. No two edges are the
+# same group.
 @settings(max_examples=examples(200))
 @given(st.data(), st.booleans(), st.booleans())
-def test_membership(data, wrap, at_once):
+def test_edges_join_neighbours(data, wrap, in_one_call):
     layout = data.draw(layouts(listed=True, max_ranks=64))
-    dims, rank = data.draw(dim_subsets(layout)), data.draw(ranks_of(layout))
+    dims = data.draw(dim_subsets(layout))
+    rank = data.draw(ranks_of(layout))
     ranks = group_of(layout.shape, layout.dim_names, [*layout.ranks], dims, rank)
     with fake_world(layout.last_rank + 1, rank), HyperCommGrid(layout) as grid:
         edges = grid.edges(dims, wrap=wrap)
-        if at_once:
+        if in_one_call:
             edges.create()
         assert members(edges) == expected(ranks, rank, wrap)
         groups = [group for name in EDGES if (group := getattr(edges, name)) is not None]
@@ -63,8 +65,8 @@ def test_membership(data, wrap, at_once):
         assert {*groups} == {*grid.pgs.values()} - {None}
 
 
-# Edges are groups of the grid: under a key, found, shown, and destroyed with it.
-def test_they_are_groups_of_the_grid():
+# Edges are groups of the grid: they have a key, are found and printed, and are destroyed with it.
+def test_edges_are_groups_of_the_grid():
     with fake_world(8, rank=1):
         grid = HyperCommGrid("tp=1,pp=8")
         edges = grid.edges()
@@ -85,16 +87,17 @@ def test_they_are_groups_of_the_grid():
             _ = edges.to_next
 
 
-# Groups that may be shared are not: with two stages, four groups join the same two ranks.
-def test_they_are_not_shared():
+# Edges are never shared: with two stages, four groups have the same two ranks.
+def test_edges_are_not_shared():
     with fake_world(2, rank=1), HyperCommGrid("pp=2", share="identical") as grid:
-        pp, edges = grid.create_pg("pp"), grid.edges(wrap=True)
+        pp = grid.create_pg("pp")
+        edges = grid.edges(wrap=True)
         assert members(edges) == [(0, 1)] * 4
         assert len({pp, *(getattr(edges, name) for name in EDGES)}) == 5
 
 
-# Dims are those of the grid or of a view; dims that a view shares have the grid's edges.
-def test_views():
+# Dims can be the grid's or a view's. Dims that a view shares have the grid's edges.
+def test_edges_of_views():
     with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=2,pp=2") as grid:
         grid.register_view("expert", "ep=4,pp=2", shared_dims=["pp"])
         shared = grid.view("expert").edges()
@@ -112,8 +115,8 @@ def test_views():
             grid.edges(view="moe")
 
 
-# A rank outside of the grid is at no edge, and may create those of the others.
-def test_outside():
+# A rank outside the grid has no edges, and can take part in creating them.
+def test_rank_outside_has_no_edges():
     with fake_world(5, rank=4), HyperCommGrid("pp=4", cover="any") as grid:
         edges = grid.edges()
         edges.create()
@@ -122,8 +125,8 @@ def test_outside():
             _ = edges.to_next
 
 
-# Edges stay correct when the pipeline becomes longer, shorter, or no pipeline.
-def test_reshape():
+# Edges follow a reshape to a longer pipeline, a shorter one, or none.
+def test_edges_follow_a_reshape():
     with fake_world(8, rank=2), HyperCommGrid("pp=4,dp=2") as grid:
         edges = grid.edges("pp")
         assert members(edges) == [(2, 3), (1, 2), (1, 2), (2, 3)]
@@ -137,12 +140,13 @@ def test_reshape():
 
 
 def exchange(edges, ranks):
-    """Send the own rank over all edges, and return what was received from each neighbour."""
+    """Send this rank over all edges, and return the number received from each neighbour."""
     at = ranks.index(dist.get_rank())
     after, before = ranks[(at + 1) % len(ranks)], ranks[at - 1]
     sends = [(edges.to_next, after, 1), (edges.to_previous, before, -1)]
     receives = [(edges.from_previous, before), (edges.from_next, after)]
-    works, received = [], {}
+    works = []
+    received = {}
     for group, peer, sign in sends:
         if group is not None:
             works.append(dist.isend(torch.tensor([sign * (peer + 10)]), peer, group=group))
@@ -156,13 +160,14 @@ def exchange(edges, ranks):
     return [each.item() // mine for each in received.values()]
 
 
-# The first use of an edge needs the neighbour alone, in whichever direction that looks first: the
-# middle of the pipeline communicates before its ends have used anything.
+# The first use of an edge waits for the neighbour only, regardless of which side uses it first: the
+# middle of the pipeline communicates before its ends have used an edge.
 @pytest.mark.ranks(4, timeout=60)
-def test_the_first_use_needs_the_neighbour_alone():
+def test_first_use_waits_for_the_neighbour_only():
     rank = dist.get_rank()
     with HyperCommGrid("pp=4") as grid:
-        edges, message = grid.edges(), torch.tensor([rank])
+        edges = grid.edges()
+        message = torch.tensor([rank])
         if rank == 1:
             dist.send(message, 2, group=edges.to_next)
         if rank == 2:
@@ -173,12 +178,13 @@ def test_the_first_use_needs_the_neighbour_alone():
         assert exchange(edges, [0, 1, 2, 3]) == [int(rank > 0), -int(rank < 3)]
 
 
-# All ranks of a ring begin with the same edge; each waits for the next one, and none forever.
+# All ranks of a ring use the same edge first. Each waits for the next one, and there is no
+# deadlock.
 @pytest.mark.parametrize(
     "first", [EDGES[0], *(pytest.param(edge, marks=pytest.mark.full) for edge in EDGES[1:])]
 )
 @pytest.mark.ranks(5, timeout=90)
-def test_rings(first):
+def test_ring_does_not_deadlock(first):
     for size in (2, 3, 4, 5):
         with HyperCommGrid([size], ["pp"], cover="any") as grid:
             if dist.get_rank() < size:
@@ -187,15 +193,16 @@ def test_rings(first):
                 assert exchange(edges, [*range(size)]) == [1, -1]
 
 
-# connect() and verify() find the same groups on all ranks: once each rank has used its edges, and
-# once one call has created all.
-@pytest.mark.parametrize("at_once", [pytest.param(False, marks=pytest.mark.full), True])
+# connect() and verify() find the same groups on all ranks, both after each rank has used its edges
+# and after one call has created all edges.
+@pytest.mark.parametrize("in_one_call", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.ranks(4, timeout=60)
-def test_connect(at_once):
+def test_connect_and_verify_find_the_edges(in_one_call):
     rank = dist.get_rank()
     with HyperCommGrid("pp=4", lazy_init=True) as grid:
-        edges, before = grid.edges(wrap=True), registered_groups()
-        if at_once:
+        edges = grid.edges(wrap=True)
+        before = registered_groups()
+        if in_one_call:
             edges.create()
             edges.create()
         else:
@@ -214,10 +221,10 @@ def test_connect(at_once):
     assert registered_groups() == before
 
 
-# With verify, the first use is one creation by all ranks of the grid, whichever edge it is.
+# With verify=True, the first use of any edge creates all edges, together with all ranks.
 @pytest.mark.parametrize("wrap", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.ranks(4, timeout=60)
-def test_verified(wrap):
+def test_verify_creates_all_edges(wrap):
     rank = dist.get_rank()
     with HyperCommGrid("pp=4", verify=True) as grid:
         edges = grid.edges(wrap=wrap)
@@ -227,10 +234,10 @@ def test_verified(wrap):
         edges.create()
 
 
-# After a reshape, a rank that has all of its edges takes part in the creation of the new ones.
+# After a reshape, a rank that keeps all of its edges still takes part in creating the new ones.
 @pytest.mark.full
 @pytest.mark.ranks(4, timeout=60)
-def test_verified_after_a_reshape():
+def test_verify_creates_edges_after_a_reshape():
     rank = dist.get_rank()
     with HyperCommGrid("pp=2,dp=2", verify=True) as grid:
         edges = grid.edges()
@@ -240,9 +247,9 @@ def test_verified_after_a_reshape():
         grid.verify(LIMIT)
 
 
-# Once two ranks have used an edge, all ranks can create the others, and all find the same.
+# After two ranks have used an edge, create() still creates the others on all ranks.
 @pytest.mark.ranks(4, timeout=60)
-def test_create_after_a_use_by_two_ranks():
+def test_create_after_two_ranks_used_an_edge():
     with HyperCommGrid("pp=4") as grid:
         edges = grid.edges()
         used = {1: "to_next", 2: "from_previous"}

@@ -1,4 +1,4 @@
-"""The grid in fake worlds: which groups a rank is in, in worlds of any size. No communication."""
+"""The grid in fake worlds of any size: the groups of a rank, without communication."""
 
 from datetime import timedelta
 from itertools import chain, combinations
@@ -6,12 +6,12 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from by_numpy import group_of
-from effort import examples
-from group_facts import tables as registered
+from example_counts import examples
+from group_checks import tables as registered
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launched import run_python
+from numpy_oracle import group_of
+from processes import run_python
 
 from hypercomm import GroupKey, HyperCommGrid
 from hypercomm.errors import (
@@ -26,16 +26,17 @@ from hypercomm.testing import dim_subsets, fake_world, layouts, ranks_of
 
 
 def numpy_group(layout, dims, rank):
-    """The members of a rank's group, by numpy alone."""
+    """Return the members of a rank's group, computed by numpy."""
     return sorted(group_of(layout.shape, layout.dim_names, layout.rank_offset, dims, rank))
 
 
-# torch registers for a rank exactly the members that numpy finds, for any layout, dims and rank.
+# For any layout, dims and rank, torch registers exactly the members that numpy finds.
 @settings(max_examples=examples(200))
 @given(st.data())
-def test_membership(data):
+def test_members_match_numpy(data):
     layout = data.draw(layouts())
-    dims, rank = data.draw(dim_subsets(layout)), data.draw(ranks_of(layout))
+    dims = data.draw(dim_subsets(layout))
+    rank = data.draw(ranks_of(layout))
     spare = data.draw(st.integers(0, 3))
     world_size = layout.rank_offset + layout.size + spare
     with fake_world(world_size, rank), HyperCommGrid(layout) as grid:
@@ -45,8 +46,8 @@ def test_membership(data):
         assert dist.get_rank(group) == numpy_group(layout, dims, rank).index(rank)
 
 
-# create, get and ensure: one group per key, in any order of dims and as any iterable of names.
-def test_keys():
+# create_pg, get_pg and ensure_pg use one group per key. Dims can be in any order and any iterable.
+def test_one_group_per_key():
     with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
         group = grid.create_pg(("dp", "cp"))
         assert grid.get_pg(["cp", "dp"]) is group
@@ -63,8 +64,8 @@ def test_keys():
             grid.pgs[GroupKey(("tp",))] = group
 
 
-# ensure_pg refuses other options than the first call's, whichever way they differ.
-def test_ensure_keeps_to_the_first_options():
+# ensure_pg raises if its options differ from the first call's.
+def test_ensure_pg_with_other_options_raises():
     with fake_world(8), HyperCommGrid([8], ["dp"]) as grid:
         group = grid.ensure_pg("dp", timeout=timedelta(seconds=5), group_desc="mine")
         assert grid.ensure_pg("dp", timeout=timedelta(seconds=5), group_desc="mine") is group
@@ -73,9 +74,9 @@ def test_ensure_keeps_to_the_first_options():
                 grid.ensure_pg("dp", **other)
 
 
-# On a rank outside the grid a group is None, and asking where the rank is, is an error; so is a
-# group of its dims, which is never None.
-def test_rank_outside():
+# On a rank outside the grid, a process group is None, and calls that need coordinates raise. So
+# does `group` of a dim, which is never None.
+def test_rank_outside_the_grid():
     with fake_world(8, rank=7), HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
         assert not grid.is_current_rank_in_grid()
         assert grid.create_pg("dp") is None
@@ -94,17 +95,18 @@ def test_rank_outside():
         assert [7 in grid, 3 in grid, "tp" in grid, "pp" in grid] == [False, True, True, False]
 
 
-# An enumeration that fails in the middle takes back the groups that it had created.
+# An enumeration that fails in the middle destroys the groups that it has created.
 @pytest.mark.parametrize(("error", "raised"), [(OSError, OSError), (RuntimeError, CreationError)])
-def test_enumeration_is_rolled_back(error, raised):
+def test_failed_enumeration_is_rolled_back(error, raised):
     with fake_world(8), HyperCommGrid([2, 4], ["tp", "dp"], creation="enumerate") as grid:
-        before, created = registered(), []
-        honest = dist.new_group
+        before = registered()
+        created = []
+        real_new_group = dist.new_group
 
         def third_one_fails(*arguments, **options):
             if len(created) == 2:
                 raise error("no more sockets")
-            created.append(honest(*arguments, **options))
+            created.append(real_new_group(*arguments, **options))
             return created[-1]
 
         with (
@@ -117,8 +119,8 @@ def test_enumeration_is_rolled_back(error, raised):
         assert not grid.pgs
 
 
-# A destroyed grid has no groups and makes none; destroying twice is harmless, also after WORLD.
-def test_destroy():
+# A destroyed grid has no groups and creates none. destroy() is idempotent, also after WORLD's end.
+def test_destroy_is_idempotent():
     with fake_world(8):
         before = registered()
         grid = HyperCommGrid([2, 4], ["tp", "dp"])
@@ -139,7 +141,7 @@ def test_destroy():
 
 
 # The live job outranks the environment, and an explicit world size outranks both.
-def test_where_the_world_size_comes_from(monkeypatch):
+def test_sources_of_the_world_size(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "3")
     assert HyperCommGrid([4], ["dp"]).coords() == {"dp": 3}
@@ -159,8 +161,8 @@ def test_where_the_world_size_comes_from(monkeypatch):
         HyperCommGrid([8], ["dp"])
 
 
-# Before torch.distributed is initialised, a creation fails and says how to initialise it.
-def test_creation_before_torch_is_initialised():
+# Before init_process_group(), creating a group raises, and the error names that call.
+def test_creation_before_init_process_group():
     grid = HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"], world_size=8)
     with pytest.raises(NotInitializedError, match=r"over tp cannot be created; call .*init_pro"):
         grid.create_pg("tp")
@@ -168,9 +170,9 @@ def test_creation_before_torch_is_initialised():
     assert str(grid.reshape("tp=4,dp=2")).endswith("created: none\n  destroyed: none")
 
 
-# A group over other members of the world than the plan's cannot be shared; one with equal members
-# can, and the order of creation does not matter.
-def test_sharing_compares_members():
+# Groups are shared exactly if their members are the same, regardless of the order of creation. A
+# group with another timeout is not shared.
+def test_groups_with_equal_members_are_shared():
     with (
         fake_world(8, rank=3),
         HyperCommGrid([2, 1, 4], ["tp", "cp", "dp"], share="identical") as grid,
@@ -186,29 +188,29 @@ def test_sharing_compares_members():
         assert longer is not groups["tp",]
 
 
-# When one group cannot be destroyed, the others are, and the error is raised at the end.
-def test_destroy_goes_on(monkeypatch):
+# If destroying one group fails, the others are destroyed, and the error is raised afterwards.
+def test_destroy_continues_after_an_error(monkeypatch):
     with fake_world(4):
         grid = HyperCommGrid([2, 2], ["tp", "dp"])
-        stubborn = grid.create_pg("tp")
+        failing = grid.create_pg("tp")
         others = [grid.create_pg("dp"), grid.create_pg(["tp", "dp"])]
-        honest = dist.destroy_process_group
+        real_destroy = dist.destroy_process_group
 
-        def refuse_one(group=None):
-            if group is stubborn:
+        def fail_for_one(group=None):
+            if group is failing:
                 raise RuntimeError("not this one")
-            honest(group)
+            real_destroy(group)
 
         with monkeypatch.context() as patch:
-            patch.setattr(dist, "destroy_process_group", refuse_one)
+            patch.setattr(dist, "destroy_process_group", fail_for_one)
             with pytest.raises(RuntimeError, match="not this one"):
                 grid.destroy()
         assert not registered()[0].intersection(others)
 
 
-# torch's own messages do not reach a user who made no mistake.
+# A program without mistakes prints nothing, even with torch's warnings enabled.
 @pytest.mark.full
-def test_a_plain_run_is_silent():
+def test_correct_program_prints_nothing():
     program = (
         "from hypercomm.testing import fake_world\n"
         "from hypercomm import HyperCommGrid\n"

@@ -1,4 +1,4 @@
-"""The grid on real gloo processes: who takes part in what is read off the numbers they sum."""
+"""The grid on real gloo processes: the sums over groups show which ranks took part."""
 
 import inspect
 from datetime import timedelta
@@ -7,9 +7,9 @@ from itertools import chain, combinations
 import pytest
 import torch
 import torch.distributed as dist
-from by_numpy import group_of
-from group_facts import all_reduce_of, sum_over
-from group_facts import tables as registered
+from group_checks import all_reduce_of, sum_over
+from group_checks import tables as registered
+from numpy_oracle import group_of
 
 from hypercomm import HyperCommGrid, RankLayout
 from hypercomm.errors import PlanMismatchError
@@ -19,17 +19,17 @@ KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 LAYOUTS = {
     "one dim": ([2], range(2)),
     "two dims": ([3, 2], range(6)),
-    "behind others": ([2, 2], range(1, 5)),
+    "offset": ([2, 2], range(1, 5)),
     "a dim of size 1": ([2, 1, 3], range(6)),
     "three dims": ([2, 2, 2], range(8)),
     "strides in another order": ([2, 2, 2], [0, 4, 1, 5, 2, 6, 3, 7]),
     "permuted": ([2, 2, 2], [6, 7, 2, 3, 5, 4, 0, 1]),
-    "left out": ([2, 3], [0, 1, 4, 5, 6, 7]),
-    "both": ([3, 2], [7, 0, 3, 5, 2, 6]),
-    "turned round": ([4], [3, 2, 1, 0]),
+    "gap": ([2, 3], [0, 1, 4, 5, 6, 7]),
+    "permuted with a gap": ([3, 2], [7, 0, 3, 5, 2, 6]),
+    "reversed": ([4], [3, 2, 1, 0]),
 }
-"""Sizes by dim, and who is where, the first dim fastest."""
-BY_DEFAULT = {"behind others"}
+"""Sizes by dim, and the ranks of the layout, the first dim fastest."""
+BY_DEFAULT = {"offset"}
 WAYS = [
     pytest.param(case, creation, marks=[] if case in BY_DEFAULT else pytest.mark.full)
     for case, (_, ranks) in LAYOUTS.items()
@@ -39,8 +39,9 @@ WAYS = [
 
 
 def check_use(group, members):
-    """Check a group's members and their order by torch's words, messages, a sum and two roots."""
-    own, count = torch.tensor([dist.get_rank()]), len(members)
+    """Check the members of a group and their order through torch, messages, a sum and two roots."""
+    own = torch.tensor([dist.get_rank()])
+    count = len(members)
     at = members.index(dist.get_rank())
     assert dist.get_process_group_ranks(group) == members
     assert (group.rank(), dist.get_group_rank(group, dist.get_rank())) == (at, at)
@@ -55,13 +56,14 @@ def check_use(group, members):
     assert scattered.item() == at
 
 
-# Whatever the layout, dense or over a list, numpy's reshape says who is in a group, and in which
-# order: for every combination of dims, with each way of creating groups that gloo can have, one by
-# one and at once, eager and lazy. Ranks outside get None, and are not waited for.
+# For dense and listed layouts and every combination of dims, the members of a group and their order
+# match numpy's reshape: with each creation strategy that gloo supports, one group per call and all
+# in one call, eager and lazy. A rank outside gets None without waiting.
 @pytest.mark.parametrize(("case", "creation"), WAYS)
 @pytest.mark.ranks(8, timeout=120)
-def test_groups_are_numpys(case, creation):
-    (shape, ranks), rank = LAYOUTS[case], dist.get_rank()
+def test_groups_match_numpy(case, creation):
+    shape, ranks = LAYOUTS[case]
+    rank = dist.get_rank()
     names = ["tp", "cp", "dp"][: len(shape)]
     every = list(chain.from_iterable(combinations(names, n) for n in range(1, len(names) + 1)))
     layout = RankLayout(shape, names, ranks=ranks)
@@ -69,8 +71,8 @@ def test_groups_are_numpys(case, creation):
         alone = [grid.create_pg(dims) for dims in every]
         lazily = creation == "local" or None
         requests = [{"dims": dims, "name": "lazy", "lazy_init": lazily} for dims in every]
-        at_once = grid.create_pgs(requests)
-        for dims, *groups in zip(every, alone, at_once, strict=True):
+        together = grid.create_pgs(requests)
+        for dims, *groups in zip(every, alone, together, strict=True):
             members = group_of(shape, names, ranks, dims, rank)
             for group in groups:
                 assert (group is None) == (members is None)
@@ -79,10 +81,10 @@ def test_groups_are_numpys(case, creation):
 
 
 HETEROGENEOUS = [[0, 4, 6], [1, 4, 6], [2, 5, 7], [3, 5, 7]]
-"""Pipelines of two first stages that share the later stages, as FlagScale has them."""
+"""Pipelines with different first stages and common later stages, as in FlagScale."""
 
 
-# Lists of several sizes are groups in the order of each list; ranks in no list get None.
+# Lists of several sizes make groups in the order of each list. A rank in no list gets None.
 @pytest.mark.parametrize("creation", ["local", pytest.param("enumerate", marks=pytest.mark.full)])
 @pytest.mark.ranks(8, timeout=120)
 def test_groups_from_lists(creation):
@@ -95,11 +97,12 @@ def test_groups_from_lists(creation):
             check_use(group, own)
 
 
-# Overlapping lists are one key each, all in one call: a rank is in several of these groups, and
-# creates only those.
+# Overlapping lists need one key each, and can be created in one call. Each rank creates only the
+# groups that it is in.
 @pytest.mark.ranks(8, timeout=120)
 def test_overlapping_lists():
-    rank, before = dist.get_rank(), len(registered()[0])
+    rank = dist.get_rank()
+    before = len(registered()[0])
     with HyperCommGrid("tp=2,dp=4") as grid:
         requests = [
             {"dims": grid.dim_names, "name": f"path{index}", "derive": [ranks]}
@@ -113,9 +116,9 @@ def test_overlapping_lists():
             check_use(group, ranks)
 
 
-# Lists that differ between ranks are an error on all members, at once.
+# If lists differ between ranks, all members raise PlanMismatchError immediately.
 @pytest.mark.ranks(4, timeout=120)
-def test_lists_that_differ():
+def test_lists_that_differ_between_ranks():
     lists = [[0, 1], [2, 3]] if dist.get_rank() < 2 else [[0, 1], [3, 2]]
     with HyperCommGrid("tp=2,dp=2") as grid:
         request = {"dims": "tp", "name": "pairs", "derive": lists}
@@ -124,18 +127,18 @@ def test_lists_that_differ():
         assert sum_over(grid.create_pg("tp", name="pairs", derive=[[0, 1], [2, 3]])) in {11, 1100}
 
 
-# Grids beside each other, each rank knowing only its own, do not wait for each other.
+# Grids over disjoint ranks, where each rank knows only its grid, do not wait for each other.
 @pytest.mark.ranks(5)
-def test_grids_beside_each_other():
+def test_disjoint_grids_are_independent():
     first, size = (0, 2) if dist.get_rank() < 2 else (2, 3)
     with HyperCommGrid([size], ["dp"], first) as grid:
         assert sum_over(grid.create_pg("dp")) == (11100 if first else 11)
 
 
-# Ranks that have created different numbers of groups still agree on a group's name
-# (pytorch issue 173608: torch's own members-only creation waits for ever here).
+# Ranks that have created different numbers of groups still agree on the name of the next group.
+# (With torch's use_local_synchronization=True this hangs: pytorch issue 173608.)
 @pytest.mark.ranks(4)
-def test_uneven_memberships():
+def test_ranks_with_different_numbers_of_groups():
     rank = dist.get_rank()
     if rank in {0, 3}:
         dist.new_group([0, 3], use_local_synchronization=True)
@@ -148,12 +151,13 @@ def test_uneven_memberships():
         overlapping.destroy()
 
 
-# A grid destroys what it created, and leaves WORLD and other people's groups alone and working.
+# A grid destroys the groups that it created. WORLD and a group of the user still work afterwards.
 @pytest.mark.parametrize("creation", ["local", pytest.param("enumerate", marks=pytest.mark.full)])
 @pytest.mark.ranks(4)
-def test_destroys_only_its_own(creation):
-    rank, foreign = dist.get_rank(), dist.new_group([0, 1])
-    for _ in range(2):  # the first one fills torch's tables with what stays
+def test_grid_destroys_only_its_groups(creation):
+    rank = dist.get_rank()
+    foreign = dist.new_group([0, 1])
+    for _ in range(2):  # the first pass adds entries to torch's tables that stay
         before = registered()
         with HyperCommGrid([2, 2], ["tp", "dp"], creation=creation) as grid:
             for dims in ("tp", "dp", ["tp", "dp"]):
@@ -165,20 +169,20 @@ def test_destroys_only_its_own(creation):
     assert rank > 1 or sum_over(foreign) == 11
 
 
-# A group may be destroyed as soon as it is created: that waits for members that still connect.
-# Without that, five of six such runs failed with gloo's "Connection closed by peer".
+# A group can be destroyed directly after its creation: destroy() waits for members that still
+# connect. Without that, five of six runs failed with gloo's "Connection closed by peer".
 @pytest.mark.full
 @pytest.mark.ranks(4)
-def test_destroying_at_once():
+def test_destroy_directly_after_creation():
     for creation in ["local", "enumerate"] * 30:
         with HyperCommGrid([2, 2], ["tp", "dp"], creation=creation) as grid:
             grid.create_pg("tp")
 
 
-# A process that was in another job before agrees on names with one that is new: 0 and 1 are a job;
-# then 0, which has a past, and 2, which has none, are another.
+# A process from an earlier job agrees on group names with a new process: ranks 0 and 1 are the
+# first job. Then rank 0 and the new process 2 are the second job.
 @pytest.mark.ranks(3)
-def test_a_survivor_and_its_new_peer(tmp_path):
+def test_process_from_an_earlier_job(tmp_path):
     rank = dist.get_rank()
     dist.destroy_process_group()
     for job, number, total in {

@@ -1,4 +1,4 @@
-"""Sets of grids in fake worlds: where they lie, what they create, and what is refused."""
+"""Sets of grids in fake worlds: placement, creation, and errors."""
 
 import itertools
 import math
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from group_facts import tables as registered
+from group_checks import tables as registered
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -31,11 +31,11 @@ NAMES = ("a", "b", "c", "d")
 DIMS = ("tp", "cp", "dp", "pp")
 
 
-# ---- ranks that are left out --------------------------------------------------------------------
+# ---- ranks without a grid -----------------------------------------------------------------------
 
 
-# A set of sizes that leaves ranks of the world to no grid warns, as a grid does; a set of layouts,
-# which have their places, and one whose placement is asked for do not.
+# A set of sizes that leaves ranks of the world without a grid warns, as a single grid does. A set
+# of layouts, or one that was given `requires`, does not warn.
 @pytest.mark.parametrize("form", ["tp=2", {"tp": 2}], ids=str)
 def test_warns_of_ranks_without_a_grid(form):
     with pytest.warns(UserWarning, match=r"no grid of the set holds ranks 4\.\.7 of the world's 8"):
@@ -53,7 +53,7 @@ def test_warns_of_ranks_without_a_grid(form):
         assert len(quiet["a"].layout.ranks) == 2
 
 
-# ---- where layouts lie --------------------------------------------------------------------------
+# ---- placement ----------------------------------------------------------------------------------
 
 
 @st.composite
@@ -69,10 +69,10 @@ def as_text(sizes, unknown=None, mark="{}=-1"):
     )
 
 
-# Tiled layouts hold the ranks behind those of the layouts before, and one unspecified size
-# takes what the others leave, wherever it is.
+# Tiled layouts take consecutive ranks in the order given. One unspecified size, in any layout,
+# takes the ranks that the others leave.
 @given(st.lists(shapes(), min_size=1, max_size=4), st.data())
-def test_tile(every, data):
+def test_tiled_layouts_are_consecutive(every, data):
     sizes = [math.prod(own.values()) for own in every]
     texts = [as_text(own) for own in every]
     if data.draw(st.booleans()):
@@ -89,33 +89,36 @@ def test_tile(every, data):
     assert Placement(placed, total).kind == "tiled"
 
 
-# Colocated layouts hold the same ranks; unspecified sizes follow from the layouts that have none,
-# else from the world.
+# Colocated layouts have the same ranks. Unspecified sizes follow from the layouts without one, or
+# from the world.
 @given(shapes(), shapes(), st.integers(0, 3), st.booleans())
-def test_colocate(one, other, spare, is_closed):
-    own, their = math.prod(one.values()), math.prod(other.values())
+def test_colocated_layouts_have_the_same_ranks(one, other, spare, is_closed):
+    own = math.prod(one.values())
+    their = math.prod(other.values())
     size = math.lcm(own, their)
     texts = {"a": as_text(one) + f",x={size // own}", "b": as_text(other) + ",x"}
     if not is_closed:
-        texts["a"], spare = as_text(one) + ",x=-1", 0
+        texts["a"] = as_text(one) + ",x=-1"
+        spare = 0
     placed = colocate(texts, size + spare)
     assert [{*layout.ranks} for layout in placed.values()] == [set(range(size))] * 2
     placement = Placement(placed, size + spare)
-    assert (placement.kind, len(placement.spare_ranks)) == ("colocated", spare)
+    assert placement.kind == "colocated"
+    assert len(placement.spare_ranks) == spare
 
 
 @st.composite
 def lattices(draw):
-    """Draw a layout, perhaps one with gaps."""
+    """Draw a layout, sometimes with gaps."""
     layout = draw(layouts(max_ranks=24, max_offset=12, max_size=3))
     if len(layout.dim_names) > 1 and draw(st.booleans()):
         layout = layout.select(**{layout.dim_names[0]: layout.shape[0] - 1})
     return layout
 
 
-# What a placement says is what sets of ranks say, gaps included.
+# A placement agrees with sets of ranks, also for layouts with gaps.
 @given(st.lists(lattices(), min_size=1, max_size=3), st.integers(0, 3))
-def test_placement(chosen, spare):
+def test_placement_matches_sets_of_ranks(chosen, spare):
     world_size = max(layout.last_rank for layout in chosen) + 1 + spare
     named = dict(zip(NAMES, chosen, strict=False))
     sets = {name: {*layout.ranks} for name, layout in named.items()}
@@ -128,16 +131,18 @@ def test_placement(chosen, spare):
     assert {pair: list(ranks) for pair, ranks in placement.overlaps.items()} == shared
     assert list(placement.spare_ranks) == spare_ranks
     is_same = all(ranks == sets["a"] for ranks in sets.values())
-    kind = (
-        ("disjoint" if spare_ranks else "tiled")
-        if not shared
-        else ("colocated" if is_same else "overlapping")
-    )
+    if shared:
+        kind = "colocated" if is_same else "overlapping"
+    else:
+        kind = "disjoint" if spare_ranks else "tiled"
     assert placement.kind == kind
     fitting = {"any"}
-    fitting |= {"colocated"} if is_same else set()
-    fitting |= set() if shared else {"disjoint"}
-    fitting |= {"tiled"} if kind == "tiled" else set()
+    if is_same:
+        fitting.add("colocated")
+    if not shared:
+        fitting.add("disjoint")
+    if kind == "tiled":
+        fitting.add("tiled")
     for wanted in ("tiled", "disjoint", "colocated", "any"):
         if wanted in fitting:
             placement.require(wanted)
@@ -146,11 +151,11 @@ def test_placement(chosen, spare):
             placement.require(wanted)
 
 
-# ---- making sets --------------------------------------------------------------------------------
+# ---- constructing sets --------------------------------------------------------------------------
 
 
-# A set is a mapping of its names to grids, in the order given, and no value of its own.
-def test_mapping_of_names():
+# A set is a mapping of names to grids, in the order given. It is compared by identity.
+def test_set_is_a_mapping():
     grids = GridSet.tile(8, encoder="tp=2,dp=2", llm="tp=4")
     assert list(grids) == ["encoder", "llm"]
     assert len(grids) == 2
@@ -158,13 +163,13 @@ def test_mapping_of_names():
     assert "vision" not in grids
     assert grids.get("vision") is None
     assert [grid.name for grid in grids.values()] == ["encoder", "llm"]
-    assert grids == grids  # noqa: PLR0124 - it is itself,
-    assert grids != GridSet.tile(8, encoder="tp=2,dp=2", llm="tp=4")  # and nothing else
+    assert grids == grids  # noqa: PLR0124 - equal to itself
+    assert grids != GridSet.tile(8, encoder="tp=2,dp=2", llm="tp=4")
     assert len({grids, grids}) == 1
 
 
-# The world's size comes from the argument, or the live job, or the environment.
-def test_world_size(monkeypatch):
+# The world size comes from the argument, the live job, or the environment.
+def test_sources_of_the_world_size(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(NotInitializedError, match="world size"):
         GridSet.tile(a="tp")
@@ -175,8 +180,8 @@ def test_world_size(monkeypatch):
         assert GridSet.colocated(a="tp").world_size == 4
 
 
-# Layouts in their places make a set, gaps and permuted hosts included; grids that exist join it.
-def test_explicit_places():
+# Layouts with explicit ranks make a set, also with gaps. Existing grids can join a set.
+def test_explicit_layouts_and_existing_grids():
     whole = RankLayout("tp=2,pp=2,dp=2")
     with fake_world(8, 3):
         llm = HyperCommGrid([2, 2], ["tp", "dp"], 0, name="own")
@@ -195,9 +200,9 @@ def test_explicit_places():
 # ---- process groups -----------------------------------------------------------------------------
 
 
-# Each rank gets the groups of its grids, and None for the others, by name and in the order given.
+# Each rank gets the groups of its grids, and None for other grids, by name and in the order given.
 @pytest.mark.parametrize("rank", range(8))
-def test_create_pgs(rank):
+def test_create_pgs_by_name(rank):
     with fake_world(8, rank), GridSet.tile(encoder="tp=2,dp=2", llm="tp=4") as grids:
         created = grids.create_pgs({"llm": ["tp"], "encoder": iter(["dp", iter(["tp", "dp"])])})
         assert list(created) == ["encoder", "llm"]
@@ -215,8 +220,8 @@ def failing(_):
     raise ValueError("derived wrongly")
 
 
-# A creation that fails in a later grid leaves nothing of the earlier ones, whether it can be seen
-# to fail before anything is created or not; afterwards the right call works.
+# If creation fails in a later grid, the groups of earlier grids are rolled back, whether the error
+# is found before anything is created or during creation. The correct call works afterwards.
 @pytest.mark.parametrize(
     ("requests", "error"),
     [
@@ -230,7 +235,7 @@ def failing(_):
         ({7: ["tp"]}, UnknownDimError),
     ],
 )
-def test_all_or_none(requests, error):
+def test_failed_create_pgs_is_rolled_back(requests, error):
     with fake_world(4), GridSet.colocated(a="tp=2,dp=2", b="tp=4") as grids:
         kept = grids["a"].create_pg(["tp", "dp"])
         before = registered()
@@ -242,8 +247,8 @@ def test_all_or_none(requests, error):
         assert [len(grid.pgs) for grid in grids.values()] == [3, 1]
 
 
-# A grid of another world, or one that is destroyed, cannot join a set.
-def test_foreign_grids():
+# A grid of another world and a destroyed grid cannot join a set.
+def test_grid_of_another_world_is_rejected():
     other = HyperCommGrid([4], ["tp"], world_size=4)
     with pytest.raises(WorldSizeError, match=r"'a' .* for a world of 4 ranks, .* this set has 8"):
         GridSet({"a": other}, world_size=8)
@@ -253,14 +258,14 @@ def test_foreign_grids():
         GridSet({"a": other}, world_size=4)
 
 
-# With share="identical", grids on the same ranks share groups of the same ranks, and a failed
-# creation of a grid leaves those of the other.
-def test_sharing():
+# With share="identical", grids on the same ranks share groups of the same ranks. A failed creation
+# in one grid leaves the groups of the other.
+def test_grids_share_identical_groups():
     with (
         fake_world(8),
         GridSet.colocated(a="tp=2,dp", b="tp=2,cp=2,dp", share="identical") as grids,
     ):
-        (tp,) = grids.create_pgs({"a": ["tp"]})["a"]
+        tp = grids.create_pgs({"a": ["tp"]})["a"][0]
         with pytest.raises(GroupExistsError):
             grids.create_pgs({"b": ["tp", "cp", "tp"]})
         assert dist.get_process_group_ranks(tp) == [0, 1]
@@ -269,8 +274,8 @@ def test_sharing():
         assert len(registered()[0]) == 4  # tp, dp, cp and WORLD
 
 
-# Destroying destroys all that the grids created, twice if need be, and nothing else.
-def test_destroy():
+# destroy() destroys all groups that the grids created, and nothing else. It is idempotent.
+def test_destroy_is_idempotent():
     with fake_world(8):
         foreign = dist.new_group([0, 1])
         before = registered()
@@ -289,8 +294,8 @@ def test_destroy():
         dist.destroy_process_group(foreign)
 
 
-# verify() and abort() are passed on to the grids that this rank is in.
-def test_abort():
+# abort() aborts the grids of this rank.
+def test_abort_destroys_all_grids():
     with fake_world(8):
         grids = GridSet.tile(a="tp=2,dp=2", b="tp=4")
         grids.create_pgs({"a": ["tp"]})
@@ -298,11 +303,11 @@ def test_abort():
         assert all(grid.is_destroyed for grid in grids.values())
 
 
-# ---- modules ------------------------------------------------------------------------------------
+# ---- transfers between grids --------------------------------------------------------------------
 
 
-# Grids are asked as modules: who has which stage, who hands over to whom, who sends what.
-def test_modules():
+# mapping() maps the ranks of one grid to another's.
+def test_mapping_between_grids():
     grids = GridSet.tile(24, encoder="tp=2,dp=4", llm="tp=4,dp=2,pp=2")
     wanted = RankMapping(grids["encoder"].layout, grids["llm"].layout, "dp", batch_axis=1)
     assert grids.mapping("encoder", "llm", batch_axis=1) == wanted
@@ -310,8 +315,8 @@ def test_modules():
         grids.mapping("encoder", "x")
 
 
-# A set moves a tensor between two of its modules, there and back.
-def test_transfer_between_modules():
+# transfer() moves a tensor between two grids of the set.
+def test_transfer_between_grids():
     with fake_world(4), GridSet.colocated(train="tp=2,dp=2", infer="dp=4") as grids:
         rows = torch.tensor([[1, 2], [3, 4]])
         assert grids.transfer("train", "infer", rows).tolist() == [[1, 2]]
@@ -322,7 +327,7 @@ def test_transfer_between_modules():
             grids.transfer("train", "infer", torch.zeros(3))
 
 
-# The ranks of a grid know that they are in it, others are in none.
+# grids_of() names the grids of a rank, or none.
 @given(st.integers(0, 11))
 def test_grids_of(rank):
     places = {"a": RankLayout("tp=2,dp=2", rank_offset=2), "b": RankLayout("tp=4", rank_offset=6)}

@@ -1,26 +1,27 @@
-"""Sets of grids on real gloo processes: who takes part is read off the numbers they sum."""
+"""Sets of grids on real gloo processes: the sums over groups show which ranks took part."""
 
 import time
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from by_numpy import sum_of
-from group_facts import sum_over
-from group_facts import tables as registered
+from group_checks import sum_over
+from group_checks import tables as registered
+from numpy_oracle import sum_of
 
 from hypercomm import GridSet, RankLayout
 from hypercomm.errors import CreationError, PlanMismatchError
 
 
-# An encoder and a language model beside each other: each rank creates its own groups only, which
-# reach exactly their members; leaving the block leaves nothing in torch's registries.
+# An encoder and a language model on disjoint ranks: each rank creates only its groups, and the sums
+# reach exactly their members. After the `with` block, torch's tables are as before.
 @pytest.mark.parametrize("creation", ["local", pytest.param("enumerate", marks=pytest.mark.full)])
 @pytest.mark.ranks(8, timeout=120)
-def test_tiled(creation):
-    rank, asked = dist.get_rank(), {"encoder": ["tp", "dp"], "llm": ["pp", ["tp", "pp"]]}
+def test_tiled_set(creation):
+    rank = dist.get_rank()
+    asked = {"encoder": ["tp", "dp"], "llm": ["pp", ["tp", "pp"]]}
     sizes = {"encoder": "tp=2,dp=2", "llm": "tp=2,pp=2"}
-    for _ in range(2):  # the first one fills torch's tables with what stays
+    for _ in range(2):  # the first pass adds entries to torch's tables that stay
         before = registered()
         with GridSet.tile(**sizes, creation=creation) as grids:
             created = grids.create_pgs(dict(reversed(asked.items())))
@@ -37,12 +38,13 @@ def test_tiled(creation):
     assert registered() == before
 
 
-# Grids on the same ranks are created in the set's order on every rank, although half of the ranks
-# write their requests in another one; a comparison of plans finds no difference.
+# The groups of colocated grids are created in the set's order on every rank, although half of the
+# ranks write their requests in another order. verify=True finds no difference.
 @pytest.mark.parametrize("share", ["identical", pytest.param("never", marks=pytest.mark.full)])
 @pytest.mark.ranks(8, timeout=120)
-def test_colocated(share):
-    rank, requests = dist.get_rank(), {"training": ["tp", "dp"], "inference": ["tp", "dp"]}
+def test_colocated_set(share):
+    rank = dist.get_rank()
+    requests = {"training": ["tp", "dp"], "inference": ["tp", "dp"]}
     if rank % 2:
         requests = dict(reversed(requests.items()))
     sizes = {"training": "tp=2,dp=4", "inference": "tp=4,dp"}
@@ -54,12 +56,13 @@ def test_colocated(share):
             assert [sum_over(group) for group in groups] == wanted
 
 
-# One rank that asks for something else, or fails in its grid, fails the call on all ranks, also
-# those that are in another grid only, and long before a timeout; nothing is left, and a retry at
-# once works, however often.
+# If one rank makes a different request or fails, the call fails on all ranks, including ranks that
+# are only in another grid, long before the timeout. Nothing is left, and an immediate retry works,
+# also repeatedly.
 @pytest.mark.ranks(4, timeout=120)
-def test_one_rank_is_wrong():
-    rank, times = dist.get_rank(), iter(range(3))
+def test_error_on_one_rank_fails_all():
+    rank = dist.get_rank()
+    times = iter(range(3))
 
     def derive(groups):
         if rank == 3 and next(times) < 2:
@@ -70,10 +73,9 @@ def test_one_rank_is_wrong():
     other = {"a": ["tp"], "b": [{"dims": "tp", "name": "other"}]}
     with GridSet(a="tp=4", b=RankLayout("tp=2", rank_offset=2)) as grids:
         before = registered()
-        for requests, error in (
-            (other if rank == 0 else {"a": ["tp"], "b": ["tp"]}, PlanMismatchError),
-            *[(right, ValueError if rank == 3 else CreationError)] * 2,
-        ):
+        failure = (right, ValueError if rank == 3 else CreationError)
+        mismatch = (other if rank == 0 else {"a": ["tp"], "b": ["tp"]}, PlanMismatchError)
+        for requests, error in (mismatch, failure, failure):
             begin = time.monotonic()
             with pytest.raises(error):
                 grids.create_pgs(requests, timeout=timedelta(seconds=30))

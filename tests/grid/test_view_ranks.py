@@ -1,19 +1,21 @@
-"""Views, and the end of single groups, on real gloo processes."""
+"""Groups of views on real gloo processes."""
 
 import pytest
 import torch.distributed as dist
-from by_numpy import sum_of
-from group_facts import sum_over
+from group_checks import sum_over
+from numpy_oracle import sum_of
 
 from hypercomm import HyperCommGrid
 from hypercomm.testing import registered_groups
 
 
-# Dense tp=2,dp=4 beside expert ep=4,expt_dp=2: each group reduces over what numpy puts in it.
+# Dense tp=2,dp=4 with an expert view ep=4,expt_dp=2: each group sums over numpy's members.
 @pytest.mark.parametrize("batched", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.ranks(8)
-def test_dense_and_expert(batched):
-    rank, dense, expert = dist.get_rank(), ["tp", "dp"], ["ep", "expt_dp"]
+def test_dense_and_expert_groups(batched):
+    rank = dist.get_rank()
+    dense = ["tp", "dp"]
+    expert = ["ep", "expt_dp"]
     requests = [{"dims": dims} for dims in dense]
     requests += [{"dims": dims, "view": "expert"} for dims in ("ep", ["expt_dp", "ep"], "expt_dp")]
     with HyperCommGrid([2, 4], dense) as grid:

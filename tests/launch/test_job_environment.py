@@ -1,4 +1,4 @@
-"""The variables that launchers set, and the job that is read from them."""
+"""The variables that launchers set, and the job that they describe."""
 
 import random
 
@@ -38,7 +38,7 @@ MPIRUN = open_mpi(2, 4, 2, OMPI_COMM_WORLD_LOCAL_SIZE="4", PMIX_NAMESPACE="12")
 NODE7 = ("node7", 29500)
 
 
-# The first launcher whose variables are complete is read; those that agree complete each other.
+# The first launcher with complete variables is used. Launchers that agree complete each other.
 @pytest.mark.parametrize(
     ("environment", "name", "rank", "size", "local", "place"),
     [
@@ -53,34 +53,34 @@ NODE7 = ("node7", 29500)
         (step(2, 9, 1, SLURM_STEP_NUM_TASKS="4"), "srun", 2, 4, 1, ("gpu07", 24567)),
         (by_hand(2, 4) | step(2, 4, 1), "the environment", 2, 4, 1, ("gpu07", 24567)),
         (pmi(2, 4) | step(2, 4, 1), "MPICH", 2, 4, 1, ("gpu07", 24567)),  # srun --mpi=pmi2
-        # the variables of an outer launcher are those of its daemons
+        # variables of an outer launcher come from its daemons
         (ELASTIC | by_hand(9, 16, 1) | PLACE | step(1, 2, 0), "torchrun", 9, 16, 1, NODE7),
         (open_mpi(9, 16, 1) | PLACE | step(1, 2, 0), "Open MPI", 9, 16, 1, NODE7),
         (pmi(9, 16) | PLACE | step(1, 2, 0), "MPICH", 9, 16, None, NODE7),
         (by_hand(5, 8, 5) | PLACE | step(0, 1, 0), "the environment", 5, 8, 5, NODE7),
-        # on one host rank 0 is here, and the name of this mpirun gives a port:
+        # on one host rank 0 is local, and the port follows from the name of this mpirun:
         # crc32(b"12") = 1330857165
         (MPIRUN, "Open MPI", 2, 4, 2, ("127.0.0.1", 27165)),
         ({"RANK": " "} | open_mpi(2, 4, 1) | PLACE, "Open MPI", 2, 4, 1, NODE7),
     ],
 )
-def test_jobs(environment, name, rank, size, local, place):
+def test_jobs_of_launchers(environment, name, rank, size, local, place):
     job = find_job(environment)
     assert (job.launcher, job.rank, job.size, job.local_rank) == (name, rank, size, local)
     assert job.rendezvous() == place
 
 
-# There is no launcher, or an allocation for one rank only.
-def test_no_job():
+# Without a launcher, or in an allocation for one rank, there is no job.
+def test_environment_without_a_job():
     assert (
         find_job({"MASTER_PORT": "29500", "LOCAL_RANK": "0", "RANK": "", "WORLD_SIZE": " "}) is None
     )
     assert find_job(ALLOCATION | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) is None
 
 
-# An error names the variables and their values, and is short whatever they hold.
+# The error of an unusable environment names the variables with their values, and is short.
 @pytest.mark.parametrize(
-    ("environment", "words"),
+    ("environment", "parts"),
     [
         ({"RANK": "0"}, ["WORLD_SIZE is missing", "RANK='0'"]),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, ["OMPI_COMM_WORLD_RANK is missing"]),
@@ -105,18 +105,19 @@ def test_no_job():
         (by_hand(0, 4) | {"MASTER_PORT": "70000"}, ["MASTER_PORT", "1 to 65535", "'70000'"]),
     ],
 )
-def test_errors(environment, words):
+def test_unusable_environments(environment, parts):
     with pytest.raises(LaunchError) as caught:
         find_job(environment).rendezvous()
-    assert [word for word in words if word not in str(caught.value)] == []
+    assert [part for part in parts if part not in str(caught.value)] == []
     assert len(str(caught.value)) < 400
 
 
-# Whatever the variables hold, there is a job, none, or a LaunchError that names a variable.
-def test_any_values():
+# For any values, there is a job, no job, or a LaunchError that names a variable.
+def test_random_values_give_a_job_or_an_error():
     names = sorted(VARIABLES)
     values = ["", "0", "1", "1", "8", "8", "8", "-1", "x", "²", "[", "4294967290", "a[1-"]
-    draw, jobs = random.Random(3), 0
+    draw = random.Random(3)
+    jobs = 0
     for _ in range(2000):
         chosen = draw.sample(names, draw.randrange(1, 9))
         try:
@@ -130,8 +131,8 @@ def test_any_values():
     assert jobs > 5
 
 
-# The world size, or the rank, of a process that has not joined yet: WORLD_SIZE or RANK set alone
-# counts, also inside a step (srun --pty bash).
+# The world size or rank of a process that has not joined yet. WORLD_SIZE or RANK alone counts, also
+# inside a SLURM step (srun --pty bash).
 @pytest.mark.parametrize(
     ("environment", "size", "rank"),
     [
@@ -144,21 +145,21 @@ def test_any_values():
         (ELASTIC | {"WORLD_SIZE": "4"}, 4, None),
     ],
 )
-def test_numbers(environment, size, rank):
+def test_world_size_and_rank_before_joining(environment, size, rank):
     found = [find_number(variable, environment) for variable in ("WORLD_SIZE", "RANK")]
     assert [one and one[0] for one in found] == [size, rank]
 
 
-# The first host of a list in each form that srun writes.
-def test_first_host():
+# The first host of a node list, in each form that srun writes.
+def test_first_host_of_a_node_list():
     lists = ["n1", "gpu-a-01,gpu-a-02", "n[001-128]", "n[7,9-12]-ib,m1", "r[1-2]n[3-4]"]
     found = [find_job(step(1, 4, 1, SLURM_STEP_NODELIST=hosts)).address for hosts in lists]
     assert found == ["n1", "gpu-a-01", "n001", "n7-ib", "r1n3"]
 
 
-# All ranks of a step derive one port, below those that Linux assigns; other steps get another.
+# All ranks of a step derive the same port, below the range that Linux assigns. Steps differ.
 @pytest.mark.parametrize("job", ["0", "9999", "2147483648"])
-def test_ports(job):
+def test_port_of_a_step(job):
     steps = [step(1, 4, 1, SLURM_JOB_ID=job, SLURM_STEP_ID=str(number)) for number in range(200)]
     ports = {find_job(environment).port for environment in steps}
     assert len(ports) == 200

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from group_facts import all_reduce_of
+from group_checks import all_reduce_of
 from ports import free_port
 
 from hypercomm import HyperCommGrid, join
@@ -16,12 +16,12 @@ from hypercomm.job_environment import VARIABLES
 from hypercomm.testing import fake_world, simulate
 
 STEP = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "1"}
-"""A step without a list of its nodes."""
+"""A SLURM step without a node list."""
 
 
 @pytest.fixture(autouse=True)
-def not_launched(monkeypatch):
-    """No launcher has been here, and no world is left."""
+def without_a_launcher(monkeypatch):
+    """Remove the variables of launchers, and check that the test leaves no WORLD."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     yield
@@ -33,25 +33,27 @@ def ports():
     return [free_port(), free_port()]
 
 
-# In plain python the world is this process alone; a grid works in it, and so do collectives.
-def test_a_world_of_one():
+# In plain python, WORLD has this process only. Grids and collectives work in it.
+def test_join_without_a_launcher():
     with join() as job:
         assert (job.launcher, job.rank, job.size) == ("nobody", 0, 1)
         assert "_made" not in repr(job)
         assert (job.local_rank, job.local_size, job.address, job.port) == (0, 1, None, None)
-        assert (job.backend, job.device) == ("gloo", torch.device("cpu"))
+        assert job.backend == "gloo"
+        assert job.device == torch.device("cpu")
         with HyperCommGrid("tp=1,dp=1") as grid:
             tensor = torch.tensor([7])
             dist.all_reduce(tensor, group=grid.create_pg("tp+dp"))
             assert tensor.item() == 7
     assert not dist.is_initialized()
-    with join(rank=0, size=1) as job:  # once more, in the same process
+    with join(rank=0, size=1) as job:  # again, in the same process
         assert job.launcher == "the call"
 
 
-# A launcher's world of one needs no network, either; with an address it has one.
-def test_one_rank_of_a_launcher():
-    environment, port = {"RANK": "0", "WORLD_SIZE": "1"}, free_port()
+# For a launcher's job of one rank, join() needs no address. If there is an address, it is used.
+def test_join_as_the_only_rank_of_a_launcher():
+    environment = {"RANK": "0", "WORLD_SIZE": "1"}
+    port = free_port()
     with join(environment=environment) as job:
         assert (job.launcher, job.address) == ("the environment", None)
     place = {"MASTER_ADDR": "127.0.0.1 ", "MASTER_PORT": str(port)}
@@ -59,11 +61,12 @@ def test_one_rank_of_a_launcher():
         assert (job.address, job.port) == ("127.0.0.1", port)
 
 
-# A job that is live is described, and left alone; a rank, size or backend that contradicts it is an
-# error. Then its ranks leave, meet where the arguments say, sum over a grid, leave, and meet again.
+# In a live job, join() describes the job and leaves it running. A rank, size or backend that
+# differs raises. Then the ranks join at the given address, sum over a grid, leave, and join again.
 @pytest.mark.ranks(4)
-def test_ranks_that_join(ports):
-    rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+def test_join_a_live_job_and_two_new_ones(ports):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    world = dist.group.WORLD
     with join(rank=rank, size=size, backend="gloo") as job:
         assert (job.launcher, job.rank, job.size) == ("the environment", rank, 4)
         assert (job.local_rank, job.local_size) == (rank, 4)
@@ -80,16 +83,16 @@ def test_ranks_that_join(ports):
             with HyperCommGrid("tp=2,dp=2") as grid:
                 for dim, right in sums[rank].items():
                     assert all_reduce_of(rank, grid.create_pg(dim)) == right
-            dist.barrier()  # nobody leaves while another still connects to it
+            dist.barrier()  # a rank that leaves early would break connections of others
         assert not dist.is_initialized()
 
 
-# So are a fake world and a simulated one, whatever launcher has started the process.
-def test_worlds_that_are_not_real(monkeypatch):
+# In a fake or simulated world, join() describes that world, whatever the launcher's variables say.
+def test_join_in_fake_and_simulated_worlds(monkeypatch):
     with fake_world(8, rank=5):
         with join() as job:
             assert (job.launcher, job.rank, job.size) == ("torch.distributed", 5, 8)
-        assert dist.is_initialized()  # it is not the job's own
+        assert dist.is_initialized()  # the world does not belong to the job
     for name, value in STEP.items():
         monkeypatch.setenv(name, value)
     found = []
@@ -102,10 +105,10 @@ def test_worlds_that_are_not_real(monkeypatch):
     assert found == [(rank, 3, "nccl", 3) for rank in range(3)]
 
 
-# If no other rank arrives, the error names the rank and the address, and nothing is initialised; if
-# another program uses the port, the error explains how to choose one.
+# If no other rank joins, the error names the rank and the address, and nothing is initialised. If
+# the port is in use, the error says how to choose another one.
 @pytest.mark.full
-def test_ranks_that_do_not_meet():
+def test_join_without_other_ranks():
     port = free_port()
     with pytest.raises(LaunchError) as caught:
         join(rank=0, size=2, address="127.0.0.1", port=port, timeout=timedelta(seconds=1))
@@ -118,12 +121,13 @@ def test_ranks_that_do_not_meet():
 
 
 class FakeDevices:
-    """A host that has some devices of one kind, one of which is current."""
+    """Devices of one kind on this host, one of which is current."""
 
     def __init__(self, kind, count, monkeypatch):
-        self.count, self.current = count, None
-        rooms = "hypercomm.process_groups.torch_internals"
-        monkeypatch.setattr(f"{rooms}.why_unavailable", lambda _: None)
+        self.count = count
+        self.current = None
+        internals = "hypercomm.process_groups.torch_internals"
+        monkeypatch.setattr(f"{internals}.why_unavailable", lambda _: None)
         monkeypatch.setattr(torch, "get_device_module", lambda _: self)
         monkeypatch.setattr(
             torch.accelerator, "current_accelerator", lambda **_: torch.device(kind)
@@ -141,7 +145,7 @@ class FakeDevices:
 
 @pytest.fixture
 def started(monkeypatch):
-    """The calls of init_process_group, which does nothing else."""
+    """Replace init_process_group, and return a list of its calls."""
     calls = []
     monkeypatch.setattr(dist, "init_process_group", lambda *a, **kw: calls.append((a, kw)))
     return calls
@@ -151,15 +155,15 @@ BOTH = "cpu:gloo,cuda:nccl"
 
 
 def job_of(local, size):
-    """A host of `size` ranks that torchrun started, as one of them sees it."""
+    """Return the arguments of one of `size` ranks that torchrun started on a host."""
     names = {"RANK": local, "LOCAL_RANK": local, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     environment = {name: str(value) for name, value in names.items() if value is not None}
     return {"environment": environment | {"MASTER_ADDR": "node7", "MASTER_PORT": "1"}}
 
 
-# With GPUs a rank gets the one of its local number, and WORLD both backends; alone on a host it has
-# the first one, unless it says otherwise. Another accelerator has another backend; one without a
-# backend is not used by default. The device is the current one before WORLD is bound to it.
+# With GPUs, a rank gets the GPU with its local rank, and WORLD has both backends. A rank alone on a
+# host gets the first GPU by default. Another accelerator has another backend, and an accelerator
+# without a backend is not used by default. The device is made current before WORLD is bound to it.
 @pytest.mark.parametrize(
     ("kind", "arguments", "backend", "device"),
     [
@@ -172,18 +176,20 @@ def job_of(local, size):
         ("mps", job_of(0, 1), "gloo", "cpu"),
     ],
 )
-def test_devices(kind, arguments, backend, device, started, monkeypatch):
+def test_device_and_backend(kind, arguments, backend, device, started, monkeypatch):
     devices = FakeDevices(kind, 4, monkeypatch)
     job = join(**arguments)
-    assert (job.backend, str(job.device)) == (backend, device)
+    assert job.backend == backend
+    assert str(job.device) == device
     [((given,), options)] = started
-    assert (given, devices.current) == (backend, job.device.index)
+    assert given == backend
+    assert devices.current == job.device.index
     assert options.get("device_id") == (job.device if "nccl" in backend else None)
 
 
-# A wrong call raises before anything changes, and the error has the argument and its value.
+# Invalid arguments raise before anything changes. The error names the argument and its value.
 @pytest.mark.parametrize(
-    ("arguments", "error", "words"),
+    ("arguments", "error", "message"),
     [
         ({"need_launcher": True}, LaunchError, "no launcher was found"),
         ({"environment": {"SLURM_NTASKS": "8"}}, LaunchError, "SLURM_NTASKS=8 .* srun"),
@@ -198,10 +204,10 @@ def test_devices(kind, arguments, backend, device, started, monkeypatch):
         (job_of(7, 8), LaunchError, "8 ranks .* a device each, and it has 4 of type 'cuda'"),
     ],
 )
-def test_mistakes(arguments, error, words, monkeypatch):
+def test_invalid_arguments(arguments, error, message, monkeypatch):
     FakeDevices("cuda", 4, monkeypatch)
     before = dict(os.environ)
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=message):
         join(**arguments)
     assert not dist.is_initialized()
     assert dict(os.environ) == before

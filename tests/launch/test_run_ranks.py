@@ -1,4 +1,4 @@
-"""Real local ranks: what they return, how they fail, and that none is left behind."""
+"""run_ranks: results, output and failures of local ranks. No process is left behind."""
 
 import faulthandler
 import functools
@@ -11,8 +11,8 @@ from multiprocessing import forkserver
 
 import pytest
 import torch.distributed as dist
-from busy import late_s, patience_s, wait_until
-from launched import is_alive
+from processes import is_alive
+from time_limits import scaled_s, startup_timeout_s, wait_until
 
 from hypercomm.errors import MissingPackageError, RankFailedError
 from hypercomm.launch import report, run_ranks
@@ -22,7 +22,7 @@ def assert_gone(pids):
     wait_until(lambda: not any(map(is_alive, pids)))
 
 
-# Results come back by rank, from as many processes, none of which is this one or outlives the call.
+# Results are in rank order, from that number of processes. None of them outlives the call.
 @pytest.mark.parametrize("nprocs", [1, 3, 8])
 def test_results_and_processes(nprocs):
     found = run_ranks(lambda more: (dist.get_rank() + more, os.getpid()), nprocs, args=[5])
@@ -32,8 +32,8 @@ def test_results_and_processes(nprocs):
     assert_gone(pids)
 
 
-# Another thread may change the environment while the fork server starts: its changes stay.
-def test_the_environment_of_other_threads(monkeypatch):
+# Another thread may change the environment while the fork server starts. Its changes are kept.
+def test_changes_of_the_environment_by_other_threads(monkeypatch):
     ensure_running = forkserver.ensure_running
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("FROM_A_THREAD", "before")
@@ -46,15 +46,17 @@ def test_the_environment_of_other_threads(monkeypatch):
 
     monkeypatch.setattr(forkserver, "ensure_running", change_and_start)
     assert run_ranks(lambda: os.environ["FROM_A_THREAD"], 1) == ["after"]
-    assert (os.environ["FROM_A_THREAD"], os.environ["OMP_NUM_THREADS"]) == ("after", "7")
+    assert os.environ["FROM_A_THREAD"] == "after"
+    assert os.environ["OMP_NUM_THREADS"] == "7"
     assert "MKL_NUM_THREADS" not in os.environ
 
 
-# A rank sees the caller's environment of now, not of when the fork server was started. Its reports
-# arrive in order; so do 100 MiB, and output of 5 MB in the caller's stdout and stderr.
+# A rank sees the caller's current environment, not the fork server's. Its reports
+# arrive in order, and so do 100 MiB of results, and 5 MB of output on the caller's stdout and
+# stderr.
 @pytest.mark.full
-def test_what_ranks_see_and_send(monkeypatch, capfd):
-    run_ranks(dist.get_rank, 1)  # now there is a fork server
+def test_environment_reports_and_output(monkeypatch, capfd):
+    run_ranks(dist.get_rank, 1)  # starts the fork server
     monkeypatch.setenv("FROM_THE_CALLER", "yes")
     monkeypatch.delenv("HOME")
     received = []
@@ -80,8 +82,8 @@ def test_what_ranks_see_and_send(monkeypatch, capfd):
     assert "RANK" not in os.environ
 
 
-# Functions that no other process can import travel by value: closures, methods, returned lambdas.
-def test_functions_without_a_name():
+# Functions that cannot be imported are pickled by value: closures, methods, returned lambdas.
+def test_functions_are_pickled_by_value():
     offset = 10
 
     class Adder:
@@ -96,7 +98,7 @@ def test_functions_without_a_name():
 
 
 def on(rank, act):
-    """A body that reports its pid, and acts on one rank; the others wait for it."""
+    """Return a body that reports its pid, and calls `act` on one rank. The others wait for it."""
 
     def body():
         report(os.getpid())
@@ -108,13 +110,13 @@ def on(rank, act):
 
 
 def fail():
-    """Leave a process behind, if nobody ends it."""
+    """Start a process that would outlive the rank, and raise."""
     report(subprocess.Popen(["sleep", "600"]).pid)
     raise ValueError("a reason")
 
 
 class OddError(Exception):
-    """Neither pickled nor printed."""
+    """An error that can be neither pickled nor printed."""
 
     def __reduce__(self):
         raise TypeError("no")
@@ -129,19 +131,20 @@ def raise_odd_error():
 full = functools.partial(pytest.param, marks=pytest.mark.full)
 
 
-# The first rank that fails is named with its traceback or with what ended it, not those that fail
-# because of it. All are ended within seconds, with what they have started, and the next job runs.
+# The error names the first rank that fails, with its traceback or its signal or exit code, and not
+# the ranks that fail because of it. All ranks and their child processes end within seconds. The
+# next job works.
 @pytest.mark.parametrize(
     ("rank", "act", "begin", "end"),
     [
         (2, fail, "Traceback", "in fail\n[^\n]*\nValueError: a reason"),
         full(1, raise_odd_error, "Traceback", r"OddError: .*str\(\) failed.*"),
         (1, lambda: os.kill(os.getpid(), signal.SIGKILL), r"killed by signal 9 \(SIGKILL\)", ""),
-        full(0, lambda: os.kill(os.getpid(), 40), r"killed by signal 40 \(", ".*"),  # real-time
+        full(0, lambda: os.kill(os.getpid(), 40), r"killed by signal 40 \(", ".*"),
         full(3, lambda: os._exit(7), "its process ended with exit code 7 before the fun", ".*"),
     ],
 )
-def test_a_rank_that_fails(rank, act, begin, end):
+def test_first_failing_rank_is_named(rank, act, begin, end):
     pids = []
     with pytest.raises(
         RankFailedError, match=rf"(?s)rank {rank} failed: {begin}.*{end}$"
@@ -153,18 +156,19 @@ def test_a_rank_that_fails(rank, act, begin, end):
     assert run_ranks(dist.get_rank, 2) == [0, 1]
 
 
-# Ranks that do not return in time are ended, and the error has the stack of each; a stopped one has
-# none to show.
+# Ranks that do not return in time are ended, and the error has the stack of each. A stopped rank
+# has no stack to show.
 @pytest.mark.full
-def test_ranks_that_hang():
-    pids, timeout = [], patience_s(3)
+def test_timeout_shows_stacks():
+    pids = []
+    timeout = startup_timeout_s(3)
 
     def body():
         report(os.getpid())
         if dist.get_rank() == 1:
             time.sleep(600)
         if dist.get_rank() == 2:
-            faulthandler.cancel_dump_traceback_later()  # should something let it continue
+            faulthandler.cancel_dump_traceback_later()  # in case it is continued
             os.kill(os.getpid(), signal.SIGSTOP)
         dist.barrier()
 
@@ -180,14 +184,14 @@ def test_ranks_that_hang():
     assert "in barrier" in first.partition(heads[2])[0]
     assert "in body" in second
     assert third == "\n  (it does not answer)"
-    assert "thread" not in reason  # nothing of the thread that waits for the parent
+    assert "thread" not in reason  # the thread that watches the parent is not shown
     assert_gone(pids)
 
 
-# The result of a rank counts, also if the rank then dies, cannot leave, or has left its job before
-# others could connect to it.
+# The result of a rank counts even if the rank then dies, hangs while leaving, or leaves before
+# others have connected to it.
 @pytest.mark.full
-def test_after_returning():
+def test_result_counts_whatever_follows():
     def body():
         rank = dist.get_rank()
         if rank == 0:
@@ -200,7 +204,7 @@ def test_after_returning():
 
     begun = time.monotonic()
     assert run_ranks(body, 8, timeout=500) == list(range(8))
-    assert time.monotonic() - begun < late_s(50)
+    assert time.monotonic() - begun < scaled_s(50)
 
 
 def has_processes(group):
@@ -223,7 +227,7 @@ run_ranks(body, 3, on_message=lambda _, pid: print(pid, flush=True))
 """
 
 
-# Whatever ends the caller, its ranks and the fork server end with it.
+# However the caller ends, its ranks and the fork server end, too.
 @pytest.mark.full
 @pytest.mark.parametrize(
     "number",
@@ -234,7 +238,7 @@ run_ranks(body, 3, on_message=lambda _, pid: print(pid, flush=True))
     ],
 )
 @pytest.mark.usefixtures("ctrl_c")
-def test_a_caller_that_ends(number):
+def test_ranks_end_with_the_caller(number):
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM],
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Two worlds in threads of one process: each call uses the one that it names."""
+"""Two worlds in threads of one process: each call uses the world that it names."""
 
 import threading
 
@@ -16,15 +16,17 @@ SUMS = 200
 
 
 def alone(name):
-    """Return a world that has only the calling rank."""
+    """Return a world with only the calling rank."""
     return join_world(dist.HashStore(), name=name, **ALONE)
 
 
 class Repeated:
-    """Calls a function in another thread, again and again, within a `with` block."""
+    """Calls a function in another thread, repeatedly, during a `with` block."""
 
     def __init__(self, function):
-        self.calls, self.errors, self._is_over = 0, [], threading.Event()
+        self.calls = 0
+        self.errors = []
+        self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(function,))
 
     def _run(self, function):
@@ -47,12 +49,13 @@ class Repeated:
             raise self.errors[0]
 
 
-# A mesh of a joined world is made while another thread communicates over WORLD, and makes grids of
-# the default world: both use WORLD. As each rank is alone in the joined world, a sum over that is
-# another number.
+# A mesh of a joined world is made while another thread communicates over WORLD and makes grids of
+# the default world. Both keep using WORLD: each rank is alone in the joined world, so a sum over
+# that world would be a different number.
 @pytest.mark.ranks(2)
 def test_meshes_of_a_joined_world_leave_world_alone():
-    rank, wrong = dist.get_rank(), 0
+    rank = dist.get_rank()
+    wrong = 0
     with alone(f"w{rank}") as world, HyperCommGrid("tp=1,dp=1", world=world) as grid:
         grid.create_pgs(["tp", "dp", "tp+dp"])
         with Repeated(lambda: grid.device_mesh(flatten={"all": ["dp", "tp"]})) as meshes:
@@ -61,7 +64,8 @@ def test_meshes_of_a_joined_world_leave_world_alone():
                 dist.all_reduce(total)
                 sizes = HyperCommGrid("dp=-1").size, dist.get_world_size()
                 wrong += (int(total), *sizes) != (2 * number + 1, 2, 2)
-        assert (wrong, meshes.calls > 0) == (0, True)
+        assert wrong == 0
+        assert meshes.calls > 0
 
 
 # A mesh of a joined world needs no default process group, and neither does the check for equal
@@ -70,8 +74,9 @@ def test_meshes_of_a_joined_world_without_world():
     with alone("w") as world:
         first, second = (HyperCommGrid("tp=1,dp=1", name=name, world=world) for name in "ab")
         mesh = first.device_mesh(flatten={"all": ["dp", "tp"]})
-        place = tuple(mesh.get_coordinate())  # a list before torch 2.13
-        assert (mesh.get_group("all"), place) == (first["tp", "dp"].group, (0, 0))
+        position = tuple(mesh.get_coordinate())  # a list before torch 2.13
+        assert mesh.get_group("all") is first["tp", "dp"].group
+        assert position == (0, 0)
         with pytest.raises(LayoutError, match=r"'dp' of .* has other groups"):
             second.device_mesh()
         own = torch.tensor([3.0])
@@ -79,12 +84,12 @@ def test_meshes_of_a_joined_world_without_world():
         assert float(torch.relu(tensor).to_local()) == 3.0
 
 
-# The ranks of a joined world have other numbers than those of WORLD: meshes have those of the
-# joined world.
+# If ranks have other numbers in a joined world than in WORLD, meshes use the joined world's.
 @pytest.mark.full
 @pytest.mark.ranks(8)
-def test_meshes_of_a_world_with_other_numbers():
-    store, parts = dist.distributed_c10d._get_default_store(), {"engine": 8}
+def test_meshes_use_ranks_of_the_joined_world():
+    store = dist.distributed_c10d._get_default_store()
+    parts = {"engine": 8}
     at = {"name": "w", "parts": parts, "part": "engine", "rank": 7 - dist.get_rank()}
     ranks = np.arange(8).reshape(2, 2, 2)  # the last dim of a mesh varies fastest
     dp, cp, tp = (int(place) for place in np.argwhere(ranks == at["rank"])[0])
@@ -99,7 +104,8 @@ def test_meshes_of_a_world_with_other_numbers():
             ("dp_cp", ranks[:, :, tp]),
             ("cp_tp", ranks[dp]),
         ):
-            group, total = mesh.get_group(name), torch.tensor([10 ** at["rank"]])
+            group = mesh.get_group(name)
+            total = torch.tensor([10 ** at["rank"]])
             dist.all_reduce(total, group=group)
             assert int(total) == sum(10 ** int(member) for member in members.ravel())
         with world.as_default():
@@ -111,7 +117,7 @@ def test_meshes_of_a_world_with_other_numbers():
 
 
 def begin():
-    """Initialise torch.distributed with this process alone, and return its WORLD."""
+    """Initialise torch.distributed with this process only, and return WORLD."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return dist.group.WORLD
 
@@ -123,15 +129,16 @@ def _ended():
         dist.destroy_process_group()
 
 
-# `destroy_process_group()` within a block ends all groups: torch has no default process group after
-# the block, or the one that was created since.
+# destroy_process_group() during an as_default() block ends all groups. After the block, torch has
+# no default process group, or the one created since.
 @pytest.mark.usefixtures("_ended")
 @pytest.mark.parametrize("had_world", [False, True])
 @pytest.mark.parametrize("begins", ["within", "after"])
-def test_destroyed_within_as_default(had_world, begins):
+def test_destroy_during_as_default(had_world, begins):
     if had_world:
         begin()
-    fresh, world = None, alone("w")
+    fresh = None
+    world = alone("w")
     with world.as_default():
         dist.destroy_process_group()
         assert not dist.is_initialized()
@@ -139,15 +146,15 @@ def test_destroyed_within_as_default(had_world, begins):
             fresh = begin()
     assert dist.group.WORLD is fresh
     fresh = fresh or begin()
-    with alone("v") as other, other.as_default():  # nothing of the first block is left
+    with alone("v") as other, other.as_default():  # the first block has no effect any more
         assert dist.group.WORLD is other.pg
     assert dist.group.WORLD is fresh
     world.leave()
 
 
-# The block of another thread, entered before, ends later.
+# destroy_process_group() during two blocks: the block that was entered first ends last.
 @pytest.mark.usefixtures("_ended")
-def test_destroyed_within_two_blocks():
+def test_destroy_during_two_blocks():
     begin()
     first, second = alone("one"), alone("two")
     outer, inner = first.as_default(), second.as_default()
@@ -165,9 +172,10 @@ def test_destroyed_within_two_blocks():
     third.leave()
 
 
-# A world that has ended otherwise, such as by an error in another thread, is not shown again.
+# A world that ends during a block, such as after an error in another thread, is not the default
+# again.
 @pytest.mark.usefixtures("_ended")
-def test_a_world_that_ended_meanwhile():
+def test_world_that_ended_is_not_restored():
     first, second = alone("one"), alone("two")
     outer, inner = first.as_default(), second.as_default()
     outer.__enter__()
@@ -180,15 +188,13 @@ def test_a_world_that_ended_meanwhile():
     second.leave()
 
 
-# Threads may have a world each, and torch has one default: a call that names its world uses it,
-# whatever torch shows meanwhile, and torch has its own default again at the end.
+# Each thread can have a world, and torch has one default. A call that names its world uses it,
+# whatever torch's default is at that time. Afterwards torch has its first default again.
 @pytest.mark.ranks(2)
 def test_two_worlds_and_one_default():
-    rank, default, store = (
-        dist.get_rank(),
-        dist.group.WORLD,
-        dist.distributed_c10d._get_default_store(),
-    )
+    rank = dist.get_rank()
+    default = dist.group.WORLD
+    store = dist.distributed_c10d._get_default_store()
     parts = {"engine": 2}
     worlds = [
         join_world(store, name=name, parts=parts, part="engine", rank=place)
@@ -198,15 +204,15 @@ def test_two_worlds_and_one_default():
 
     def work(world):
         for number in range(20):
-            dim = world.name  # equal meshes that live at once would be an error
+            dim = world.name  # equal meshes that exist at the same time would be an error
             with HyperCommGrid({dim: 2}, name=f"{dim}{number}", world=world) as grid:
                 group = grid.create_pg(dim)
                 own = torch.tensor([world.rank])
                 dist.broadcast(own, 0, group=group)  # from rank 0 of that world
-                place = tuple(grid.device_mesh().get_coordinate())  # a list before torch 2.13
-                facts = int(own), grid[dim].rank, place, grid[dim].sum(1)
-                if facts != (0, world.rank, (world.rank,), 2):
-                    wrong.append((world.name, number, facts))
+                position = tuple(grid.device_mesh().get_coordinate())  # a list before torch 2.13
+                found = int(own), grid[dim].rank, position, grid[dim].sum(1)
+                if found != (0, world.rank, (world.rank,), 2):
+                    wrong.append((world.name, number, found))
 
     def show(world):
         with world.as_default():
@@ -218,7 +224,8 @@ def test_two_worlds_and_one_default():
             thread.start()
         for thread in threads:
             thread.join()
-    assert (wrong, dist.group.WORLD is default) == ([], True)
+    assert wrong == []
+    assert dist.group.WORLD is default
     total = torch.tensor([rank])
     dist.all_reduce(total)
     assert int(total) == 1

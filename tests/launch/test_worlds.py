@@ -1,4 +1,4 @@
-"""join_world on real processes: who is in a world, what differs, who is missing, who restarts."""
+"""join_world on real processes: membership, differences, missing ranks, restarts and the store."""
 
 import contextlib
 import json
@@ -6,15 +6,16 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
-import mortal_ranks
+import killable_ranks
 import pytest
 import torch
 import torch.distributed as dist
-from busy import late_s, wait_until
 from ports import free_port
+from time_limits import scaled_s, wait_until
 
 import hypercomm
 from hypercomm import GridSet, HyperCommGrid, RankMapping, join_world, transfer_state
@@ -31,53 +32,57 @@ from hypercomm.errors import (
 from hypercomm.process_groups.world import current
 
 SOON_S = 1.5
-"""How fast ranks hear what differs, a second, and what a busy machine needs to run them."""
+"""Ranks raise on a difference within a second, and a loaded machine needs time to run them."""
 
 PARTS = {"trainer": 2, "engine": 1}
 GOOD = {"name": "w", "parts": {"engine": 1}, "part": "engine", "rank": 0}
 LIMIT_S = 1.0
 
 
-# ---- processes that are in no job ---------------------------------------------------------------
+# ---- processes without a job --------------------------------------------------------------------
 
 
 class Crew:
-    """Processes without a WORLD, each of which runs a function to its end.
+    """Processes without a WORLD, each of which calls a function.
 
-    A function gets a function `join`, and what it returns, or raises, is read with `told`.
+    The function gets a function `join`. `result` returns its result or error.
     """
 
     def __init__(self, folder):
-        self.folder, self.port, self.processes = folder, free_port(), {}
+        self.folder = folder
+        self.port = free_port()
+        self.processes = {}
         self.address = f"tcp://127.0.0.1:{self.port}"
 
     def start(self, act, part, *ranks, label="", **arguments):
-        """Run `act(join)` in a process for each of some ranks of a part."""
+        """Call `act(join)` in a process for each of the given ranks of a part."""
         for rank in ranks:
             given = {"name": "w", "parts": PARTS, "part": part, "rank": rank}
             given |= {"timeout": timedelta(seconds=20)} | arguments
             path = self.folder / (label or f"{part}{rank}")
-            self.processes[path.name] = mortal_ranks.start(_be, act, self.address, given, str(path))
+            self.processes[path.name] = killable_ranks.start(
+                _call_in_process, act, self.address, given, str(path)
+            )
         return self
 
-    def told(self, label, seconds=40):
-        """Return what a process has returned, or what its error says."""
+    def result(self, label, seconds=40):
+        """Return the result or the error of a process, as written by `_call_in_process`."""
         path = self.folder / label
-        wait_until(path.exists, seconds, lambda: f"{label} has not told anything")
+        wait_until(path.exists, seconds, lambda: f"{label} has no result")
         return json.loads(path.read_text())
 
     def values(self, *labels):
-        """Return what processes have returned."""
-        return [self.told(label)["value"] for label in labels]
+        """Return the results of processes."""
+        return [self.result(label)["value"] for label in labels]
 
     def mark(self, name):
-        """Let processes that wait for this name go on."""
+        """Let processes continue that wait for this name."""
         (self.folder / f"mark {name}").write_text("true")
 
     def wait_for(self, *names):
         """Wait until processes have called `mark` with these names."""
         for name in names:
-            self.told(f"mark {name}")
+            self.result(f"mark {name}")
 
     def kill(self, label):
         self.processes[label].kill()
@@ -89,47 +94,49 @@ class Crew:
             process.join()
 
 
-def _be(act, address, given, path):
-    def tell(value, path=path):
+def _call_in_process(act, address, given, path):
+    def write(value, path=path):
         Path(f"{path}.draft").write_text(json.dumps(value))
         Path(f"{path}.draft").rename(path)
 
     def join():
         return join_world(address, **given)
 
-    join.mark = lambda name: tell(True, str(Path(path).parent / f"mark {name}"))
+    join.mark = lambda name: write(True, str(Path(path).parent / f"mark {name}"))
     join.folder = str(Path(path).parent / "watch")
     join.wait_for = lambda name: wait_until((Path(path).parent / f"mark {name}").exists)
     began = time.monotonic()
     try:
-        tell({"value": act(join), "seconds": time.monotonic() - began})
-    except Exception as error:  # noqa: BLE001 - the test reads which
+        write({"value": act(join), "seconds": time.monotonic() - began})
+    except Exception as error:  # noqa: BLE001 - the test checks it
         missing = getattr(error, "missing", ())
         seconds = time.monotonic() - began
-        kind, text = type(error).__name__, str(error)
-        tell({"kind": kind, "text": text, "missing": [*missing], "seconds": seconds})
-    signal.pause()  # the store may be here, and groups break with the process
+        kind = type(error).__name__
+        text = str(error)
+        write({"kind": kind, "text": text, "missing": [*missing], "seconds": seconds})
+    signal.pause()  # this process may serve the store, and groups break with it
 
 
 @pytest.fixture
-def crew(tmp_path):
+def crew(tmp_path) -> Iterator[Crew]:
     crew = Crew(tmp_path)
     yield crew
     crew.end()
 
 
 def shake_hands(world):
-    """Sum the ranks of the world over all of them."""
+    """Sum the ranks of the world over all of its ranks."""
     total = torch.tensor([world.rank])
     dist.all_reduce(total, group=world.pg)
     return int(total)
 
 
-# ---- who is in a world --------------------------------------------------------------------------
+# ---- membership ---------------------------------------------------------------------------------
 
 
 def use_groups(join):
-    world, folder = join(), join.folder
+    world = join()
+    folder = join.folder
     with GridSet({"trainer": "tp=2,dp=2", "engine": "tp=2"}, world=world) as grids:
         grid = grids[world.part]
         created = grids.create_pgs({"trainer": ["tp", "dp"], "engine": ["tp"]})
@@ -167,9 +174,10 @@ def in_a_job(act, port, rank, size):
     return body
 
 
-# The trainers have a WORLD of their own, in which they have other numbers; the engines have none.
+# The trainers have a WORLD with other rank numbers, the engines have none.
 def test_grids_by_parts(crew):
-    parts, port = {"trainer": 4, "engine": 2}, free_port()
+    parts = {"trainer": 4, "engine": 2}
+    port = free_port()
     for rank in range(4):
         crew.start(in_a_job(use_groups, port, rank, 4), "trainer", rank, parts=parts)
     crew.start(use_groups, "engine", 0, 1, parts=parts)
@@ -177,8 +185,8 @@ def test_grids_by_parts(crew):
         label = f"trainer{rank}" if rank < 4 else f"engine{rank - 4}"
         pair = [rank // 2 * 2, rank // 2 * 2 + 1]
         before = (rank - 1) % 6
-        told = crew.told(label)
-        assert told == {
+        result = crew.result(label)
+        assert result == {
             "value": {
                 "tp": pair,
                 "at": {"tp": rank % 2, "dp": rank // 2} if rank < 4 else {"tp": rank % 2},
@@ -187,7 +195,7 @@ def test_grids_by_parts(crew):
                 "ring": before // 2 * 2 + 1 + before,
                 "is default": False if rank < 4 else None,
             },
-            "seconds": told["seconds"],
+            "seconds": result["seconds"],
         }
 
 
@@ -197,7 +205,7 @@ def move_weights(join, rounds=2):
     mapping = RankMapping(layouts["trainer"], layouts["engine"], along=None, shards={"tp": 0})
     found = []
     for number in range(rounds):
-        own, into = None, None
+        own = into = None
         if world.part == "trainer":
             own = {"w": torch.arange(4.0) + 4 * world.rank + 100 * number}
         else:
@@ -207,15 +215,15 @@ def move_weights(join, rounds=2):
     return found
 
 
-def test_weights_between_parts(crew):
+def test_weights_move_between_parts(crew):
     crew.start(move_weights, "trainer", 0, 1).start(move_weights, "engine", 0)
     wanted = [[100.0 * number + each for each in range(8)] for number in range(2)]
-    assert crew.told("engine0")["value"] == wanted
+    assert crew.result("engine0")["value"] == wanted
 
 
-# A process is in two worlds of one store, with other numbers; their groups do not meet.
+# A process is in two worlds on one store, with different ranks. Their groups are separate.
 @pytest.mark.full
-def test_two_worlds(crew):
+def test_two_worlds_on_one_store(crew):
     def both(join):
         world = join()
         parts = {"engine": 1, "judge": 1, "trainer": 2}
@@ -236,11 +244,11 @@ def test_two_worlds(crew):
     crew.start(both, "trainer", 0, 1).start(both, "engine", 0)
     parts = {"engine": 1, "judge": 1, "trainer": 2}
     crew.start(judge, "judge", 0, name="v", parts=parts)
-    told = crew.values("trainer0", "trainer1", "engine0", "judge0")
-    assert told == [[0, 3, 3, 6], [1, 2, 3, 6], [2, 0, 3, 6], 6]
+    values = crew.values("trainer0", "trainer1", "engine0", "judge0")
+    assert values == [[0, 3, 3, 6], [1, 2, 3, 6], [2, 0, 3, 6], 6]
 
 
-# ---- what differs, and who is missing -----------------------------------------------------------
+# ---- differences and missing ranks --------------------------------------------------------------
 
 
 def rank_in(join):
@@ -252,32 +260,33 @@ def rank_in_newer(join):
     return join().rank
 
 
-# Of a difference all hear, wherever they are; tests/simulated_job has all that may differ.
-def test_what_differs(crew):
+# All processes raise on a difference. (tests/simulated_job tests all possible differences.)
+def test_difference_fails_all_processes(crew):
     crew.start(rank_in, "trainer", 0, 1).start(rank_in_newer, "engine", 0)
-    errors = [crew.told(label) for label in ("trainer0", "trainer1", "engine0")]
+    errors = [crew.result(label) for label in ("trainer0", "trainer1", "engine0")]
     assert {error["kind"] for error in errors} == {"PlanMismatchError"}, errors
-    for words in ("hypercomm: ", "engine rank 0", "trainer rank", socket.gethostname()):
-        assert all(words in error["text"] for error in errors), errors
+    for part in ("hypercomm: ", "engine rank 0", "trainer rank", socket.gethostname()):
+        assert all(part in error["text"] for error in errors), errors
 
 
 @pytest.mark.full
-def test_a_rank_is_missing(crew):
+def test_missing_rank_is_named(crew):
     crew.start(rank_in, "trainer", 0, 1, timeout=timedelta(seconds=LIMIT_S))
     for rank in range(2):
-        error = crew.told(f"trainer{rank}")
+        error = crew.result(f"trainer{rank}")
         assert (error["kind"], error["missing"]) == ("GroupCreationTimeout", [2])
         assert "engine rank 0 of 1 did not join" in error["text"]
-        assert error["seconds"] < LIMIT_S + late_s(2)
+        assert error["seconds"] < LIMIT_S + scaled_s(2)
 
 
-# ---- who comes again ----------------------------------------------------------------------------
+# ---- restarts -----------------------------------------------------------------------------------
 
 
-# An engine is killed, or only late. The trainers hear of the next one in the call that they wait
-# in, and go on with it; groups of the grid are there again. The former one can do nothing more.
+# An engine is killed, or only slow, and is started again. The trainers raise in the call in which
+# they wait, and continue after rejoin() with new groups of the grid. The former engine can do
+# nothing more.
 @pytest.mark.parametrize("is_waiting", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_an_engine_restarts(crew, is_waiting):
+def test_engine_restarts(crew, is_waiting):
     def train(join):
         world = join()
         grid = HyperCommGrid("all=3", world=world)
@@ -294,7 +303,7 @@ def test_an_engine_restarts(crew, is_waiting):
         assert dict(grid.pgs) == {}
         total = torch.tensor([world.rank + 1])
         dist.all_reduce(total, group=grid["all"].group)
-        return [*sums, shake_hands(world), int(total), is_waiting or took_s < late_s(SOON_S)]
+        return [*sums, shake_hands(world), int(total), is_waiting or took_s < scaled_s(SOON_S)]
 
     def serve(join):
         world = join()
@@ -325,12 +334,12 @@ def test_an_engine_restarts(crew, is_waiting):
     assert crew.values("again", "trainer0", "trainer1") == [6, [3, 3, 6, True], [3, 3, 6, True]]
     if not is_waiting:
         crew.mark("awake")
-        assert "end this one" in crew.told("engine0")["value"]
+        assert "end this one" in crew.result("engine0")["value"]
 
 
-# Those that are left of a world may continue without the part that is lost.
+# The survivors of a world can continue without the lost part.
 @pytest.mark.full
-def test_survivors(crew):
+def test_survivors_continue_in_a_world(crew):
     def train(join):
         world = join()
         with HyperCommGrid("all=3", world=world) as grid:
@@ -357,14 +366,16 @@ def test_survivors(crew):
     crew.wait_for("trainer 0", "trainer 1", "engine")
     crew.kill("engine0")
     crew.mark("the loss")
-    assert crew.values("trainer0", "trainer1") == [[[0, 1], [[0, 1]], 3]] * 2
+    survivors = [[0, 1], [[0, 1]], 3]
+    assert crew.values("trainer0", "trainer1") == [survivors, survivors]
 
 
-# Nothing grows with the incarnations: keys of the store, threads, and open files.
+# Rejoining adds no keys to the store, no threads and no open files.
 @pytest.mark.full
-def test_many_incarnations(crew):
+def test_many_rejoins_leak_nothing(crew):
     def again_and_again(join):
-        world, sizes = join(), []
+        world = join()
+        sizes = []
         for number in range(100):
             grid = HyperCommGrid("all=2", world=world)
             grid.create_pg("all")
@@ -382,7 +393,7 @@ def test_many_incarnations(crew):
     crew.start(again_and_again, "trainer", 0, parts=parts)
     crew.start(again_and_again, "engine", 0, parts=parts)
     for label in ("trainer0", "engine0"):
-        early, late = crew.told(label, seconds=100)["value"]
+        early, late = crew.result(label, seconds=100)["value"]
         assert all(two <= one + 2 for one, two in zip(early, late, strict=True)), (early, late)
 
 
@@ -390,8 +401,8 @@ def test_many_incarnations(crew):
 
 
 @contextlib.contextmanager
-def a_service(port, says):
-    """Something else that listens on a port, and says something or nothing."""
+def other_service(port, reply):
+    """Serve something other than a store on a port, which sends `reply` or nothing."""
     is_over = threading.Event()
 
     def serve():
@@ -399,7 +410,7 @@ def a_service(port, says):
             server.settimeout(0.05)
             while not is_over.is_set():
                 with contextlib.suppress(OSError):
-                    held.enter_context(server.accept()[0]).sendall(says)
+                    held.enter_context(server.accept()[0]).sendall(reply)
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -409,20 +420,21 @@ def a_service(port, says):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("says", [None, b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
-def test_nobody_serves(says):
-    port, began = free_port(), time.monotonic()
-    service = contextlib.nullcontext() if says is None else a_service(port, says)
+@pytest.mark.parametrize("reply", [None, b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
+def test_port_without_a_store(reply):
+    port = free_port()
+    began = time.monotonic()
+    service = contextlib.nullcontext() if reply is None else other_service(port, reply)
     given = {**GOOD, "serve": False, "timeout": timedelta(seconds=LIMIT_S)}
     with service, pytest.raises(LaunchError, match="no store of torch answers"):
         join_world(f"tcp://127.0.0.1:{port}", **given)
-    assert time.monotonic() - began < LIMIT_S + late_s(2)
+    assert time.monotonic() - began < LIMIT_S + scaled_s(2)
 
 
-# The process that serves the store is killed while others wait: each fails, and once all have
-# joined again, at the same address, they go on.
+# If the process that serves the store is killed while others wait, each of them raises. Once all
+# have joined again at the same address, they can continue.
 @pytest.mark.full
-def test_the_store_dies(crew):
+def test_store_is_restarted(crew):
     def train(join):
         world = join()
         shake_hands(world)
@@ -468,13 +480,13 @@ def test_the_store_dies(crew):
         ({"address": "tcp://192.0.2.1:29600", "serve": True}, LaunchError, "not an address"),
     ],
 )
-def test_arguments(change, error, names):
+def test_invalid_arguments(change, error, names):
     given = {"address": dist.HashStore(), **GOOD, **change}
     with pytest.raises(error, match=names):
         join_world(given.pop("address"), **given)
 
 
-def test_grids_of_a_world_of_one():
+def test_world_of_one():
     with join_world(dist.HashStore(), **GOOD) as world:
         assert (world.title(0), world.size, world.is_default) == ("engine rank 0 of 1", 1, False)
         with HyperCommGrid("tp=1", world=world) as grid:
@@ -490,7 +502,8 @@ def test_grids_of_a_world_of_one():
 
 
 def test_one_name_in_two_stores():
-    first, store = join_world(dist.HashStore(), **GOOD), dist.HashStore()
+    first = join_world(dist.HashStore(), **GOOD)
+    store = dist.HashStore()
     with pytest.raises(ValueError, match="group name"):
         join_world(store, **GOOD)
     first.leave()
@@ -498,7 +511,8 @@ def test_one_name_in_two_stores():
         assert shake_hands(second) == 0
 
 
-# Each thread may leave its block first: torch has the default that it had before afterwards.
+# Two threads enter as_default(), and either may leave first. Afterwards torch has its first
+# default.
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_two_threads_as_default(order):
     worlds = [join_world(dist.HashStore(), **GOOD | {"name": name}) for name in ("one", "two")]

@@ -1,13 +1,13 @@
-"""What changes between two layouts, against sets of tuples made by walking over coordinates."""
+"""The difference between two layouts, checked against sets of tuples from a walk over all ranks."""
 
 import itertools
 import re
 
 import numpy as np
 import pytest
+from drawn_layouts import in_layout_order, layouts_with_tables
 from hypothesis import given
 from hypothesis import strategies as st
-from numbered import in_order, numbered
 
 from hypercomm import RankLayout
 from hypercomm.errors import LayoutError
@@ -17,22 +17,24 @@ from hypercomm.testing import layouts
 pytestmark = pytest.mark.torch_free
 
 
-def tabled(layout):
-    """A layout whose ranks are dense, and its ranks by numpy alone."""
+def dense_case(layout):
+    """A dense layout and its table of ranks by numpy."""
     return layout, np.arange(layout.size).reshape(layout.shape, order="F") + layout.rank_offset
 
 
 def coordinates_of(case):
-    """Rank -> coordinates, in the layout's order."""
+    """Map each rank to its coordinates, in the layout's order."""
     layout, table = case
     at = np.stack(np.unravel_index(np.arange(table.size), table.shape, order="F"), axis=1).tolist()
     coords = [dict(zip(layout.dim_names, index, strict=True)) for index in at]
-    return dict(zip(in_order(table), coords, strict=True))
+    return dict(zip(in_layout_order(table), coords, strict=True))
 
 
 def groups_by_dims(case):
-    """Groups of two ranks or more, in order; of combinations that make the same, the smallest."""
-    layout, coords, found = case[0], coordinates_of(case), {}
+    """Map dims to their groups. Dims whose groups a smaller combination also has are omitted."""
+    layout = case[0]
+    coords = coordinates_of(case)
+    found = {}
     for count in range(1, len(layout.dim_names) + 1):
         for dims in itertools.combinations(layout.dim_names, count):
             groups = {}
@@ -47,19 +49,19 @@ def groups_by_dims(case):
 
 @st.composite
 def neighbours(draw):
-    """Two layouts that are likely to share groups: of another order, offset or size of one dim."""
+    """Two layouts that probably share groups: another dim order, offset, or size of one dim."""
     before = draw(layouts(max_ranks=64, max_offset=4))
     names = draw(st.permutations(before.dim_names))
     shape = [before.size_of(dim) for dim in names]
     shape[-1] = draw(st.sampled_from([shape[-1], 1, 2, 4]))
     names[0] = draw(st.sampled_from([names[0], names[0], "new"]))
     offset = before.rank_offset + draw(st.sampled_from([0, 0, 1, 2, 4]))
-    return tabled(before), tabled(RankLayout(shape, names, offset))
+    return dense_case(before), dense_case(RankLayout(shape, names, offset))
 
 
 @st.composite
 def listed_layouts(draw):
-    """Layouts over 8 ranks in some order of their own: sorted, or with a few places changed."""
+    """Layouts over a list of 8 ranks: sorted, or with a few ranks swapped."""
     ranks = list(range(8))
     for _ in range(draw(st.integers(0, 3))):
         one, other = draw(st.tuples(st.integers(0, 7), st.integers(0, 7)))
@@ -69,7 +71,7 @@ def listed_layouts(draw):
     return RankLayout(sizes, names, ranks=ranks), np.reshape(ranks, sizes, order="F")
 
 
-gappy_layouts = numbered(kinds=("dense", "gaps"), max_offset=4)
+gappy_layouts = layouts_with_tables(kinds=("dense", "gaps"), max_offset=4)
 PAIRS = st.one_of(
     neighbours(),
     st.tuples(gappy_layouts, gappy_layouts),
@@ -77,11 +79,11 @@ PAIRS = st.one_of(
 )
 
 
-# Every combination of dims of both layouts is in a change, with each of the other layout's that has
-# some of its groups, and the numbers are what tuples of ranks say: how many groups there are, how
-# large, and how many are in both, members in the same order.
+# Every combination of dims appears in a change, paired with each combination of the other layout
+# with which it shares groups. The number and size of groups, and the number of groups that both
+# layouts have (same members, same order), match sets of tuples.
 @given(PAIRS)
-def test_changes(pair):
+def test_changes_match_sets_of_groups(pair):
     before, after = map(groups_by_dims, pair)
     changes = difference(pair[0][0], pair[1][0])
     named = [change.before for change in changes.changes if change.before]
@@ -103,10 +105,10 @@ def test_changes(pair):
         assert [result for result, is_so in known.items() if is_so] == [change.result]
 
 
-# The totals are those of the unions of all sets. A rank moves when some dim's index changes, and a
-# dim that is not there has index 0.
+# The totals match the union of all sets of groups. A rank moves if its index along some dim
+# changes. A dim that a layout lacks has index 0.
 @given(PAIRS)
-def test_totals(pair):
+def test_totals_match_sets_of_groups(pair):
     changes = difference(pair[0][0], pair[1][0])
     before, after = (set().union(*groups_by_dims(layout).values()) for layout in pair)
     assert (changes.groups_before, changes.groups_after) == (len(before), len(after))
@@ -123,8 +125,7 @@ def test_totals(pair):
     assert changes.ranks_new == len(there.keys() - shared)
 
 
-# What str() prints, as a user sees it.
-def test_table():
+def test_str_prints_a_table():
     before, after = RankLayout("tp=2,cp=1,dp=3"), RankLayout("tp=2,dp=3", rank_offset=2)
     *table, _ = str(difference(before, after)).splitlines()
     assert [re.split("  +", line) for line in table] == [
@@ -140,9 +141,9 @@ def test_table():
 BINARY = RankLayout([2] * (MOST_DIMS + 1), [f"d{index}" for index in range(MOST_DIMS + 1)])
 
 
-# As many dims as are compared, among more that have size 1.
+# MOST_DIMS dims are compared even if the layout has more dims of size 1.
 @pytest.mark.full
-def test_most_dims():
+def test_dims_of_size_1_do_not_count_towards_the_limit():
     sizes = [2, 1] * MOST_DIMS
     layout = RankLayout(sizes, [f"d{index}" for index in range(len(sizes))])
     changes = difference(layout, layout)
@@ -154,16 +155,16 @@ def test_most_dims():
 
 
 @st.composite
-def losses(draw):
+def layouts_and_survivors(draw):
     layout = draw(layouts(max_size=48))
     left = draw(st.sets(st.sampled_from(list(layout.ranks)), min_size=1))
     order = draw(st.permutations(sorted(left)))
     return layout, RankLayout([len(order)], ["rest"], ranks=order), left
 
 
-# For any dims: the shards that a walk over all ranks finds nobody with.
-@given(losses(), st.data())
-def test_lost_shards(case, data):
+# For any dims, the lost shards are the coordinates that no surviving rank has.
+@given(layouts_and_survivors(), st.data())
+def test_lost_shards_match_a_walk_over_ranks(case, data):
     layout, after, left = case
     lost = difference(layout, after).lost
     assert lost == Lost(layout, after)
@@ -177,8 +178,8 @@ def test_lost_shards(case, data):
             assert list(lost.shards(*data.draw(st.permutations(dims)))) == gone
 
 
-# The text names the ranks and the lost shards over the fewest dims.
-def test_lost_in_words():
+# The summary names the lost ranks, and the lost shards over the fewest dims.
+def test_lost_summary():
     layout = RankLayout("tp=2,dp=4")
     lost = Lost(layout, RankLayout([7], ["dp"], ranks=[0, 1, 2, 3, 4, 6, 7]))
     assert lost.words == "5: tp=1,dp=2"
@@ -189,9 +190,9 @@ def test_lost_in_words():
             lost.shards(*dims)
 
 
-# A million ranks that lose a host of eight are compared without a list of all shards.
+# A million ranks that lose a host of eight are compared without listing all shards.
 @pytest.mark.full
-def test_many_lost_ranks():
+def test_lost_shards_of_a_million_ranks():
     layout = RankLayout("tp=8,cp=4,dp=1024,pp=32")
     left = [rank for rank in range(layout.size) if rank // 8 != 5]
     lost = Lost(layout, RankLayout([len(left)], ["rank"], ranks=left))

@@ -1,14 +1,14 @@
-"""Laws of RankGroups, on layouts of every kind. numpy and plain slices are the oracles."""
+"""Laws of RankGroups on layouts of every kind. The oracles are numpy and slices of lists."""
 
 import itertools
 import pickle
 
 import numpy as np
 import pytest
-from effort import examples
+from drawn_layouts import groups_with_lists, in_layout_order, layouts_with_tables
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numbered import grouped, in_order, numbered
 
 import hypercomm.layout.groups
 import hypercomm.layout.layout
@@ -26,9 +26,10 @@ many = settings(max_examples=examples(600))
 # ---- groups of dims -----------------------------------------------------------------------------
 
 
-# Enumerated ranks are numpy's transpose with the dims as named; reversed ones give the groups.
+# enumerate_ranks is numpy's transpose with the dims in the given order. In reversed order, it has
+# the rows of groups().
 @many
-@given(numbered(), st.data())
+@given(layouts_with_tables(), st.data())
 def test_enumerate_ranks_agrees_with_transpose(case, data):
     layout, table = case
     dims = data.draw(dim_subsets(layout))
@@ -45,7 +46,8 @@ def test_enumerate_ranks_agrees_with_transpose(case, data):
 
 def check(groups, expected):
     count = len(expected)
-    assert (len(groups), groups.group_size) == (count, len(expected[0]))
+    assert len(groups) == count
+    assert groups.group_size == len(expected[0])
     assert list(groups) == expected
     assert groups.to_lists() == [list(group) for group in expected]
     assert [groups[index] for index in range(-count, count)] == expected * 2
@@ -59,10 +61,10 @@ def check(groups, expected):
             assert (groups.index_of(rank), groups.position_of(rank)) == (index, position)
 
 
-# Every way to read groups, as a sequence or by rank, agrees with numpy and plain slices; ranks in
-# no group are no members.
+# Every way to read groups, by index or by rank, agrees with numpy and slices of lists. A rank that
+# is in no group raises RankOutsideError.
 @many
-@given(grouped(max_size=12, max_dims=3))
+@given(groups_with_lists(max_size=12, max_dims=3))
 def test_all_ways_to_read_groups_agree(case):
     groups, expected = case
     check(groups, expected)
@@ -76,20 +78,20 @@ def test_all_ways_to_read_groups_agree(case):
         groups[:]
 
 
-# A function that picks no rank, a stranger or unevenly is told so, however its groups are asked.
+# A function for pick() that returns no rank, a rank outside or uneven groups raises LayoutError.
 @pytest.mark.parametrize("ask", [list, lambda ends: ends.of(5), lambda ends: ends.has_member(5)])
 @pytest.mark.parametrize(
     "function",
     [lambda _: (), lambda _: (-1,), lambda _: (0.5,), lambda group: group[-1 - group[0] :]],
-    ids=["none", "stranger", "no rank", "uneven"],
+    ids=["none", "outside", "not a rank", "uneven"],
 )
-def test_pick_refuses_a_wrong_choice(function, ask):
+def test_pick_rejects_a_wrong_choice(function, ask):
     with pytest.raises(LayoutError, match=r"pick\(\)"):
         ask(RankLayout("tp=2,pp=3").groups("pp").pick(function))
 
 
 @st.composite
-def lists(draw):
+def disjoint_lists(draw):
     """Draw disjoint lists of ranks of several sizes, in any order, with ranks left out."""
     ranks = draw(st.permutations(range(draw(st.integers(1, 20)))))
     cuts = draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
@@ -98,9 +100,9 @@ def lists(draw):
     return [group for group in found if group]
 
 
-# Groups from lists are these lists, whatever their sizes; one size has an array, several have none.
+# Groups from lists equal these lists. Only lists of equal size have an array.
 @many
-@given(lists())
+@given(disjoint_lists())
 def test_groups_from_lists(expected):
     groups = RankGroups(expected)
     sizes = sorted({*map(len, expected)})
@@ -133,36 +135,41 @@ def test_groups_from_lists(expected):
         assert twin.locate(expected[0][0]) == (0, 0)
 
 
-# Groups from other lists are not equal, and have another digest, also with the same ranks in a row.
+# Groups from different lists are not equal and have different digests, even if the concatenated
+# ranks are the same.
 @many
-@given(lists(), lists())
+@given(disjoint_lists(), disjoint_lists())
 def test_groups_from_lists_compare_by_value(one, other):
     left, right = RankGroups(one), RankGroups(other)
     assert (left == right) == (left.digest() == right.digest()) == (one == other)
 
 
-# Groups from lists and those over dims are equal if their members are.
+# Groups from lists equal groups over dims with the same members.
 @many
-@given(grouped(max_size=6, max_dims=3))
-def test_lists_of_groups_are_these_groups(case):
+@given(groups_with_lists(max_size=6, max_dims=3))
+def test_groups_from_lists_equal_groups_over_dims(case):
     groups, expected = case
     assert RankGroups(expected) == groups
     assert RankGroups(np.array(expected)).digest() == groups.digest()
 
 
-# The units that groups reach are the distinct units of their members.
+# units_of_groups counts the distinct units of the members of each group.
 @many
-@given(grouped(), st.integers(1, 20))
-def test_units_of_groups(case, ranks_per_host):
+@given(groups_with_lists(), st.integers(1, 20))
+def test_units_of_groups_counts_distinct_units(case, ranks_per_host):
     groups, expected = case
     counts = [len({rank // ranks_per_host for rank in group}) for group in expected]
     assert units_of_groups(groups.to_array() // ranks_per_host).tolist() == counts
 
 
-# Groups are equal exactly when they hold the same ranks in the same order, whatever numbering they
-# were made by: other dims, another order of dims over another list, or no list at all.
+# Groups are equal exactly if they have the same ranks in the same order, regardless of how they
+# were made: from other dims, from a list with another order of dims, or without a list.
 @many
-@given(numbered(max_dims=3, max_size=3), numbered(max_dims=2, max_size=3), st.data())
+@given(
+    layouts_with_tables(max_dims=3, max_size=3),
+    layouts_with_tables(max_dims=2, max_size=3),
+    st.data(),
+)
 def test_groups_compare_by_value(one, other, data):
     layout, table = one
     dims = data.draw(dim_subsets(layout))
@@ -170,7 +177,7 @@ def test_groups_compare_by_value(one, other, data):
     twin = RankLayout(
         [layout.shape[axis] for axis in turned],
         [layout.dim_names[axis] for axis in turned],
-        ranks=in_order(table.transpose(turned)),
+        ranks=in_layout_order(table.transpose(turned)),
     )
     candidates = [
         layout.groups(*dims),
@@ -178,7 +185,7 @@ def test_groups_compare_by_value(one, other, data):
         twin.groups(*dims).pick(lambda group: group),
         other[0].groups(*data.draw(dim_subsets(other[0]))),
         RankLayout([layout.size], ["all"]).groups("all"),
-        RankLayout([layout.size], ["all"], ranks=in_order(table)).groups("all"),
+        RankLayout([layout.size], ["all"], ranks=in_layout_order(table)).groups("all"),
     ]
     for left, right in itertools.combinations(candidates, 2):
         assert (left == right) == (list(left) == list(right))
@@ -200,27 +207,29 @@ large = pytest.mark.parametrize(
 
 @pytest.fixture
 def no_enumeration(monkeypatch):
-    """Make whatever enumerates ranks raise."""
+    """Make functions that enumerate ranks raise."""
 
-    def refuse(*_):
+    def fail(*_):
         raise AssertionError("ranks were enumerated")
 
-    monkeypatch.setattr(np, "arange", refuse)
+    monkeypatch.setattr(np, "arange", fail)
     for module in (hypercomm.layout.groups, hypercomm.layout.layout, hypercomm.layout.numbering):
-        monkeypatch.setattr(module, "lattice", refuse)
+        monkeypatch.setattr(module, "lattice", fail)
 
 
-# The group of one rank, what is derived from it, coordinates, neighbours, and ranks outside, whose
-# message is short, are arithmetic: nothing is enumerated.
+# Nothing is enumerated for one rank: not for its groups, groups derived from them, its coordinates
+# or neighbours, nor for a rank outside, whose error message is short.
 @large
 @pytest.mark.parametrize("dims", [["tp"], ["cp", "dp"], ["tp", "pp"]], ids="-".join)
 @pytest.mark.usefixtures("no_enumeration")
-def test_one_rank_is_arithmetic(layout, dims):
+def test_queries_of_one_rank_enumerate_nothing(layout, dims):
     coords = {"tp": 7, "cp": 0, "ep": 1, "dp": 63, "pp": 5}
-    rank, groups = layout.rank(**coords), layout.groups(*dims)
+    rank = layout.rank(**coords)
+    groups = layout.groups(*dims)
     assert layout.coords(rank) == coords
     assert layout.coords(layout.shift(rank, "dp", 1, periodic=True)) == {**coords, "dp": 0}
-    group, (index, position) = groups.of(rank), groups.locate(rank)
+    group = groups.of(rank)
+    index, position = groups.locate(rank)
     assert groups[index] == group
     assert group[position] == rank
     walks = itertools.product(*(range(SIZES[dim]) for dim in reversed(dims)))
@@ -239,12 +248,12 @@ def test_one_rank_is_arithmetic(layout, dims):
             with pytest.raises(RankOutsideError) as caught:
                 ask(outside)
             assert len(str(caught.value)) < 1000
-    with pytest.raises(AssertionError, match="enumerated"):  # the trap can close
+    with pytest.raises(AssertionError, match="enumerated"):  # the fixture can fail a test
         layout.ranks_where(tp=0)
 
 
-# After a list is read once, a question about one rank enumerates nothing.
-def test_one_rank_of_a_list_is_a_lookup(request):
+# After the list has been read once, queries of one rank enumerate nothing.
+def test_queries_of_a_listed_rank_enumerate_nothing(request):
     layout = RankLayout([8, 64], ["tp", "dp"], ranks=range(511, -1, -1))
     groups = layout.groups("dp")
     request.getfixturevalue("no_enumeration")

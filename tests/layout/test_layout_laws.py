@@ -1,4 +1,4 @@
-"""Laws of RankLayout of every kind: dense, with gaps, strides in any order, a list.
+"""Laws of RankLayout on layouts of every kind: dense, with gaps, any strides, a list of ranks.
 
 The oracle is numpy in Fortran order.
 """
@@ -10,18 +10,18 @@ import re
 
 import numpy as np
 import pytest
-from effort import examples
+from drawn_layouts import (
+    divisors,
+    in_layout_order,
+    index_at,
+    layouts_with_tables,
+    partial_coords,
+    table_by_strides,
+    table_of,
+)
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numbered import (
-    by_strides,
-    divisors,
-    in_order,
-    index_at,
-    numbered,
-    read,
-    some_coords,
-)
 
 from hypercomm import RankLayout
 from hypercomm.errors import LayoutError, RankOutsideError, WorldSizeError
@@ -39,22 +39,22 @@ many = settings(max_examples=examples(400))
 # ---- ranks --------------------------------------------------------------------------------------
 
 
-# Coordinates and ranks are inverse, and the rank at some coordinates is numpy's element there.
+# Coordinates and ranks are inverse, and the rank at given coordinates is numpy's element there.
 @many
-@given(numbered())
+@given(layouts_with_tables())
 def test_coords_and_rank_are_inverse(case):
     layout, table = case
-    assert np.array_equal(read(layout), table)
+    assert np.array_equal(table_of(layout), table)
     for index, rank in np.ndenumerate(table):
         assert layout.coords(int(rank)) == dict(zip(layout.dim_names, index, strict=True))
 
 
-# A layout holds the ranks of the table, in its order, and no others.
+# A layout contains exactly the ranks of the table, in its order.
 @many
-@given(numbered())
-def test_a_layout_holds_its_ranks_and_no_others(case):
+@given(layouts_with_tables())
+def test_layout_contains_exactly_its_ranks(case):
     layout, table = case
-    inside = in_order(table)
+    inside = in_layout_order(table)
     assert list(layout.ranks) == inside
     assert (layout.rank_offset, layout.last_rank) == (min(inside), max(inside))
     assert layout.size == len(inside)
@@ -65,10 +65,10 @@ def test_a_layout_holds_its_ranks_and_no_others(case):
                 layout.coords(rank)
 
 
-# A periodic shift rolls the table along one axis; another one is None exactly beyond the edges.
+# A periodic shift rolls the table along one axis. Otherwise a shift beyond an edge returns None.
 @many
-@given(numbered(), st.integers(-9, 9), st.data())
-def test_shift_walks_the_table(case, by, data):
+@given(layouts_with_tables(), st.integers(-9, 9), st.data())
+def test_shift_agrees_with_roll(case, by, data):
     layout, table = case
     rank = data.draw(ranks_of(layout))
     (dim,) = data.draw(dim_subsets(layout, max_dims=1))
@@ -80,21 +80,21 @@ def test_shift_walks_the_table(case, by, data):
     assert layout.shift(rank, dim, by) == (table[tuple(here)] if inside else None)
 
 
-# Any positive strides are a layout if all ranks differ. Otherwise the error names two coordinates
-# with the same rank.
+# Any positive strides make a layout if all ranks are distinct. Otherwise the error names two
+# coordinates with the same rank.
 @settings(max_examples=examples(800))
 @given(
     st.lists(st.tuples(st.integers(1, 4), st.integers(1, 12)), min_size=1, max_size=4),
     st.integers(0, 3),
 )
-def test_strides_are_taken_unless_they_overlap(axes, offset):
+def test_strides_are_accepted_unless_they_overlap(axes, offset):
     shape, strides = zip(*axes, strict=True)
     names = [f"d{axis}" for axis in range(len(axes))]
-    table = by_strides(shape, strides, offset)
+    table = table_by_strides(shape, strides, offset)
     if len({*table.flat}) == table.size:
         layout = RankLayout(shape, names, offset, strides=strides)
-        assert np.array_equal(read(layout), table)
-        assert layout == RankLayout(shape, names, ranks=in_order(table))
+        assert np.array_equal(table_of(layout), table)
+        assert layout == RankLayout(shape, names, ranks=in_layout_order(table))
         return
     with pytest.raises(LayoutError, match="overlap") as caught:
         RankLayout(shape, names, offset, strides=strides)
@@ -105,9 +105,9 @@ def test_strides_are_taken_unless_they_overlap(axes, offset):
     assert {int(table[place]) for place in places} == {rank}
 
 
-# numpy's integers are accepted wherever an int is, and plain ints come back.
+# numpy integers are accepted in place of int, and results are plain ints.
 @given(layouts(), st.sampled_from([np.int16, np.uint16, np.int64]), st.data())
-def test_numpy_integers_are_ints(layout, dtype, data):
+def test_numpy_integers_are_accepted_and_ints_returned(layout, dtype, data):
     rank = data.draw(ranks_of(layout))
     twin = RankLayout(np.array(layout.shape, dtype), layout.dim_names, dtype(layout.rank_offset))
     assert twin == RankLayout(layout.shape, layout.dim_names, ranks=map(dtype, layout.ranks))
@@ -122,79 +122,80 @@ def test_numpy_integers_are_ints(layout, dtype, data):
     assert {type(number) for number in numbers} == {int}
 
 
-# The ranks at some coordinates are the indexed table's, in its order; a selection is that table.
+# ranks_where() lists the elements of the indexed table in its order. select() has that table.
 @many
-@given(numbered(), st.data())
+@given(layouts_with_tables(), st.data())
 def test_ranks_where_and_select_agree_with_indexing(case, data):
     layout, table = case
-    coords = data.draw(some_coords(layout, layout.dim_names))
+    coords = data.draw(partial_coords(layout, layout.dim_names))
     part = table[index_at(layout, coords)]
-    assert list(layout.ranks_where(**coords)) == in_order(part)
+    assert list(layout.ranks_where(**coords)) == in_layout_order(part)
     if len(coords) < len(layout.dim_names):
         selected = layout.select(**coords)
         assert selected.dim_names == tuple(name for name in layout.dim_names if name not in coords)
-        assert np.array_equal(read(selected), part)
+        assert np.array_equal(table_of(selected), part)
 
 
-# ---- other layouts from one ---------------------------------------------------------------------
+# ---- layouts derived from another ---------------------------------------------------------------
 
 
-# Splitting a dim, with one size open or none, reshapes the table; renumbering undoes it.
+# split() reshapes the table, also with one size inferred. renumber() reverses it.
 @many
-@given(numbered(max_dims=3, max_size=12), st.data())
-def test_split_moves_no_rank(case, data):
+@given(layouts_with_tables(max_dims=3, max_size=12), st.data())
+def test_split_reshapes_and_renumber_reverses_it(case, data):
     layout, table = case
     (dim,) = data.draw(dim_subsets(layout, max_dims=1))
-    axis, whole = layout.dim_names.index(dim), layout.size_of(dim)
+    axis = layout.dim_names.index(dim)
+    whole = layout.size_of(dim)
     inner = data.draw(st.sampled_from(divisors(whole)))
     parts = {"inner": inner, "outer": whole // inner}
     split = layout.split(dim, **parts | data.draw(st.sampled_from([{}, {"inner": -1}])))
     shape = (*layout.shape[:axis], *parts.values(), *layout.shape[axis + 1 :])
     assert split.dim_names == (*layout.dim_names[:axis], *parts, *layout.dim_names[axis + 1 :])
-    assert np.array_equal(read(split), table.reshape(shape, order="F"))
+    assert np.array_equal(table_of(split), table.reshape(shape, order="F"))
     assert split.renumber(layout.shape, layout.dim_names) == layout
 
 
-# Renaming changes names and nothing else; renumbering counts the same ranks afresh, and lists them
-# only where their steps differ.
+# rename() changes only the names. renumber() gives the same ranks another shape, and its JSON has a
+# list of ranks only if strides cannot express them.
 @many
-@given(numbered(), st.data())
+@given(layouts_with_tables(), st.data())
 def test_rename_and_renumber(case, data):
     layout, table = case
     new = {dim: f"new_{dim}" for dim in data.draw(dim_subsets(layout))}
     renamed = layout.rename(**new)
     assert renamed.dim_names == tuple(new.get(dim, dim) for dim in layout.dim_names)
-    assert np.array_equal(read(renamed), table)
+    assert np.array_equal(table_of(renamed), table)
     dims = data.draw(st.permutations(layout.dim_names))
     shape = [layout.size_of(dim) for dim in dims]
     turned = layout.renumber(shape, dims)
     assert turned.dim_names == tuple(dims)
-    assert np.array_equal(read(turned), np.reshape(in_order(table), shape, order="F"))
-    flat = layout.renumber([layout.size], ["all"])
-    assert list(flat.ranks) == in_order(table)
-    assert flat.renumber(layout.shape, layout.dim_names) == layout
-    steps = np.diff(in_order(table)).tolist()
+    assert np.array_equal(table_of(turned), np.reshape(in_layout_order(table), shape, order="F"))
+    line = layout.renumber([layout.size], ["all"])
+    assert list(line.ranks) == in_layout_order(table)
+    assert line.renumber(layout.shape, layout.dim_names) == layout
+    steps = np.diff(in_layout_order(table)).tolist()
     is_even = len({*steps}) <= 1 and min(steps, default=1) > 0
-    assert ("ranks" in json.loads(flat.to_json())) == (not is_even)
+    assert ("ranks" in json.loads(line.to_json())) == (not is_even)
 
 
-# A dim of size 1 takes no step, so its stride leaves no gap beside other dims.
+# A dim of size 1 takes no step, so its stride leaves no gap.
 def test_dims_of_size_1_leave_no_gap():
     layout = RankLayout("tp=2,cp=3,dp=1").select(cp=0)
     assert layout == RankLayout("tp=2,dp=1")
     assert layout.renumber([2], ["both"]).strides == (1,)
 
 
-# ---- values and their written forms -------------------------------------------------------------
+# ---- equality and serialised forms --------------------------------------------------------------
 
 
-# What was written as JSON, pickle or repr reads back as an equal layout that answers alike; so does
-# the text of a dense one.
+# JSON, pickle and repr read back as an equal layout with equal tables, as does the text of a dense
+# layout.
 @many
-@given(numbered())
-def test_written_layouts_read_back(case):
+@given(layouts_with_tables())
+def test_serialised_layouts_read_back(case):
     layout, table = case
-    layout.groups(*layout.dim_names).locate(int(table.flat[0]))  # makes what is made lazily
+    layout.groups(*layout.dim_names).locate(int(table.flat[0]))  # fills lazy attributes
     twins = [RankLayout.from_json(layout.to_json()), pickle.loads(pickle.dumps(layout))]
     twins += [eval(repr(layout)), RankLayout(**layout.to_dict())]
     if isinstance(layout.ranks, range):
@@ -202,27 +203,32 @@ def test_written_layouts_read_back(case):
     for twin in twins:
         assert twin == layout
         assert hash(twin) == hash(layout)
-        assert np.array_equal(read(twin), table)
+        assert np.array_equal(table_of(twin), table)
         assert twin.to_json() == layout.to_json() == json.dumps(layout.to_dict())
 
 
-# Layouts are equal exactly when dims and tables are.
+# Layouts are equal exactly if their dims and tables are.
 @many
-@given(*2 * [numbered(max_dims=2, max_size=2, max_offset=1, dim_names=["tp", "dp"])])
+@given(
+    layouts_with_tables(max_dims=2, max_size=2, max_offset=1, dim_names=["tp", "dp"]),
+    layouts_with_tables(max_dims=2, max_size=2, max_offset=1, dim_names=["tp", "dp"]),
+)
 def test_layouts_compare_by_value(one, other):
-    values = [(layout.dim_names, table.tolist()) for layout, table in (one, other)]
-    assert (one[0] == other[0]) == (values[0] == values[1])
-    assert len({one[0], other[0]}) == 2 - (values[0] == values[1])
+    (layout, table), (other_layout, other_table) = one, other
+    are_equal = layout.dim_names == other_layout.dim_names and np.array_equal(table, other_table)
+    assert (layout == other_layout) == are_equal
+    assert len({layout, other_layout}) == (1 if are_equal else 2)
 
 
-# A list that strides can make, in any order, is the ordinary layout, in every respect.
+# A list of ranks that strides can express makes the same layout as those strides.
 @many
-@given(numbered(kinds=("dense", "gaps", "strided")))
-def test_a_list_of_even_steps_is_no_list(case):
+@given(layouts_with_tables(kinds=("dense", "gaps", "strided")))
+def test_list_with_even_steps_equals_strides(case):
     layout, table = case
-    twin = RankLayout(layout.shape, layout.dim_names, ranks=in_order(table))
-    for of in (hash, repr, RankLayout.to_json, lambda one: one.strides, lambda one: one):
-        assert of(twin) == of(layout)
+    twin = RankLayout(layout.shape, layout.dim_names, ranks=in_layout_order(table))
+    assert twin == layout
+    for read in (hash, repr, RankLayout.to_json, lambda one: one.strides):
+        assert read(twin) == read(layout)
     assert "ranks" not in json.loads(twin.to_json())
     for dim in layout.dim_names:
         assert twin.groups(dim) == layout.groups(dim)
@@ -231,9 +237,9 @@ def test_a_list_of_even_steps_is_no_list(case):
 # ---- from an order, from a world size -----------------------------------------------------------
 
 
-# The one unspecified size is what the others leave of the world, be it missing, -1 or a bare name.
+# The unspecified size is the world size divided by the others, whether missing, -1 or a bare name.
 @given(orders(NAMES), sizes_by_name, st.sampled_from(NAMES), offsets)
-def test_one_open_size_is_inferred(order, sizes, open_name, offset):
+def test_unspecified_size_is_inferred(order, sizes, open_name, offset):
     world = {"world_size": math.prod(sizes.values()), "rank_offset": offset}
     names = order.split("-")
     expected = RankLayout([sizes[name] for name in names], names, offset)
@@ -244,13 +250,13 @@ def test_one_open_size_is_inferred(order, sizes, open_name, offset):
     assert RankLayout(text.replace(open_name, f"{open_name}=-1"), **world) == expected
 
 
-# The layout that fits best is the best of all that fit; where none does, the numbers named would.
+# fit() returns the best of all layouts that fit. If none fits, the numbers in the error would fit.
 @given(
     st.integers(1, 60),
     st.sets(st.integers(1, 8), min_size=1),
     st.sets(st.integers(1, 4), min_size=1),
 )
-def test_fit(world_size, tp, pp):
+def test_fit_returns_the_best_layout(world_size, tp, pp):
     shapes = [(a, b) for a in tp for b in pp if world_size % (a * b) == 0]
     if shapes:
         first, second = max(shapes)

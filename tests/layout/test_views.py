@@ -1,12 +1,12 @@
-"""Views without communication: which ranks, which groups, which errors; numpy is the oracle."""
+"""Views: their groups compared with numpy, creation in a fake world, and errors."""
 
 import numpy as np
 import pytest
 import torch.distributed as dist
-from effort import examples
+from drawn_layouts import groups_of
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numbered import groups_of
 
 from hypercomm import HyperCommGrid
 from hypercomm.errors import (
@@ -28,15 +28,15 @@ from hypercomm.testing import (
 NEW_NAMES = ("e1", "e2", "e3", "e4")
 
 
-def enumerated(ranks, shape, names, dims):
-    """The groups over some dims, by numpy."""
+def groups_by_numpy(ranks, shape, names, dims):
+    """List the groups over some dims."""
     axes = [names.index(dim) for dim in ([dims] if isinstance(dims, str) else dims)]
     return list(map(list, groups_of(np.reshape(list(ranks), shape, order="F"), axes)))
 
 
 @st.composite
 def views(draw, layout):
-    """Another shape with names, which keeps some dims of the layout; a few are turned round."""
+    """Draw the shape and names of a view that keeps some dims of the layout, sometimes reversed."""
     kept = draw(st.lists(st.sampled_from(layout.dim_names), unique=True))
     names = [*NEW_NAMES, *(name for name in layout.dim_names if name not in kept)]
     view = draw(views_of(layout, dim_names=names, shared_dims=kept))
@@ -48,31 +48,30 @@ def grid_of(layout):
     return HyperCommGrid(layout, world_size=layout.last_rank + 1)
 
 
-# Whatever the view, of a dense, shifted or listed layout, its groups are numpy's, in numpy's order,
-# asked of the grid and of the view itself.
+# The groups of a view, on a dense, shifted or listed layout, are numpy's in numpy's order. The grid
+# and the view object agree.
 @pytest.mark.full
 @settings(max_examples=examples(1000))
 @given(st.data(), st.booleans())
-def test_enumerations(data, listed):
+def test_groups_of_views_agree_with_numpy(data, listed):
     layout = data.draw(layouts(max_ranks=64, listed=listed))
     shape, names = data.draw(views(layout))
     grid = grid_of(layout)
     grid.register_view("other", shape, names)
     view = grid.view("other")
     dims, rank = data.draw(dim_subsets(view.layout)), data.draw(ranks_of(layout))
-    groups = enumerated(layout.ranks, shape, names, dims)
+    groups = groups_by_numpy(layout.ranks, shape, names, dims)
     assert grid.get_rank_enum(dims, view="other") == groups
     assert view.get_rank_enum(dims) == groups
     assert list(map(list, view.layout.groups(*dims))) == groups
     assert list(view.group_ranks(dims, rank)) == next(group for group in groups if rank in group)
     assert (view.shape, view.dim_names, view.size) == (shape, names, layout.size)
-    position = list(layout.ranks).index(rank)
-    index = np.unravel_index(position, shape, order="F")
+    index = np.unravel_index(list(layout.ranks).index(rank), shape, order="F")
     assert view.coords(rank) == dict(zip(names, map(int, index), strict=True))
 
 
-# Dims may be shared exactly when each of them, and all of them jointly, make the same groups in the
-# same order in both; a refused view leaves no trace, and its name is free.
+# Dims can be shared exactly if each of them, and all of them together, make the same groups in the
+# same order in both. A rejected view changes nothing, and its name stays free.
 @settings(max_examples=examples(1500))
 @given(st.data(), st.booleans())
 def test_shared_dims_make_the_same_groups(data, listed):
@@ -82,7 +81,7 @@ def test_shared_dims_make_the_same_groups(data, listed):
     shared = data.draw(st.lists(st.sampled_from(common), unique=True)) if common else []
     base = layout.ranks, list(layout.shape), list(layout.dim_names)
     fits = all(
-        enumerated(*base, dims) == enumerated(layout.ranks, shape, names, dims)
+        groups_by_numpy(*base, dims) == groups_by_numpy(layout.ranks, shape, names, dims)
         for dims in [*([dim] for dim in shared), shared]
         if dims
     )
@@ -96,7 +95,7 @@ def test_shared_dims_make_the_same_groups(data, listed):
     assert grid.views["other"].dim_names == tuple(names)
 
 
-# What cannot be a view is refused with the value, and nothing has changed.
+# An invalid view raises an error with the wrong value, and changes nothing.
 @pytest.mark.parametrize(
     ("arguments", "error", "value"),
     [
@@ -110,7 +109,7 @@ def test_shared_dims_make_the_same_groups(data, listed):
         (("e", [2, 8], ["pp", "ep"], "pp"), LayoutError, "'pp' has different membership"),
     ],
 )
-def test_refused_views(arguments, error, value):
+def test_invalid_views(arguments, error, value):
     grid = HyperCommGrid([2, 4, 2], ["tp", "dp", "pp"], world_size=16)
     grid.register_view("old", [16], ["all"])
     before = dict(grid.views)
@@ -120,17 +119,19 @@ def test_refused_views(arguments, error, value):
 
 
 def expert_grid(**options):
-    """tp=2,dp=4,pp=2 with the view ep=4,edp=2,pp=2 that shares pp."""
+    """Return the grid tp=2,dp=4,pp=2 with a view ep=4,edp=2,pp=2 that shares pp."""
     grid = HyperCommGrid([2, 4, 2], ["tp", "dp", "pp"], **options)
     grid.register_view("expert", [4, 2, 2], ["ep", "edp", "pp"], ["pp"])
     return grid
 
 
-# Megatron's contract: over shared dims there is the grid's group alone, and a second creation is a
-# KeyError from either side; over private dims, and over both kinds, the view has its own.
+# Shared dims have one group, the grid's, and creating it again is a KeyError from grid and view.
+# (This is Megatron's contract.) Over other dims, also together with shared ones, a view has groups
+# separate from the grid's.
 def test_shared_and_private_groups():
     with fake_world(16, rank=5), expert_grid() as grid:
-        view, before = grid.view("expert"), registered_groups()
+        view = grid.view("expert")
+        before = registered_groups()
         pp = grid.create_pg("pp", view="expert")
         assert grid.get_pg("pp") is view.get_pg(["pp"]) is pp
         for again in (grid, view):
@@ -155,9 +156,9 @@ def test_shared_and_private_groups():
         assert list(map(str, view.pgs)) == ["pp", "edp of expert", "edp+pp of expert"]
 
 
-# Dims asked of the wrong side say where they are; dims of both sides together are of neither.
+# If dims belong to another view, the error names it. No view has dims of both sides together.
 @pytest.mark.parametrize(
-    ("dims", "view", "error", "words"),
+    ("dims", "view", "error", "message"),
     [
         (["pp", "ep"], None, UnknownDimError, "view='expert'"),
         ("ep", "base", UnknownDimError, "view='expert'"),
@@ -169,7 +170,7 @@ def test_shared_and_private_groups():
         (["ep", "ep"], "expert", LayoutError, "comes twice"),
     ],
 )
-def test_dims_of_the_wrong_view(dims, view, error, words):
+def test_dims_of_the_wrong_view(dims, view, error, message):
     with fake_world(16), expert_grid() as grid:
         for call in (
             grid.create_pg,
@@ -180,18 +181,19 @@ def test_dims_of_the_wrong_view(dims, view, error, words):
             grid.get_rank_enum,
             lambda dims, view: grid.create_pgs([{"dims": dims, "view": view}]),
         ):
-            with pytest.raises(error, match=words):
+            with pytest.raises(error, match=message):
                 call(dims, view=view)
         if view != "other":
             asked = grid.view("expert") if view == "expert" else grid
             for call in (asked.group_ranks, asked.device_mesh, asked.__getitem__):
-                with pytest.raises(error, match=words):
+                with pytest.raises(error, match=message):
                     call(dims)
         assert dict(grid.pgs) == {}
 
 
-# There is no view of the name, none named "base" as an object, and none of a destroyed grid.
-def test_no_such_view():
+# An unknown name and "base" raise in view(). Once the grid is destroyed, its views can create
+# nothing.
+def test_unknown_views_and_views_of_a_destroyed_grid():
     with fake_world(16):
         grid = expert_grid()
         assert grid.view("base").dim_names == grid.dim_names
@@ -210,8 +212,8 @@ def test_no_such_view():
             grid.register_view("late", [16], ["all"])
 
 
-# create_pgs, ensure_pg, explain and device_mesh take a view, or are asked of one.
-def test_every_call_takes_a_view():
+# create_pgs, ensure_pg, explain and device_mesh accept view=, or can be called on a view object.
+def test_every_call_accepts_a_view():
     with fake_world(16, rank=5), expert_grid() as grid:
         view = grid.view("expert")
         asked = [{"dims": dims, "view": "expert"} for dims in ("ep", "pp")]
@@ -230,9 +232,9 @@ def test_every_call_takes_a_view():
         assert "view expert (ep=4,edp=2,pp=2)" in repr(view)
 
 
-# share="identical" looks across the grid and its views: tp=2 and etp=2 hold one group, which is
-# destroyed with the last of its keys; what differs in an option is apart.
-def test_sharing_across_views():
+# share="identical" finds equal groups across the grid and its views: tp=2 and etp=2 have one group,
+# which is destroyed together with its last key. A group with other options is separate.
+def test_groups_are_shared_across_views():
     with fake_world(8, rank=5), HyperCommGrid([2, 4], ["tp", "dp"], share="identical") as grid:
         grid.register_view("expert", [2, 2, 2], ["etp", "ep", "edp"])
         before = registered_groups()
@@ -251,9 +253,9 @@ def test_sharing_across_views():
         assert tp not in registered_groups()
 
 
-# Destroying a key: unknown ones are KeyErrors that change nothing; the others stay; the key may be
-# created again, under another name in torch.
-def test_destroying_one_group():
+# Destroying an unknown key is a KeyError and changes nothing. Destroying a key leaves the others.
+# It can be created again, with another group name in torch.
+def test_destroy_pg_destroys_one_group():
     with fake_world(16, rank=5), expert_grid() as grid:
         tp, pp, ep = grid.create_pgs(["tp", "pp", {"dims": "ep", "view": "expert"}])
         before = registered_groups()
@@ -270,7 +272,7 @@ def test_destroying_one_group():
         assert registered_groups() == before
         grid.device_mesh("tp")
         grid.destroy_pg("tp")
-        grid.destroy_pg("pp", view="expert")  # the grid's own group
+        grid.destroy_pg("pp", view="expert")  # pp is shared, so this is the grid's group
         assert registered_groups() == before - {tp, pp}
         assert list(map(str, grid.pgs)) == ["ep of expert"]
         assert grid.create_pg("tp").group_name != tp.group_name

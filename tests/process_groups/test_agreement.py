@@ -1,4 +1,4 @@
-"""Agreement on real gloo processes; the simulated job covers all other faults."""
+"""Agreement on real gloo processes. tests/simulated_job covers all other faults."""
 
 import gc
 import os
@@ -10,8 +10,8 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from busy import wait_until
-from group_facts import registered, store_of_world, sum_over
+from group_checks import registered, store_of_world, sum_over
+from time_limits import wait_until
 
 from hypercomm import HyperCommGrid
 from hypercomm.errors import CreationError, GridDestroyedError, GroupCreationTimeout
@@ -21,10 +21,10 @@ LONG = timedelta(seconds=40)
 EVERY = ["tp", "dp"]
 
 
-# Ranks that agree raise nothing, however late one is; a rank outside the grid takes no part.
+# Ranks that agree raise nothing, even if one is slow. A rank outside the grid takes no part.
 @pytest.mark.parametrize("verify", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.ranks(5)
-def test_agreeing_ranks(verify):
+def test_agreeing_ranks_create_groups(verify):
     rank = dist.get_rank()
     with HyperCommGrid([2, 2], EVERY, rank_offset=1, verify=verify) as grid:
         if rank == 2:
@@ -33,16 +33,18 @@ def test_agreeing_ranks(verify):
         groups += grid.create_pgs(["dp", {"dims": "dp", "name": "twin"}])
         if rank:
             grid.verify(LONG)
-        tp, dp = 110 if rank < 3 else 11000, 1010 if rank % 2 else 10100
-        assert [sum_over(group) for group in groups] == (
-            [tp, 11110, dp, dp] if rank else [None] * 4
-        )
+        tp = 110 if rank < 3 else 11000
+        dp = 1010 if rank % 2 else 10100
+        expected = [tp, 11110, dp, dp] if rank else [None, None, None, None]
+        assert [sum_over(group) for group in groups] == expected
 
 
-# If a grid is destroyed while a thread waits, the creation fails, and nothing is left.
+# If a grid is destroyed while a thread waits for a creation, the creation fails, and nothing is
+# left.
 @pytest.mark.ranks(2)
-def test_destroyed_meanwhile():
-    grid, ended = HyperCommGrid([2], ["dp"]), []
+def test_destroy_during_a_creation():
+    grid = HyperCommGrid([2], ["dp"])
+    ended = []
 
     def create():
         begin = time.monotonic()
@@ -63,12 +65,12 @@ def test_destroyed_meanwhile():
 
 # A forked child cannot use the groups of its parent, and the parent keeps them.
 @pytest.mark.ranks(2)
-def test_a_fork():
+def test_forked_child_cannot_use_groups():
     with HyperCommGrid([2], ["dp"]) as grid:
         group = grid.create_pg("dp")
         child = os.fork()
         if child == 0:
-            refused = 0
+            raised = 0
             for call in (
                 lambda: grid.get_pg("dp"),
                 lambda: grid.create_pg("dp", name="twin"),
@@ -78,18 +80,18 @@ def test_a_fork():
                 try:
                     call()
                 except GridDestroyedError:
-                    refused += 1
+                    raised += 1
             grid.destroy()
-            os._exit(refused)
+            os._exit(raised)
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == 4
         assert sum_over(group) == 11
     assert len(registered()) == 1
 
 
-# abort() waits for no rank, and can be called twice; destroy() works after WORLD has ended.
+# abort() waits for no rank and is idempotent. destroy() works after WORLD has ended.
 @pytest.mark.ranks(2)
-def test_the_end_of_a_grid():
+def test_destroy_and_abort_are_idempotent():
     grid, other = HyperCommGrid([2], ["dp"]), HyperCommGrid([2], ["x"])
     grid.create_pg("dp", timeout=LONG)
     begin = time.monotonic()
@@ -107,13 +109,15 @@ def test_the_end_of_a_grid():
             one.create_pg("x")
 
 
-# Ctrl-C ends a waiting creation, and leaves nothing. The other rank raises, and a retry succeeds.
+# Ctrl-C ends a waiting creation and leaves nothing. The other rank raises, and a retry succeeds.
 @pytest.mark.ranks(2)
-def test_ctrl_c():
-    grid, rank = HyperCommGrid([2], ["dp"]), dist.get_rank()
+def test_ctrl_c_during_a_creation():
+    grid = HyperCommGrid([2], ["dp"])
+    rank = dist.get_rank()
     store = store_of_world().clone()  # the creation holds the client of WORLD while it waits
     dist.barrier()
-    begin, keys = time.monotonic(), store.num_keys()
+    begin = time.monotonic()
+    keys = store.num_keys()
 
     def interrupt():
         wait_until(lambda: store.num_keys() > keys)  # this rank has published something
@@ -129,15 +133,16 @@ def test_ctrl_c():
     if rank == 0:
         dist.barrier()
     assert time.monotonic() - begin < LONG.total_seconds() / 2
-    assert (len(registered()), len(grid.pgs)) == (1, 0)
+    assert len(registered()) == 1
+    assert len(grid.pgs) == 0
     dist.barrier()
     assert sum_over(grid.create_pg("dp", timeout=LONG)) == 11
 
 
-# A grid warns when it is collected with live groups, and only then.
+# A grid that is garbage collected with live groups warns. After destroy() or abort(), it does not.
 @pytest.mark.full
 @pytest.mark.parametrize("end", ["destroy", "abort", None])
-def test_a_grid_that_is_forgotten(end):
+def test_garbage_collected_grid_warns(end):
     with warnings.catch_warnings(record=True) as caught, fake_world(8):
         warnings.simplefilter("always")
         grid = HyperCommGrid([2, 4], ["tp", "dp"])
@@ -146,4 +151,5 @@ def test_a_grid_that_is_forgotten(end):
             getattr(grid, end)()
         del grid
         gc.collect()
-    assert ["tp, dp (twin)" in str(one.message) for one in caught] == [True] * (end is None)
+    warned = ["tp, dp (twin)" in str(one.message) for one in caught]
+    assert warned == ([True] if end is None else [])

@@ -1,4 +1,4 @@
-"""A store that holds what somebody else wrote: a named error, in a simulated job."""
+"""Values in the store that hypercomm did not write raise a named error, in a simulated job."""
 
 import json
 import re
@@ -21,30 +21,31 @@ from hypercomm.process_groups.agreement.records import (
 
 BAD = {
     "cut off": lambda text: text[: len(text) // 2],
-    "no JSON": lambda _: "{",
+    "not JSON": lambda _: "{",
     "a list": lambda _: "[[1], 2]",
     "null": lambda _: "null",
     "a long number": lambda _: "9" * 5_000,
     "deep": lambda _: "[" * 100_000,
     "10 MB": lambda _: "x" * 10_000_000,
     "wrong types": lambda _: '{"round": 0, "first": {"rank": "0", "entries": 2}, "outcome": null}',
-    "an unknown end": lambda text: json.dumps({**json.loads(text), "outcome": {"kind": "over"}}),
+    "unknown outcome": lambda text: json.dumps({**json.loads(text), "outcome": {"kind": "over"}}),
 }
 
 
-# A record of a call, or a report of a rank, that holds something else is an error that names its
-# key, and stays short.
+# A call's record or a rank's report with foreign content raises an error that names the key and is
+# short.
 @pytest.mark.parametrize("key", ["/tp/0", "/rank 0"])
 @pytest.mark.parametrize("bad", BAD)
-def test_bad_keys(bad, key):
+def test_foreign_values_raise(bad, key):
     def program():
-        grid, rank = HyperCommGrid([2], ["tp"]), dist.get_rank()
+        grid = HyperCommGrid([2], ["tp"])
+        rank = dist.get_rank()
         if rank == 1:
             sleep(0.5)
             held = this_rank().job.server.held
             [name] = [name for name in held if name.endswith(key)]
             held[name] = BAD[bad](held[name].decode()).encode()
-        attempt(grid.create_pg, "tp", name=f"{rank}" if "rank" in key else None)
+        attempt(grid.create_pg, "tp", name=str(rank) if "rank" in key else None)
 
     error = simulate_job(program, 2).ranks[1].calls[0].error
     assert type(error).__name__ == "CreationError"
@@ -53,7 +54,7 @@ def test_bad_keys(bad, key):
 
 
 JUNK = [None, True, 1.5, "text", [], {}, [[]], [1.5], [None], {"kind": "over"}, float("nan")]
-"""Values of other types than a field has; a field may accept some."""
+"""Values of wrong types for most fields."""
 
 _OUTCOME = Outcome("differs", "why", (1,), (2,), ("grid",), "token", "data")
 _FIRST = Proposer(0, "rank 0", "host", "digest", "token")
@@ -70,7 +71,7 @@ ACCEPTED = {
     *((name, '"text"') for name in ("key", "digest")),
     *((name, "[]") for name in ("missing", "absent", "grids", "failed", "waits_for", "lines")),
 }
-"""The fields with values of the right types."""
+"""The pairs of field and value in which the type is right."""
 
 
 def places(value, path=()):
@@ -81,9 +82,9 @@ def places(value, path=()):
             yield from places(value[at], (*path, at))
 
 
-# Each field that holds a value of another type is an error that names the key and the value.
+# A field with a value of the wrong type raises an error that names the key and quotes the value.
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
-def test_junk_types(value):
+def test_wrong_types_raise(value):
     tried = 0
     assert type(value).decode("a key", value.encode()) == value
     for path in places(json.loads(value.encode())):
@@ -107,9 +108,9 @@ def test_junk_types(value):
     assert tried > 10
 
 
-# JSON that is equal, but written otherwise, is not ours: a compare-and-set would never succeed.
+# Equal JSON with other spacing is foreign, too: a compare-and-set on it would never succeed.
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
-def test_other_spacing(value):
+def test_other_spacing_raises(value):
     fields = json.loads(value.encode())
     for text in (json.dumps(fields), value.encode() + " ", json.dumps(fields, indent=1)):
         with pytest.raises(CreationError, match="did not write"):
@@ -117,20 +118,21 @@ def test_other_spacing(value):
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "1.0", " 1", "9" * 20, "null", "[1]", "\u0663"])
-def test_junk_counters(text):
+def test_counters_that_are_not_numbers_raise(text):
     with pytest.raises(CreationError, match="key 'a key' holds"):
         as_bits("a key", text)
 
 
-# After such an error no thread works on: the store receives no request.
+# After such an error, no thread sends another request to the store.
 @pytest.mark.parametrize("key", ["/tp/0", "/end", "/first"])
 @pytest.mark.parametrize("bad", ["other spacing", "wrong types", "null"])
-def test_no_request_after_the_call(key, bad):
+def test_no_requests_after_an_error(key, bad):
     def change(text):
         return json.dumps(json.loads(text)) + " " if bad == "other spacing" else BAD[bad](text)
 
     def program():
-        grid, rank = HyperCommGrid([2], ["tp"]), dist.get_rank()
+        grid = HyperCommGrid([2], ["tp"])
+        rank = dist.get_rank()
         job = this_rank().job
         sleep(0.5 * rank)
         if rank == 1:

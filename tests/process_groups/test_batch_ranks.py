@@ -7,25 +7,27 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from group_facts import given_back, sum_over, threads_and_files
+from group_checks import sum_over, threads_and_files, wait_for_release
 
 from hypercomm import HyperCommGrid
 from hypercomm.errors import PlanMismatchError
 
 
-# The rank that serves the store finds a difference and ends: the other ranks raise it too.
+# If the rank that serves the store finds a difference and exits, the other ranks raise it, too.
 @pytest.mark.full
 @pytest.mark.ranks(4)
-def test_the_serving_rank_ends():
-    rank, grid = dist.get_rank(), HyperCommGrid("tp=2,dp=2")
-    time.sleep(1.5 * (rank == 0))  # by now the others look only now and then
+def test_serving_rank_exits_after_a_mismatch():
+    rank = dist.get_rank()
+    grid = HyperCommGrid("tp=2,dp=2")
+    if rank == 0:
+        time.sleep(1.5)  # by now the others check only rarely
     with pytest.raises(PlanMismatchError, match="ranks differ at position 0"):
         grid.create_pgs(["dp"] if rank == 0 else ["tp"])
     if rank == 0:
         dist.destroy_process_group()
 
 
-# Lazy groups have no connections until they are used, and leave the environment as it was.
+# Lazy groups open no connections until they are used, and do not change the environment.
 @pytest.mark.ranks(4)
 def test_lazy_groups_connect_when_used():
     def sockets():
@@ -51,7 +53,8 @@ def test_lazy_groups_connect_when_used():
 @pytest.mark.ranks(2)
 def test_groups_of_one_call_share_a_device():
     plan = [{"dims": "dp", "name": name} for name in "abcdefgh"]
-    before, opened = threads_and_files(), []
+    before = threads_and_files()
+    opened = []
     for is_one_call in (False, True):
         with HyperCommGrid([2], ["dp"]) as grid:
             groups = grid.create_pgs(plan) if is_one_call else [grid.create_pg(**pg) for pg in plan]
@@ -60,11 +63,11 @@ def test_groups_of_one_call_share_a_device():
             assert [sum_over(group) for group in groups[1:]] == [11] * 7
             groups.clear()
         dist.barrier()
-        assert given_back(before) == before
+        assert wait_for_release(before) == before
     (threads, files), (fewer_threads, fewer_files) = opened
     assert threads - fewer_threads == 7
     assert files - fewer_files >= 7
     odd = {"dims": "dp", "timeout": timedelta(seconds=20 + dist.get_rank())}
     with HyperCommGrid([2], ["dp"]) as grid, pytest.raises(PlanMismatchError):
         grid.create_pgs([*plan, odd])
-    assert given_back(before) == before
+    assert wait_for_release(before) == before

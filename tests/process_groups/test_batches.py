@@ -7,7 +7,7 @@ import bound_world
 import numpy as np
 import pytest
 import torch.distributed as dist
-from group_facts import registered
+from group_checks import registered
 
 from hypercomm import GroupKey, HyperCommGrid
 from hypercomm.errors import GroupMissingError
@@ -26,29 +26,29 @@ def ranks(group):
 
 
 def third_fails(names):
-    """A creation that records its names, and fails at the third one."""
-    honest = torchdist.new_group
+    """Return a `new_group` that records its names and fails at the third call."""
+    real_new_group = torchdist.new_group
 
     def failing(name, members, **options):
         names.append(name)
         if len(names) == 3:
             raise RuntimeError("out of sockets")
-        return honest(name, members, **options)
+        return real_new_group(name, members, **options)
 
     return failing
 
 
 @pytest.fixture
 def bound(monkeypatch):
-    """Make WORLD look bound to a device, and record its splits."""
+    """Make WORLD appear to be bound to a device, and record its splits."""
     calls = []
     bound_world.bind(monkeypatch)
     monkeypatch.setattr(dist, "split_group", lambda **options: calls.append(options["split_ranks"]))
     return calls
 
 
-# A batch creates the same groups as single calls, in the given order, and returns them in order.
-def test_a_batch():
+# create_pgs creates the same groups as single calls, in the given order, and returns them in order.
+def test_create_pgs():
     with fake_world(8, rank=5), grid_of() as grid:
         dp, twin, both = grid.create_pgs(
             ["dp", {"dims": "dp", "name": "twin", "group_desc": "second"}, iter(["dp", "tp"])]
@@ -57,20 +57,22 @@ def test_a_batch():
         odd = [1, 3, 5, 7]
         assert [*found.items()] == [("dp", odd), ("dp (twin)", odd), ("tp+dp", list(range(8)))]
         assert [*grid.pgs.values()] == [dp, twin, both]
-        assert (dp.group_desc, twin.group_desc) == ("dp", "second")
+        assert dp.group_desc == "dp"
+        assert twin.group_desc == "second"
         assert grid.get_pg("dp") is grid.ensure_pg("dp") is dp is not twin
         assert grid.create_pgs([]) == []
 
 
-# Options of the call apply to each group without its own option, and groups of a batch are shared.
-def test_what_a_batch_says_for_all(monkeypatch):
+# Options of the call apply to every group that has no such option, and groups can be shared.
+def test_create_pgs_options_apply_to_all(monkeypatch):
     seen = []
-    honest = torchdist.new_group
-    monkeypatch.setattr(
-        torchdist,
-        "new_group",
-        lambda *args, **said: seen.append(said["timeout"]) or honest(*args, **said),
-    )
+    real_new_group = torchdist.new_group
+
+    def recording(*args, **options):
+        seen.append(options["timeout"])
+        return real_new_group(*args, **options)
+
+    monkeypatch.setattr(torchdist, "new_group", recording)
     with fake_world(8, rank=5), grid_of() as grid:
         dp, dp_cp, apart = grid.create_pgs(
             ["dp", {"dims": ["cp", "dp"]}, {"dims": "dp", "name": "apart", "share": "never"}],
@@ -78,13 +80,13 @@ def test_what_a_batch_says_for_all(monkeypatch):
             share="identical",
         )
         assert dp is dp_cp is not apart
-        (tp,) = grid.create_pgs([{"dims": "tp", "timeout": timedelta(seconds=3)}], timeout=None)
+        tp = grid.create_pgs([{"dims": "tp", "timeout": timedelta(seconds=3)}], timeout=None)[0]
         assert ranks(tp) == [4, 5]
     assert seen == [timedelta(seconds=9)] * 2 + [timedelta(seconds=3)]
 
 
-# If a group fails, only the groups that the batch has created are destroyed; a retry succeeds.
-def test_a_batch_that_fails_half_way(monkeypatch):
+# If a group fails, the groups that this call has created are destroyed, and a retry succeeds.
+def test_failed_create_pgs_is_rolled_back(monkeypatch):
     names = []
     with fake_world(8, rank=5), grid_of(share="identical") as grid:
         cp = grid.create_pg("cp", name="kept")
@@ -100,41 +102,42 @@ def test_a_batch_that_fails_half_way(monkeypatch):
         groups = grid.create_pgs(batch)
         assert [group.size() for group in groups] == [2, 2, 1, 4, 8]
         assert groups[2] is cp
-        assert len(set(names)) == len(names)  # nothing is tried twice under one name
+        assert len(set(names)) == len(names)  # no name is used twice
 
 
-# explain() describes how a grid would create a group, and how it has created one.
+# explain() describes how a grid would create a group, or how it has created it.
 def test_explain():
     with fake_world(8, rank=5), grid_of(share="identical") as grid:
         grid.create_pg("dp")
         before = registered()
-        told = grid.explain("tp")
-        assert (told.strategy, told.backend, told.served_by) == ("local", "fake", None)
-        assert (len(told.groups), told.groups.group_size) == (4, 2)
-        assert set(told.alternatives) == {"split", "enumerate"}
-        assert "WORLD is not bound to a device" in told.alternatives["split"]
+        plan = grid.explain("tp")
+        assert (plan.strategy, plan.backend, plan.served_by) == ("local", "fake", None)
+        assert (len(plan.groups), plan.groups.group_size) == (4, 2)
+        assert set(plan.alternatives) == {"split", "enumerate"}
+        assert "WORLD is not bound to a device" in plan.alternatives["split"]
         assert grid.explain(["dp", "cp"]).served_by == "dp"
         assert "served by the group over dp" in str(grid.explain(["dp", "cp"]))
         assert registered() == before
         assert list(grid.pgs) == [GroupKey(("dp",))]
-        assert grid.explain("tp").strategy == "local"  # and nothing was planned by asking
+        assert grid.explain("tp").strategy == "local"  # explain() has created nothing
         assert grid.create_pg("tp").size() == 2
     with fake_world(8), grid_of(creation="enumerate") as grid:
-        told = grid.explain("dp")
-        assert (told.strategy, told.reason) == ("enumerate", "asked for by name")
-        assert told.alternatives["local"].startswith("it would work too: each rank creates only")
+        plan = grid.explain("dp")
+        assert (plan.strategy, plan.reason) == ("enumerate", "asked for by name")
+        assert plan.alternatives["local"].startswith("it would work too: each rank creates only")
     assert grid_of(world_size=8).explain("dp").reason == "torch.distributed is not initialised"
 
 
-# In a world bound to a device each dims is one split, at any size of the world.
-def test_one_split_for_each_dims(bound):
+# In a WORLD that is bound to a device, each set of dims needs one split, at any world size.
+def test_one_split_per_dims(bound):
     sizes = {"tp": 8, "cp": 4, "dp": 64, "pp": 8}
     with fake_world(16_384, rank=5000):
         grid = HyperCommGrid(list(sizes.values()), list(sizes))
-        told = grid.explain("tp")
-        assert (told.strategy, bound) == ("split", [])
-        assert "one split by every rank" in told.reason
-        assert told.alternatives["local"].startswith("it would work too: each rank creates only")
+        plan = grid.explain("tp")
+        assert plan.strategy == "split"
+        assert bound == []
+        assert "one split by every rank" in plan.reason
+        assert plan.alternatives["local"].startswith("it would work too: each rank creates only")
         for count, dims in enumerate([*sizes, ["dp", "cp"]], start=1):
             grid.create_pg(dims)
             assert len(bound) == count
@@ -144,19 +147,20 @@ def test_one_split_for_each_dims(bound):
     assert bound[-1] == [sorted(table[tp, :, :, pp].ravel().tolist())]
 
 
-# Such collisions occur: torch gives the cp groups (1478, 1486) and (1988, 1996) one colour.
-def test_a_collision_of_torch(monkeypatch, bound):
+# If torch gives groups the same split colour, they are split in several turns. This happens: the cp
+# groups (1478, 1486) and (1988, 1996) have one colour.
+def test_groups_with_equal_colors_split_in_turns(monkeypatch, bound):
     monkeypatch.setattr(dist.ProcessGroup, "split_group", None, raising=False)
     with fake_world(4096, rank=1988):
         grid = HyperCommGrid([8, 2, 32, 8], ["tp", "cp", "dp", "pp"])
-        told = grid.explain("cp")
+        plan = grid.explain("cp")
         grid.create_pg("cp")
-    assert told.reason.endswith("in 2 turns, because torch's colours of some groups are equal")
+    assert plan.reason.endswith("in 2 turns, because torch's colours of some groups are equal")
     assert bound == [[[0, 8]], [[1988, 1996]]]
 
 
-# Lists of several sizes are split off in turns, too, where torch gives two of them one colour.
-def test_a_collision_of_lists(monkeypatch, bound):
+# Lists of several sizes are split in turns, too, if torch gives two of them the same colour.
+def test_lists_with_equal_colors_split_in_turns(monkeypatch, bound):
     monkeypatch.setattr(dist.ProcessGroup, "split_group", None, raising=False)
     lists = [[1478, 1486], [1988, 1996], [1, 2, 3]]
     for rank, expected in {1988: [lists[0], lists[1]], 2: [lists[2], lists[0]]}.items():
@@ -166,14 +170,14 @@ def test_a_collision_of_lists(monkeypatch, bound):
         bound.clear()
 
 
-# Groups of one colour are split off in separate turns: every rank makes the same number of calls,
-# one of them with its own group, and no call has two groups of one colour.
+# Groups of one colour are split in separate turns: every rank makes the same number of calls, one
+# of them with its group, and no call has two groups of one colour.
 @pytest.mark.parametrize("colors", [[1, 2, 1, 1], [5, 5, 5, 5], [3, 4, 4, 3]], ids=str)
-def test_colliding_colors(monkeypatch, bound, colors):
+def test_turns_separate_equal_colors(monkeypatch, bound, colors):
     monkeypatch.setattr(torchdist, "split_colors", lambda _groups: colors)
     own = {rank: [rank - rank % 2, rank - rank % 2 + 1] for rank in range(8)}
     calls = {}
-    for rank in range(9):  # rank 8 is outside the grid, and takes part all the same
+    for rank in range(9):  # rank 8 is outside the grid, and still takes part in each split
         with fake_world(9, rank):
             grid = HyperCommGrid([2, 4], ["tp", "dp"], creation="split")
             grid.create_pg("tp")
@@ -184,12 +188,12 @@ def test_colliding_colors(monkeypatch, bound, colors):
         bound.clear()
     turns = max(colors.count(color) for color in colors)
     assert {len(made) for made in calls.values()} == {turns}
-    met = collections.Counter()
+    created = collections.Counter()
     for turn in range(turns):
         taking_part = {rank for rank in range(9) if rank in calls[rank][turn]}
         groups = {tuple(calls[rank][turn]) for rank in taking_part}
         assert taking_part == {rank for group in groups for rank in group}
         used = [colors[group[0] // 2] for group in groups]
         assert len(used) == len(set(used))
-        met.update(groups)
-    assert met == {tuple(group): 1 for group in own.values()}
+        created.update(groups)
+    assert created == {tuple(group): 1 for group in own.values()}

@@ -1,4 +1,4 @@
-"""A rank or the store dies, stops or is late: every call ends in time with the right error."""
+"""A rank or the store dies, stops or is slow: every call ends in time with the right error."""
 
 import os
 import signal
@@ -9,17 +9,17 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from busy import late_s, wait_until
-from group_facts import sum_over
-from launched import state_of
-from mortal_ranks import end_by, run_scene, start
+from group_checks import sum_over
+from killable_ranks import run_scenario, signal_self, start
+from processes import state_of
+from time_limits import scaled_s, wait_until
 
 from hypercomm import HyperCommGrid, renew_world
 from hypercomm.errors import GroupCreationTimeout, HyperCommError
 from hypercomm.testing import registered_groups
 
-GRACE_S = late_s(2)
-"""How much later than its timeout a call may end."""
+GRACE_S = scaled_s(2)
+"""How long after its timeout a call may end."""
 
 SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
 
@@ -30,8 +30,8 @@ SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
 def signal_at(fault, number):
     """Send a signal to this rank, now or after all have arrived and before it connects to them."""
     if fault == "before":
-        end_by(number)
-    dist.distributed_c10d._new_process_group_helper = lambda *_, **__: end_by(number)
+        signal_self(number)
+    dist.distributed_c10d._new_process_group_helper = lambda *_, **__: signal_self(number)
 
 
 def lose_one(rank, fault, victim, number, timeout_s):
@@ -45,7 +45,7 @@ def lose_one(rank, fault, victim, number, timeout_s):
         group = grid.create_pg(["tp", "dp"], timeout=timedelta(seconds=timeout_s))
         dist.barrier()
         if rank == victim:
-            end_by(number)
+            signal_self(number)
         begin = time.monotonic()
         with pytest.raises(RuntimeError):
             sum_over(group)
@@ -57,7 +57,7 @@ def lose_one(rank, fault, victim, number, timeout_s):
     assert time.monotonic() - begin < timeout_s + GRACE_S
     begin = time.monotonic()
     grid.destroy()
-    assert time.monotonic() - begin < (timeout_s + GRACE_S if fault == "after" else late_s(1))
+    assert time.monotonic() - begin < (timeout_s + GRACE_S if fault == "after" else scaled_s(1))
     assert registered_groups() == {dist.group.WORLD}
 
 
@@ -67,9 +67,9 @@ def lose_one(rank, fault, victim, number, timeout_s):
 @pytest.mark.full
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize(("fault", "victim"), [("before", 0), ("during", 2), ("after", 3)])
-def test_a_rank_that_is_lost(tmp_path, number, fault, victim, timeout_s):
-    timeout_s *= 2  # a machine that pauses for a second makes other ranks late, too
-    run_scene(tmp_path, lose_one, 4, fault, victim, number, timeout_s, victims=[victim])
+def test_lost_rank_is_named(tmp_path, number, fault, victim, timeout_s):
+    timeout_s *= 2  # if this machine pauses for a second, other ranks are slow, too
+    run_scenario(tmp_path, lose_one, 4, fault, victim, number, timeout_s, victims=[victim])
 
 
 # ---- the store ----------------------------------------------------------------------------------
@@ -93,9 +93,9 @@ def serve(file):
 
 
 def lose_the_store(rank, server, number):
-    """Kill or stop the process of the store; then make all calls, each on a separate grid.
+    """Kill or stop the process of the store. Then make all calls, each on a separate grid.
 
-    Each rank begins with another call.
+    Each rank starts with another call.
     """
     timeout = timedelta(seconds=STORE_S)
     calls = {
@@ -105,7 +105,7 @@ def lose_the_store(rank, server, number):
         "connect": lambda grid: grid.connect(timeout=timeout),
         "reshape": lambda grid: grid.reshape("tp=4", timeout=timeout),
         "ranks": lambda grid: grid.reshape("tp=4", ranks=range(4), timeout=timeout),
-        "survivors": lambda grid: grid.survivors(3 * timeout),  # it must outlast the groups
+        "survivors": lambda grid: grid.survivors(3 * timeout),  # longer than the groups' timeout
         "renew": lambda _: renew_world(range(4), timeout=timeout),
     }
     grids = {name: HyperCommGrid("tp=2,dp=2", name=name) for name in calls}
@@ -116,32 +116,33 @@ def lose_the_store(rank, server, number):
         os.kill(server, number)
         wait_until(lambda: state_of(server) in "TZX")
     dist.barrier()
-    for name in [*calls][2 * rank :] + [*calls][: 2 * rank]:
+    names = [*calls]
+    for name in names[2 * rank :] + names[: 2 * rank]:
         begin = time.monotonic()
-        # A rank that was stopped for long, as under load, assumes that the others have timed out.
+        # A rank that was paused for long, as under load, assumes that the others have timed out.
         with pytest.raises(HyperCommError, match=r"store|timed out on the other ranks"):
             calls[name](grids[name])
         limit_s = STORE_S * (3 if name == "survivors" else 1) + GRACE_S
         assert time.monotonic() - begin < limit_s, name
 
 
-# If the process that serves the store is dead or silent, each call ends in time with a
+# If the process that serves the store is dead or unresponsive, each call ends in time with a
 # HyperCommError that names the store. So do all later calls.
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
-def test_a_store_that_is_lost(tmp_path, number):
+def test_lost_store_is_named(tmp_path, number):
     file = tmp_path / "port"
     server = start(serve, file)
     try:
         wait_until(file.exists)
         port = int(file.read_text())
-        run_scene(tmp_path, lose_the_store, 4, server.pid, number, port=port)
+        run_scenario(tmp_path, lose_the_store, 4, server.pid, number, port=port)
     finally:
         server.kill()
         server.join()
 
 
-# ---- the end of the interpreter -----------------------------------------------------------------
+# ---- exit of the interpreter --------------------------------------------------------------------
 
 PROGRAM = """
 import sys, threading, time
@@ -159,12 +160,12 @@ else:
 """
 
 
-# An interpreter ends normally while one of its threads waits for another rank.
+# An interpreter exits normally while one of its threads waits for another rank.
 @pytest.mark.full
-def test_an_interpreter_that_ends(tmp_path):
+def test_interpreter_exits_during_a_creation(tmp_path):
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "store")]
     pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     first, second = (subprocess.Popen([*command, rank], **pipes) for rank in "01")
     for program in (second, first):
-        program.communicate(timeout=late_s(35))
+        program.communicate(timeout=scaled_s(35))
         assert program.returncode == 0

@@ -1,4 +1,4 @@
-"""Several hosts, which are network namespaces on one switch, with torchrun on each of them."""
+"""Several hosts, simulated by network namespaces on one switch, with torchrun on each host."""
 
 import contextlib
 import os
@@ -7,11 +7,12 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from busy import wait_until
-from launched import rank_free
+from processes import launcher_free
+from time_limits import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]  # hosts are slow enough already
 
@@ -27,7 +28,7 @@ def ip(*arguments):
 
 
 class Hosts:
-    """Hosts 10.0.0.1, 10.0.0.2, ... in namespaces; the switch between them has a separate one."""
+    """Hosts 10.0.0.1, 10.0.0.2, ... in namespaces, and a namespace for the switch between them."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -39,7 +40,8 @@ class Hosts:
         ip("-n", SWITCH, "link", "add", "bridge", "type", "bridge")
         ip("-n", SWITCH, "link", "set", "bridge", "up")
         for number in range(count):
-            name, port = f"hc{os.getpid()}-{number}", f"port{number}"
+            name = f"hc{os.getpid()}-{number}"
+            port = f"port{number}"
             ip("netns", "add", name)
             self.names.append(name)
             end = ("type", "veth", "peer", "name", "eth0", "netns", name)
@@ -51,8 +53,8 @@ class Hosts:
                 ip("-n", name, "link", "set", device, "up")
 
     def start(self, *program):
-        """Start torchrun on each host, with two ranks; ranks ascend with the hosts."""
-        variables = rank_free() | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+        """Start torchrun with two ranks on each host. Ranks ascend with the hosts."""
+        variables = launcher_free() | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
         variables["PYTHONPATH"] = os.pathsep.join(map(str, Path(__file__).parents[1:3]))
         for number, name in enumerate(self.names):
             enter = ("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", NAMED, name)
@@ -80,7 +82,7 @@ class Hosts:
         )
 
     def wait_for_end(self, seconds):
-        """Wait until every torchrun has ended without an error, and nothing is left of them."""
+        """Wait until every torchrun has ended without an error and left no process."""
         wait_until(
             lambda: all(agent.poll() is not None for agent in self.agents), seconds, self.logs
         )
@@ -115,7 +117,7 @@ def _permitted(tmp_path_factory):
 
 
 @pytest.fixture
-def hosts(_permitted, tmp_path):
+def hosts(_permitted, tmp_path) -> Iterator[Hosts]:
     made = Hosts(tmp_path)
     try:
         yield made
@@ -123,15 +125,15 @@ def hosts(_permitted, tmp_path):
         made.remove()
 
 
-# `hypercomm check` joins a job of several hosts, and finds all of its groups right.
+# `hypercomm check` joins a job of several hosts, and all of its groups are right.
 @pytest.mark.parametrize("count", [2, 4])
 def test_check_across_hosts(hosts, count):
     hosts.build(count)
     hosts.start("-m", "hypercomm", "check", f"tp=2,dp={count}")
     hosts.wait_for_end(60)
-    words = f"right over every group, on {2 * count} gloo ranks"
+    summary = f"right over every group, on {2 * count} gloo ranks"
     log = (hosts.folder / f"{hosts.names[0]}.log").read_text()
-    assert re.search(f"^tp=2,dp={count}: all-reduce is {words}, in ", log, re.MULTILINE), log
+    assert re.search(f"^tp=2,dp={count}: all-reduce is {summary}, in ", log, re.MULTILINE), log
     rows = [line.split() for line in log.splitlines() if line.endswith(" ok")]
     assert [(row[0], " ".join(row[1:4])) for row in rows] == [
         ("tp", f"{count} x 2"),

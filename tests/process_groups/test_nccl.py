@@ -1,4 +1,4 @@
-"""NCCL itself, several ranks on one card: runs where a GPU is found (pytest -m gpu).
+"""NCCL, with several ranks on one GPU. Runs only where a GPU is found (pytest -m gpu).
 
 test_nccl_calls.py records the calls of NCCL without a GPU.
 """
@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from group_facts import all_reduce_of, registered, store_of_world, world_anew
+from group_checks import all_reduce_of, registered, restart_world, store_of_world
 
 from hypercomm import HyperCommGrid
 from hypercomm.testing import run_ranks
@@ -36,18 +36,18 @@ def sum_over(group, device="cuda"):
 
 
 def begin(backend="nccl", *, bound):
-    """Make a new WORLD with NCCL, which rejects two ranks of one host on a GPU."""
+    """Initialise WORLD again with NCCL, which otherwise rejects two ranks of one host on a GPU."""
     host = f"host-{dist.get_rank()}"
     os.environ |= {"NCCL_HOSTID": host, "NCCL_SOCKET_IFNAME": "lo", "LOCAL_RANK": "0"}
     torch.cuda.set_device(0)
     options = {"device_id": torch.device("cuda", 0)} if bound else {}
-    rank = world_anew(backend, timeout=timedelta(seconds=120), **options)
+    rank = restart_world(backend, timeout=timedelta(seconds=120), **options)
     sum_over(dist.group.WORLD)  # NCCL connects all ranks
     return rank
 
 
-def groups(bound, creation):
-    """Return the sums over the groups of a grid, and whether the groups leave nothing."""
+def sums_of_groups(bound, creation):
+    """Return the sums over the groups of a grid, and whether destroying them leaves nothing."""
     begin(bound=bound)
     before = registered()
     with HyperCommGrid([2, 2], ["tp", "dp"], creation=creation) as grid:
@@ -57,20 +57,22 @@ def groups(bound, creation):
     return sums, is_clean
 
 
-# Every strategy that works here creates groups whose sums are right, on a WORLD that is bound to a
-# device and on one that is not. Nothing is left.
+# Every strategy creates groups whose sums are right, whether WORLD is bound to a device or not, and
+# leaves nothing.
 @pytest.mark.parametrize("bound", [False, True])
 @pytest.mark.parametrize("creation", ["auto", "local", "enumerate"])
-def test_groups(bound, creation):
-    for rank, (sums, is_clean) in enumerate(on_one_card(groups, bound, creation)):
+def test_groups_have_right_sums(bound, creation):
+    for rank, (sums, is_clean) in enumerate(on_one_card(sums_of_groups, bound, creation)):
         assert sums == SUMS[rank]
         assert is_clean
 
 
-def members_alone(bound, lazy_init):
+def create_while_others_sleep(bound, lazy_init):
     """Ranks 2 and 3 create their group and use it while the others sleep."""
     rank = begin(bound=bound)
-    start, total, grid = time.monotonic(), None, None
+    start = time.monotonic()
+    total = None
+    grid = None
     if rank >= 2:
         grid = HyperCommGrid([2], ["tp"], rank_offset=2, lazy_init=lazy_init)
         total = sum_over(grid.create_pg("tp"))
@@ -84,18 +86,19 @@ def members_alone(bound, lazy_init):
     return total, took_s, every
 
 
-# A grid at an offset is created by its members alone, while the others sleep.
+# Members create the groups of a grid at an offset without ranks outside, which sleep.
 @pytest.mark.parametrize("bound", [False, True])
 @pytest.mark.parametrize("lazy_init", [None, True, False])
-def test_nobody_outside_is_waited_for(bound, lazy_init):
-    got = on_one_card(members_alone, bound, lazy_init)
+def test_creation_does_not_wait_for_other_ranks(bound, lazy_init):
+    got = on_one_card(create_while_others_sleep, bound, lazy_init)
     for rank, (total, took_s, every) in enumerate(got):
-        assert (total, every) == (1100 if rank >= 2 else None, 1111)
+        assert total == (1100 if rank >= 2 else None)
+        assert every == 1111
         assert rank < 2 or took_s < ASLEEP_S
 
 
 def mixed():
-    """Sums on the CPU and on the card over groups of a mixed WORLD and of its parts."""
+    """Sum on the CPU and on the GPU over groups of a mixed WORLD and its parts."""
     begin("cpu:gloo,cuda:nccl", bound=True)
     with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
         both = grid.create_pg("dp", name="both")
@@ -110,17 +113,18 @@ def mixed():
     return found
 
 
-# On a WORLD of gloo and NCCL, groups have both backends or either of them.
-def test_a_mixed_world():
+# On a WORLD with gloo and NCCL, a group has both backends or one of them.
+def test_mixed_world():
     for rank, found in enumerate(on_one_card(mixed)):
         own = [101, 1010][rank % 2]
         assert found == {"both": [own, own], "nccl": [None, own], "gloo": [own, None]}
 
 
 def abort():
-    """All ranks except rank 0 begin a collective that waits for it, and abort."""
+    """All ranks except rank 0 start a collective that waits for it, and abort."""
     rank = begin(bound=True)
-    store, before = store_of_world(), registered()
+    store = store_of_world()
+    before = registered()
     grid = HyperCommGrid([4], ["dp"])
     group = grid.create_pg("dp")
     sum_over(group)
@@ -138,8 +142,8 @@ def abort():
     return took_s, is_pending, left
 
 
-# abort() ends a grid whose collective waits for a rank that never joins.
-def test_abort():
+# abort() ends a grid while a collective waits for a rank that never joins.
+def test_abort_during_a_collective():
     for took_s, was_pending, left in on_one_card(abort)[1:]:
         assert was_pending
         assert took_s < 10

@@ -1,4 +1,4 @@
-"""The calls of NCCL, recorded by a stand-in, because tests have no GPU.
+"""The calls that reach NCCL, recorded by a fake, because tests have no GPU.
 
 torch's own functions create the groups. test_nccl.py tests NCCL itself, if there is a GPU.
 """
@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from group_facts import store_of_world, world_anew
-from nccl_stand_in import IS_PLUGIN, lone_world, part_of, recorded_nccl
+from fake_nccl import IS_PLUGIN, lone_world, part_of, recorded_nccl
+from group_checks import restart_world, store_of_world
 
 from hypercomm import HyperCommGrid, RankLayout, join_world
 from hypercomm.errors import CreationError
@@ -17,7 +17,7 @@ from hypercomm.testing import fake_world, registered_groups
 
 VERSION = torch.torch_version.TorchVersion(torch.__version__)
 CUDA_5 = torch.device("cuda", 5)
-HAS_SWITCH = VERSION >= "2.15"  # by which NCCL connects at the first message
+HAS_SWITCH = VERSION >= "2.15"  # torch has an option to connect NCCL at the first message
 
 needs_parts = pytest.mark.skipif(VERSION < "2.13", reason="torch 2.13 splits off parts of WORLD")
 
@@ -30,13 +30,13 @@ def is_lazy(call):
     return bool(getattr(call.options, "lazy_init", False))
 
 
-# ---- members alone ------------------------------------------------------------------------------
+# ---- creation by members only -------------------------------------------------------------------
 
 
 # On a bound WORLD, only the members of a grid at an offset create its groups: no rank splits, no
-# other rank is needed, and WORLD stays bound. torch 2.15 and newer have an option of NCCL for it.
+# other rank is needed, and WORLD stays bound. torch 2.15 and newer have an option for this in NCCL.
 @pytest.mark.parametrize("creation", ["auto", "local"])
-def test_an_offset_grid_on_a_bound_world(creation):
+def test_offset_grid_on_a_bound_world(creation):
     with recorded_nccl() as calls, lone_world("nccl", 8, rank=5, device_id=CUDA_5):
         assert dist.group.WORLD.bound_device_id == CUDA_5
         calls.clear()
@@ -47,13 +47,13 @@ def test_an_offset_grid_on_a_bound_world(creation):
             assert what(made) == [("create", (4, 5), False), ("create", (5, 7), False)]
             connects = set() if HAS_SWITCH else {"connect"}
             assert {call.what for call in calls} == {"create"} | connects
-            assert [is_lazy(call) for call in made] == [HAS_SWITCH] * 2
+            assert [is_lazy(call) for call in made] == [HAS_SWITCH, HAS_SWITCH]
             assert {call.timeout for call in made} == {timedelta(minutes=10)}
         assert dist.group.WORLD.bound_device_id == CUDA_5
 
 
-# A joined world has its own communicators: none is split off a bound WORLD.
-def test_a_joined_world_on_a_bound_world():
+# A joined world has separate communicators: none is split off a bound WORLD.
+def test_joined_world_on_a_bound_world():
     who = {"parts": {"engine": 1}, "part": "engine", "rank": 0, "backend": "nccl"}
     with recorded_nccl() as calls, lone_world("nccl", 8, rank=5, device_id=CUDA_5):
         calls.clear()
@@ -81,18 +81,19 @@ def sum_over(group):
 
 
 def begin_bound(backend):
-    """Make a new WORLD in which each rank is bound to a device."""
+    """Initialise WORLD again with each rank bound to a device."""
     device = torch.device("cuda", dist.get_rank())
-    return world_anew(backend, device_id=device, timeout=timedelta(seconds=30))
+    return restart_world(backend, device_id=device, timeout=timedelta(seconds=30))
 
 
 # Two real ranks create their group while the other two wait until they have it.
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 @pytest.mark.ranks(4)
-def test_nobody_outside_is_waited_for(backend):
+def test_creation_does_not_wait_for_other_ranks(backend):
     with recorded_nccl(communicates=True) as calls:
-        rank, store = begin_bound(backend), store_of_world()
+        rank = begin_bound(backend)
+        store = store_of_world()
         grid = HyperCommGrid([2], ["tp"], rank_offset=2)
         if rank >= 2:
             assert sum_over(grid.create_pg("tp")) == 1100
@@ -108,7 +109,7 @@ def test_nobody_outside_is_waited_for(backend):
 
 
 # A creation that fails leaves WORLD bound.
-def test_a_failure_leaves_world_bound(monkeypatch):
+def test_failed_creation_leaves_world_bound(monkeypatch):
     with recorded_nccl(), lone_world("nccl", 8, rank=5, device_id=CUDA_5):
         grid = HyperCommGrid([2, 2], ["tp", "dp"], rank_offset=4, lazy_init=False)
         with monkeypatch.context() as patch:
@@ -117,7 +118,7 @@ def test_a_failure_leaves_world_bound(monkeypatch):
                 raise RuntimeError("out of memory on the GPU")
 
             for kind in ("Alone", "Connected"):
-                patch.setattr(f"nccl_stand_in.{kind}.begin", fails)
+                patch.setattr(f"fake_nccl.{kind}.begin", fails)
             with pytest.raises(RuntimeError, match="out of memory on the GPU"):
                 grid.create_pg("tp")
         assert dist.group.WORLD.bound_device_id == CUDA_5
@@ -125,10 +126,10 @@ def test_a_failure_leaves_world_bound(monkeypatch):
         grid.destroy()
 
 
-# ---- lazily or at the creation ------------------------------------------------------------------
+# ---- lazy and eager connections -----------------------------------------------------------------
 
 
-# With lazy_init=True, NCCL connects at the first message, also if WORLD is bound ...
+# With lazy_init=True, NCCL connects at the first message, even if WORLD is bound.
 @pytest.mark.parametrize("bound", [False, True])
 def test_nccl_connects_lazily(bound):
     options = {"device_id": CUDA_5} if bound else {}
@@ -144,9 +145,9 @@ def test_nccl_connects_lazily(bound):
             assert "a split connects all members" in str(grid.explain("tp"))
 
 
-# ... and with lazy_init=False at the creation, also if it is not.
+# With lazy_init=False, NCCL connects during the creation, even if WORLD is not bound.
 @pytest.mark.parametrize("bound", [False, True])
-def test_nccl_connects_at_once(monkeypatch, bound):
+def test_nccl_connects_eagerly(monkeypatch, bound):
     monkeypatch.setenv("LOCAL_RANK", "5")
     options = {"device_id": CUDA_5} if bound else {}
     with recorded_nccl() as calls, lone_world("nccl", 8, rank=5, **options):
@@ -158,21 +159,21 @@ def test_nccl_connects_at_once(monkeypatch, bound):
             assert not is_lazy(calls[0])
 
 
-# Options of the caller are used, and their object is not changed.
-def test_options_are_kept():
+# pg_options of the caller are used, and the object is not changed.
+def test_pg_options_are_not_changed():
     with recorded_nccl() as calls, lone_world("nccl", 8, rank=5, device_id=CUDA_5):
         given = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         with HyperCommGrid([2, 2], ["tp", "dp"], rank_offset=4) as grid:
             grid.create_pg("tp", pg_options=given)
-            (made,) = [call for call in calls if call.ranks == (4, 5) and call.what == "create"]
+            made = next(call for call in calls if call.ranks == (4, 5) and call.what == "create")
             assert made.options.is_high_priority_stream
             assert is_lazy(made) == HAS_SWITCH
         assert not getattr(given, "lazy_init", False)
 
 
-# Keys of one call may have different strategies: dims that cover the world use one split, and only
-# the members create "pp", lazily.
-def test_a_way_for_each_key():
+# Keys of one call can have different strategies: dims that cover the world use one split each, and
+# only the members create "pp", lazily.
+def test_strategy_per_key():
     with recorded_nccl() as calls, lone_world("nccl", 8, rank=5, device_id=CUDA_5):
         calls.clear()
         with HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"]) as grid:
@@ -192,16 +193,17 @@ def test_a_way_for_each_key():
 # ---- splits -------------------------------------------------------------------------------------
 
 
-# A WORLD of gloo and NCCL is split into groups with the requested backends, and no rank enumerates;
-# real ranks communicate over both backends. Before torch 2.14 a split has wrong options for gloo,
-# so only the members create such groups.
+# A WORLD of gloo and NCCL is split into groups with the requested backends, without enumeration,
+# and real ranks communicate over both backends. Before torch 2.14 a split has wrong options for
+# gloo, so only the members create such groups.
 @needs_parts
 @pytest.mark.ranks(4)
-def test_a_mixed_world():
+def test_mixed_world():
     every = "cpu:gloo,cuda:nccl"
     with recorded_nccl(communicates=True):
         rank = begin_bound(every)
-        own, alone = [101, 1010][rank % 2], 10**rank
+        own = [101, 1010][rank % 2]
+        alone = 10**rank
         for_both = "split" if VERSION >= "2.14" else "local"
         with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
             for backend, strategy, on_nccl, on_gloo in (
@@ -224,8 +226,8 @@ def test_a_mixed_world():
 
 
 # After a split without some ranks, torch before 2.14 names later groups by counts that differ
-# between ranks, and ends them in the order of their names, so NCCL waits for ever. The names of
-# hypercomm have one order on all members.
+# between ranks, and ends them in the order of their names, so that NCCL hangs. The names of
+# hypercomm have the same order on all members.
 def test_names_after_a_partial_split():
     names, orders = {}, {}
     for rank in range(4):
@@ -249,9 +251,9 @@ def test_names_after_a_partial_split():
         assert [ranks for ranks in order if ranks in by_name] == mine
 
 
-# A layout that lists its ranks is split off if a split keeps their order (torch 2.15); otherwise
-# only the members create its groups.
-def test_the_order_of_ranks():
+# A layout that lists its ranks is split if a split keeps their order (torch 2.15). Otherwise only
+# the members create its groups.
+def test_order_of_ranks_is_kept():
     listed = RankLayout([2, 2], ["tp", "dp"], ranks=[1, 0, 3, 2])
     with recorded_nccl() as calls, lone_world("nccl", 4, device_id=torch.device("cuda:0")):
         with HyperCommGrid(listed) as grid:
@@ -261,12 +263,12 @@ def test_the_order_of_ranks():
         assert (1, 0) in [call.ranks for call in calls]
 
 
-# ---- the end ------------------------------------------------------------------------------------
+# ---- abort --------------------------------------------------------------------------------------
 
 
 # abort() passes all groups to NCCL before it ends the first one, as torch does for a whole job.
 @pytest.mark.skipif(IS_PLUGIN, reason="torch 2.14 and newer do the same in C++")
-def test_abort_at_once():
+def test_abort_ends_all_groups_together():
     with recorded_nccl() as calls, lone_world("nccl", 8, rank=5):
         grid = HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"])
         grid.create_pgs(["tp", "dp"])
@@ -280,7 +282,7 @@ def test_abort_at_once():
 # ---- without a GPU ------------------------------------------------------------------------------
 
 
-# A user plans a cluster on a laptop: fake worlds and explain() take backend="nccl".
+# Without a GPU, a user can plan a cluster: fake worlds and explain() accept backend="nccl".
 def test_nccl_on_a_laptop():
     with fake_world(8, rank=5), HyperCommGrid([4, 2], ["tp", "dp"], backend="nccl") as grid:
         assert grid.create_pg("dp").size() == 2

@@ -1,4 +1,4 @@
-"""Reshaping in fake worlds: the groups that a rank keeps, creates and destroys."""
+"""Reshape in fake worlds: the groups that a rank keeps, creates and destroys."""
 
 import math
 from collections import Counter
@@ -6,10 +6,10 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from by_numpy import group_of
-from effort import examples
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy_oracle import group_of
 from torch.distributed.device_mesh import init_device_mesh
 
 from hypercomm import GroupKey, HyperCommGrid, RankLayout
@@ -23,8 +23,9 @@ OPTIONS = [{}, {"timeout": timedelta(minutes=7)}]
 
 @st.composite
 def shapes(draw, size):
-    """A shape with named dims for some ranks, in any order of sizes and names."""
-    names, shape = draw(st.permutations(NAMES)), []
+    """Draw a shape with named dims for `size` ranks, with sizes and names in any order."""
+    names = draw(st.permutations(NAMES))
+    shape = []
     for _ in range(draw(st.integers(0, 3))):
         fitting = [n for n in range(1, size + 1) if (size // math.prod(shape)) % n == 0]
         shape.append(draw(st.sampled_from(fitting)))
@@ -34,28 +35,29 @@ def shapes(draw, size):
 
 @st.composite
 def orders(draw, size, offset):
-    """The ranks of a grid: usually in order, sometimes a part of them or another order."""
+    """Draw the ranks of a grid: usually in order, sometimes swapped or permuted."""
     ranks = list(range(offset, offset + size))
-    kind = draw(st.sampled_from(["as they come", "as they come", "swapped", "permuted"]))
+    kind = draw(st.sampled_from(["in order", "in order", "swapped", "permuted"]))
     if kind == "permuted":
         return draw(st.permutations(ranks))
     if kind == "swapped":
-        one, other = draw(st.integers(0, size - 1)), draw(st.integers(0, size - 1))
+        one, other = draw(st.tuples(st.integers(0, size - 1), st.integers(0, size - 1)))
         ranks[one], ranks[other] = ranks[other], ranks[one]
     return ranks
 
 
-# For any two layouts, keys and rank, each surviving key has a group with the ranks that numpy
-# finds. A group with the ranks and options of an old group is the same object, if possible from the
-# same key. As many groups as possible are kept, and torch has no others.
+# For any two layouts, keys and rank, each key that stays has a group with the ranks that numpy
+# finds. A group whose ranks and options an old group had is the same object, if possible from the
+# same key. As many groups as possible are kept, and torch has no other groups.
 @settings(max_examples=examples(1200), database=None)
 @given(st.data())
-def test_what_survives(data):
-    size, offset = data.draw(st.sampled_from(SIZES)), data.draw(st.integers(0, 2))
+def test_kept_groups(data):
+    size = data.draw(st.sampled_from(SIZES))
+    offset = data.draw(st.integers(0, 2))
     shape, names = data.draw(shapes(size))
     new_shape, new_names = data.draw(shapes(size))
     order = data.draw(orders(size, offset))
-    # Of many groups of ranks in one order, more survive under another name.
+    # If the order of ranks stays the same, more groups are kept under another name.
     new_order = data.draw(st.one_of(st.just(order), orders(size, offset)))
     rank = data.draw(st.sampled_from(order))
     source = RankLayout(shape, names, ranks=order)
@@ -88,8 +90,9 @@ def test_what_survives(data):
             assert new[after] == old[before][0]
             assert pgs[after] is old[before][1]
         assert len(set(kept.values())) == len(kept)
-        wanted, there = Counter(new.values()), Counter(what for what, _ in old.values())
-        assert len(kept) == (wanted & there).total()
+        wanted = Counter(new.values())
+        available = Counter(what for what, _ in old.values())
+        assert len(kept) == (wanted & available).total()
         for key, what in new.items():
             if what == old[key][0]:
                 assert kept[key] == key
@@ -105,7 +108,7 @@ def plain(key):
     return frozenset(key.dims), key.name
 
 
-# One size of the text may be -1; an offset, gaps and a list of ranks stay.
+# One size of the target may be unspecified. The offset, gaps or list of ranks stay.
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     [
@@ -114,7 +117,7 @@ def plain(key):
         (RankLayout([8], ["dp"], ranks=[9, 8, 1, 0, 5, 4, 3, 2]), [9, 8, 1, 0]),
     ],
 )
-def test_open_sizes(layout, ranks):
+def test_unspecified_sizes(layout, ranks):
     with fake_world(16, ranks[1]), HyperCommGrid(layout) as grid:
         grid.create_pg("dp")
         grid.reshape("dp=4,tp=-1")
@@ -125,9 +128,9 @@ def test_open_sizes(layout, ranks):
         assert dist.get_process_group_ranks(grid.get_pg("dp")) == ranks[:2]
 
 
-# Derived groups are computed again, and kept if they have not changed. A rank in none of them keeps
-# its None.
-def test_derived_groups():
+# Derived groups are computed again, and kept if they have not changed. A rank in none of them still
+# has None.
+def test_derived_groups_are_kept_if_unchanged():
     def ends(groups):
         return groups.pick(lambda ranks: (ranks[0], ranks[-1]))
 
@@ -147,8 +150,8 @@ def test_derived_groups():
                 assert again is None
 
 
-# If every rank takes part in a creation, a group survives only if the groups of all ranks do.
-def test_enumerated_groups():
+# With creation="enumerate", a group is kept only if all ranks keep theirs.
+def test_enumerated_groups_are_kept_on_all_ranks_or_none():
     order = [0, 1, 2, 3, 4, 6, 5, 7]
     for creation, is_kept in (("local", True), ("enumerate", False)):
         with fake_world(8), HyperCommGrid([2, 4], ["tp", "dp"], creation=creation) as grid:
@@ -159,9 +162,9 @@ def test_enumerated_groups():
             assert len(registered_groups()) == 2
 
 
-# The groups of a DeviceMesh are used for their own dim as long as none of them changes. They are
-# never destroyed, and used for no other key.
-def test_adopted_groups():
+# The groups of a DeviceMesh serve their dim as long as none of them changes. They are never
+# destroyed, and serve no other key.
+def test_groups_of_a_device_mesh_are_never_destroyed():
     with fake_world(8, rank=5):
         mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
         theirs = registered_groups()
@@ -181,9 +184,9 @@ def test_adopted_groups():
         assert dp in theirs
 
 
-# Groups move from the grid to its view and back. A shared dim that the grid loses belongs to the
+# Groups move from the grid to its view and back. If the grid loses a shared dim, it belongs to the
 # view alone until the grid has it again.
-def test_views():
+def test_groups_move_between_grid_and_view():
     with fake_world(16, rank=5), HyperCommGrid([2, 4, 2], ["tp", "dp", "pp"]) as grid:
         grid.register_view("expert", [4, 2, 2], ["ep", "edp", "pp"], ["pp"])
         tp, pp = grid.create_pgs(["tp", "pp"])
@@ -213,9 +216,9 @@ def state_of(grid):
     return grid.layout, dict(grid.views), list(grid.pgs.items()), registered_groups()
 
 
-# An impossible target and a view that does not fit raise, and nothing changes.
+# An impossible target or a view that does not fit raises, and nothing changes.
 @pytest.mark.parametrize(("target", "views", "error", "names"), TARGETS)
-def test_refused_targets(target, views, error, names):
+def test_impossible_targets_change_nothing(target, views, error, names):
     with fake_world(16), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
         grid.register_view("expert", [4, 2], ["ep", "dp2"], [])
         grid.register_view("shared", [2, 4], ["ep", "dp"], ["dp"])
@@ -227,9 +230,9 @@ def test_refused_targets(target, views, error, names):
         grid.reshape("tp=2,dp=4")
 
 
-# Keys that may share have one group again. A key that may not share gets none of their groups, and
-# its group is used for no other key.
-def test_sharing():
+# Keys that share a group share one after a reshape. A key that may not share keeps a separate
+# group.
+def test_shared_keys_stay_shared():
     with fake_world(8, rank=5), HyperCommGrid([2, 1, 4], ["tp", "cp", "dp"]) as grid:
         dp = grid.create_pg("dp", share="identical")
         assert grid.create_pg(["cp", "dp"], share="identical") is dp
@@ -248,8 +251,8 @@ def test_sharing():
         assert grid.explain("dp").served_by is None
 
 
-# A rank outside has None, before and after. A grid without a world has no groups, only new dims.
-def test_outside():
+# A rank outside has None before and after. A grid without a world has no groups, only new dims.
+def test_rank_outside_and_grid_without_world():
     with fake_world(8, rank=7), HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
         grid.create_pg("tp")
         assert str(grid.reshape("tp=4")).startswith("tp=2,dp=2 -> tp=4\n  kept: tp\n")

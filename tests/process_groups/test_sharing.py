@@ -1,4 +1,4 @@
-"""Groups of several keys: their names, when they are destroyed, and which keys may share them."""
+"""Groups that serve several keys or grids."""
 
 import gc
 
@@ -12,9 +12,9 @@ def grid_of(**arguments):
     return HyperCommGrid([2, 4], ["tp", "dp"], share="identical", **arguments)
 
 
-# Sharing between grids has one direction: groups of the second grid are never used by the first
-# one. The second grid keeps a reference to the first one.
-def test_lending_goes_one_way():
+# share_with= works in one direction: the first grid never uses groups of the second one. The second
+# grid keeps a reference to the first one.
+def test_share_with_works_in_one_direction():
     with fake_world(8, rank=5):
         lender = grid_of()
         lender.create_pg("tp")
@@ -29,8 +29,8 @@ def test_lending_goes_one_way():
         borrower.destroy()
 
 
-# A group that a reshape gives to a key that shares is shared afterwards.
-def test_shared_after_a_reshape():
+# A key that may share still shares its group after a reshape.
+def test_group_is_shared_after_a_reshape():
     with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
         grid.create_pg("tp", share="identical")
         wide = grid.create_pg(["tp", "cp"], share="never")

@@ -1,4 +1,4 @@
-"""A grid continues with the remaining ranks, or with additional ones."""
+"""A grid continues with the survivors of a loss, or with additional ranks."""
 
 import os
 import signal
@@ -8,9 +8,9 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from busy import late_s
-from group_facts import figures, figures_of, sum_over
-from mortal_ranks import run_scene
+from group_checks import expected_sum_and_members, sum_over, sums_and_members
+from killable_ranks import run_scenario
+from time_limits import scaled_s
 
 from hypercomm import HyperCommGrid, renew_world
 from hypercomm.errors import (
@@ -47,14 +47,17 @@ def groups_in(ranks, tp, rank):
         return {"tp": None, "dp": None}
     at = ranks.index(rank)
     first = at - at % tp
-    return {"tp": figures_of(ranks[first : first + tp]), "dp": figures_of(ranks[at % tp :: tp])}
+    return {
+        "tp": expected_sum_and_members(ranks[first : first + tp]),
+        "dp": expected_sum_and_members(ranks[at % tp :: tp]),
+    }
 
 
 # ---- after a loss -------------------------------------------------------------------------------
 
 
 def lose(rank, losses):
-    """Lose ranks once or twice; a loss has victims, the ranks that continue, and their layout."""
+    """Lose ranks once or twice. A loss has victims, the ranks that continue, and their layout."""
     grid = create(HyperCommGrid("tp=2,dp=-1"), "tp", "dp", ["tp", "dp"])
     left = {*range(grid.layout.size)}
     for victims, ranks, target in losses:
@@ -65,16 +68,18 @@ def lose(rank, losses):
             sum_over(grid.get_pg("tp+dp"))
         assert grid.survivors(PATIENCE) == tuple(sorted(left))
         result = grid.reshape(target, ranks=ranks)
-        assert (result.kept, len(result.created), len(result.destroyed)) == ((), 3, 3)
+        assert result.kept == ()
+        assert len(result.created) == 3
+        assert len(result.destroyed) == 3
         assert result.lost
-        sums = figures(grid)
-        assert sums.pop("tp+dp") == (figures_of(ranks) if rank in ranks else None)
+        sums = sums_and_members(grid)
+        assert sums.pop("tp+dp") == (expected_sum_and_members(ranks) if rank in ranks else None)
         assert sums == groups_in(ranks, int(target[3]), rank)
         assert is_clean(grid)
 
 
 # Ranks die, once or twice. The others raise, find the survivors, and communicate over new groups,
-# with their ranks in any order; a partner of a lost rank may be spare.
+# with the ranks in any order. A partner of a lost rank may become a spare.
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("size", "losses"),
@@ -83,16 +88,16 @@ def lose(rank, losses):
         (8, [([2, 5], [0, 1, 6, 7], "tp=2,dp=2")]),
     ],
 )
-def test_a_loss(tmp_path, size, losses):
+def test_grid_continues_after_a_loss(tmp_path, size, losses):
     lost = [victim for victims, _, _ in losses for victim in victims]
-    run_scene(tmp_path, lose, size, losses, victims=lost)
+    run_scenario(tmp_path, lose, size, losses, victims=lost)
 
 
 # survivors() ends the grid's groups, so that ranks that wait in a collective join, too. It does so
-# although the frames of the current exception refer to the groups.
+# even if the frames of the current exception refer to the groups.
 @pytest.mark.full
 @pytest.mark.ranks(4, timeout=90)
-def test_waiting_ranks_wake_up():
+def test_survivors_wakes_waiting_ranks():
     grid = HyperCommGrid("tp=2,dp=2")
     grid.create_pg(["tp", "dp"], timeout=timedelta(seconds=40))
     begin = time.monotonic()
@@ -103,13 +108,13 @@ def test_waiting_ranks_wake_up():
     except RuntimeError:
         left = grid.survivors(timedelta(seconds=41))
     assert left == (0, 1, 2, 3)
-    assert time.monotonic() - begin < late_s(5)
+    assert time.monotonic() - begin < scaled_s(5)
     assert list(map(str, grid.reshape("dp=4", ranks=left).destroyed)) == ["tp+dp"]
 
 
-# A timeout must be longer than the timeout of the groups. Afterwards the groups have ended, and
-# their keys need a reshape.
-def test_timeouts():
+# survivors() needs a longer timeout than the groups have. Afterwards the groups have
+# ended, and their keys need a reshape.
+def test_timeouts_of_survivors():
     with fake_world(8), HyperCommGrid("tp=2,dp=4") as grid:
         grid.create_pg("tp", timeout=timedelta(seconds=20))
         group = grid.create_pg("dp", timeout=timedelta(seconds=40))
@@ -133,22 +138,22 @@ def test_timeouts():
 # ---- lists of ranks -----------------------------------------------------------------------------
 
 
-# Ranks outside the grid join it by making the same call. They may leave again, in any order.
+# Ranks outside the grid join it by making the same call, and can leave again, in any order.
 @pytest.mark.ranks(8, timeout=90)
-def test_ranks_that_come():
+def test_ranks_join_and_leave():
     rank = dist.get_rank()
     with HyperCommGrid("tp=2,dp=2") as grid:
         grid.create_pgs(["tp", "dp"])
-        assert figures(grid) == groups_in([0, 1, 2, 3], 2, rank)
+        assert sums_and_members(grid) == groups_in([0, 1, 2, 3], 2, rank)
         for target, ranks in (("tp=2,dp=4", [*range(8)]), ("tp=2,dp=1", [7, 1])):
             grid.reshape(target, ranks=ranks)
-            assert figures(grid) == groups_in(ranks, 2, rank)
+            assert sums_and_members(grid) == groups_in(ranks, 2, rank)
         grid.reshape("tp=4", ranks=[0, 1, 6, 7])
-        assert figures(grid) == {"tp": groups_in([0, 1, 6, 7], 4, rank)["tp"]}
+        assert sums_and_members(grid) == {"tp": groups_in([0, 1, 6, 7], 4, rank)["tp"]}
     assert is_clean(grid)
 
 
-def name_the_dead(rank):
+def reshape_with_a_dead_rank(rank):
     grid = create(HyperCommGrid("tp=2,dp=2"), "tp", "dp")
     if rank == 2:
         die()
@@ -156,17 +161,18 @@ def name_the_dead(rank):
     with pytest.raises(GroupCreationTimeout) as caught:
         grid.reshape("tp=1,dp=4", ranks=range(4), timeout=timedelta(seconds=2))
     assert caught.value.missing == (2,)
-    assert time.monotonic() - begin < 2 + late_s(2)
-    assert (str(grid.layout), len(grid.pgs)) == ("tp=2,dp=2", 2)
+    assert time.monotonic() - begin < 2 + scaled_s(2)
+    assert str(grid.layout) == "tp=2,dp=2"
+    assert len(grid.pgs) == 2
     grid.reshape("tp=1,dp=3", ranks=[0, 1, 3], timeout=PATIENCE)
-    assert figures(grid) == groups_in([0, 1, 3], 1, rank)
+    assert sums_and_members(grid) == groups_in([0, 1, 3], 1, rank)
 
 
-# If a dead rank is listed, all ranks raise in time and name it, and nothing changes. They continue
-# without it.
+# If the list has a dead rank, all ranks raise in time and name it, and nothing changes. Without it,
+# the reshape succeeds.
 @pytest.mark.full
-def test_a_dead_rank_in_the_list(tmp_path):
-    run_scene(tmp_path, name_the_dead, 4, victims=[2])
+def test_dead_rank_in_the_list_is_named(tmp_path):
+    run_scenario(tmp_path, reshape_with_a_dead_rank, 4, victims=[2])
 
 
 # ---- a new WORLD --------------------------------------------------------------------------------
@@ -176,11 +182,11 @@ LOSSES = [
     (2, [0, 1, 3], [0, 1, 2], "tp=1,dp=3", "2: tp=0,dp=1"),
     (0, [1, 2], [1, 0], "tp=2,dp=1", "0: dp=0"),
 ]
-"""The victim, the remaining ranks, the ranks of the grid in the new WORLD, its layout, the loss."""
+"""Victim, remaining ranks, ranks of the grid in the new WORLD, its layout, the reported loss."""
 
 
 def renew(rank, folder):
-    """Lose ranks, twice; the remaining ranks make a new WORLD, and the grid continues in it."""
+    """Lose ranks twice. The remaining ranks make a new WORLD, and the grid continues in it."""
     grid = create(HyperCommGrid("tp=2,dp=-1"), "tp", "dp")
     for victim, left, ranks, target, lost in LOSSES:
         if rank == victim:
@@ -192,8 +198,9 @@ def renew(rank, folder):
         with pytest.raises(CreationError):
             grid.create_pg("tp", name="early")
         assert grid.reshape(target, ranks=ranks).lost.words == lost
-        assert (job.rank, job.size) == (dist.get_rank(), dist.get_world_size()) == (rank, len(left))
-        assert figures(grid) == groups_in(ranks, int(target[3]), rank)
+        assert job.rank == dist.get_rank() == rank
+        assert job.size == dist.get_world_size() == len(left)
+        assert sums_and_members(grid) == groups_in(ranks, int(target[3]), rank)
         assert sum_over(dist.group.WORLD) == int("1" * len(left))
         assert is_clean(grid)
     grid.destroy()
@@ -201,17 +208,17 @@ def renew(rank, folder):
     assert not dist.is_initialized()
 
 
-# One of four ranks dies, then the first of the rest. Each time the remaining ranks make a new
+# One of four ranks dies, then the first of the others. Each time the remaining ranks make a new
 # WORLD, in which the grid continues. The loss is reported in the old rank numbers.
 @pytest.mark.full
 @pytest.mark.parametrize("in_a_file", [False, True])
-def test_a_new_world(tmp_path, in_a_file):
-    run_scene(tmp_path, renew, 4, str(tmp_path) if in_a_file else "", victims=[0, 2])
+def test_renew_world_after_losses(tmp_path, in_a_file):
+    run_scenario(tmp_path, renew, 4, str(tmp_path) if in_a_file else "", victims=[0, 2])
 
 
-# The error names a rank that does not join or passes other ranks, and nothing changes. A rank that
-# is not in the list raises. The new WORLD keeps no group of the old one, even if rank numbers are
-# equal.
+# renew_world() names a rank that does not join or that passes other ranks, and nothing changes. A
+# rank that is not in the list raises. The new WORLD keeps no group of the old one, even if rank
+# numbers are equal.
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("lists", "error", "named"),
@@ -221,13 +228,14 @@ def test_a_new_world(tmp_path, in_a_file):
     ],
 )
 @pytest.mark.ranks(4)
-def test_a_new_world_without_one(lists, error, named):
-    grid, rank = create(HyperCommGrid("tp=2,dp=2"), "tp", ["tp", "dp"]), dist.get_rank()
+def test_renew_world_without_a_rank(lists, error, named):
+    grid = create(HyperCommGrid("tp=2,dp=2"), "tp", ["tp", "dp"])
+    rank = dist.get_rank()
     begin = time.monotonic()
     if rank < 3:
         with pytest.raises(error, match=rf"(?s)renew_world\(\) of ranks .*{named}"):
             renew_world(lists[rank], timeout=timedelta(seconds=2))
-        assert time.monotonic() - begin < 2 + late_s(2)
+        assert time.monotonic() - begin < 2 + scaled_s(2)
     dist.barrier()  # the groups wait for three seconds
     assert sum_over(grid.get_pg("tp+dp")) == 1111
     if rank == 3:
@@ -235,6 +243,9 @@ def test_a_new_world_without_one(lists, error, named):
             renew_world([0, 1, 2])
     else:
         with renew_world([2, 0, 1], timeout=PATIENCE) as job:
-            assert (job.rank, sum_over(dist.group.WORLD)) == ([1, 2, 0][rank], 111)
+            assert job.rank == [1, 2, 0][rank]
+            assert sum_over(dist.group.WORLD) == 111
             assert grid.reshape("tp=2,dp=1", ranks=[0, 1]).kept == ()  # other processes
-            assert figures(grid)["tp"] == (figures_of([0, 1]) if job.rank < 2 else None)
+            assert sums_and_members(grid)["tp"] == (
+                expected_sum_and_members([0, 1]) if job.rank < 2 else None
+            )

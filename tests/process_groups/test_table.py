@@ -1,10 +1,10 @@
-"""Entries of a table, in several threads: reserved while a group is created, live, and ended."""
+"""Entries of the table of groups in several threads: reserved during a creation, live, ended."""
 
 import threading
 
 import pytest
 import torch.distributed as dist
-from group_facts import registered
+from group_checks import registered
 
 from hypercomm import GridSet, HyperCommGrid
 from hypercomm.errors import CreationError, GridDestroyedError, GroupExistsError
@@ -15,11 +15,13 @@ LONG_S = 20
 
 
 class Gate:
-    """Blocks the first creation of a group until it is opened, and may then make it fail."""
+    """Blocks the first creation of a group until `opened` is set, then raises `error` if given."""
 
     def __init__(self, monkeypatch):
         self.arrived, self.opened = threading.Event(), threading.Event()
-        self.error, self.names, self._honest = None, [], torchdist.new_group
+        self.error = None
+        self.names = []
+        self._new_group = torchdist.new_group
         monkeypatch.setattr(torchdist, "new_group", self._create)
 
     def _create(self, name, ranks, **options):
@@ -29,7 +31,7 @@ class Gate:
             assert self.opened.wait(LONG_S)
             if self.error is not None:
                 raise self.error
-        return self._honest(name, ranks, **options)
+        return self._new_group(name, ranks, **options)
 
 
 class Thread(threading.Thread):
@@ -37,7 +39,8 @@ class Thread(threading.Thread):
 
     def __init__(self, function, *args, **keywords):
         super().__init__(daemon=True)
-        self.call, self.result = (function, args, keywords), None
+        self.call = function, args, keywords
+        self.result = None
         self.start()
 
     def run(self):
@@ -47,19 +50,19 @@ class Thread(threading.Thread):
         except Exception as error:  # noqa: BLE001 - the test compares it
             self.result = error
 
-    def ended(self):
+    def outcome(self):
         self.join(LONG_S)
         assert not self.is_alive()
         return self.result
 
 
 @pytest.fixture
-def gate(monkeypatch):
+def gate(monkeypatch) -> Gate:
     return Gate(monkeypatch)
 
 
 # While another thread creates a key, create_pg raises, and ensure_pg waits and returns the group.
-def test_two_threads_of_one_key(gate):
+def test_two_threads_create_one_key(gate):
     with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4") as grid:
         first = Thread(grid.create_pg, "tp")
         assert gate.arrived.wait(LONG_S)
@@ -70,14 +73,14 @@ def test_two_threads_of_one_key(gate):
         assert second.is_alive()
         assert dict(grid.pgs) == {}
         gate.opened.set()
-        assert first.ended() is second.ended() is grid.get_pg("tp")
+        assert first.outcome() is second.outcome() is grid.get_pg("tp")
         assert len(gate.names) == 1
 
 
 # If a creation fails while other threads wait for it, one of them creates the group, for the same
 # key or for another key that shares it.
 @pytest.mark.parametrize("name", [None, "twin"])
-def test_the_first_thread_fails(gate, name):
+def test_second_thread_creates_after_a_failure(gate, name):
     with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4", share="identical") as grid:
         gate.error = RuntimeError("out of sockets")
         first = Thread(grid.create_pg, "tp")
@@ -86,8 +89,8 @@ def test_the_first_thread_fails(gate, name):
         second.join(0.05)
         assert second.is_alive()
         gate.opened.set()
-        assert isinstance(first.ended(), CreationError)
-        assert second.ended() is grid.get_pg("tp", name=name)
+        assert isinstance(first.outcome(), CreationError)
+        assert second.outcome() is grid.get_pg("tp", name=name)
         assert [key.name for key in grid.pgs] == [name]
         assert len(gate.names) == 2
 
@@ -101,13 +104,13 @@ def test_sharing_waits_for_the_creation(gate):
         second.join(0.05)
         assert second.is_alive()
         gate.opened.set()
-        twin, _ = second.ended()
-        assert first.ended() is twin
+        twin, _ = second.outcome()
+        assert first.outcome() is twin
         assert [str(key) for key in grid.pgs] == ["tp", "tp (twin)", "dp"]
 
 
 # If a grid is destroyed while it creates a group, neither the grid nor torch keeps the group.
-def test_destroyed_during_a_creation(gate):
+def test_destroy_during_a_creation(gate):
     with fake_world(8, rank=5):
         before = registered()
         grid = HyperCommGrid("tp=2,dp=4")
@@ -115,35 +118,35 @@ def test_destroyed_during_a_creation(gate):
         assert gate.arrived.wait(LONG_S)
         grid.destroy()
         gate.opened.set()
-        assert isinstance(creation.ended(), GridDestroyedError)
+        assert isinstance(creation.outcome(), GridDestroyedError)
         assert registered() == before
 
 
-# Groups are listed in the order of their creation, not in the order of the calls.
-def test_order_of_creation(gate):
+# Groups are listed in the order in which they were created, not in the order of the calls.
+def test_groups_are_listed_in_creation_order(gate):
     with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4") as grid:
         first = Thread(grid.create_pg, "tp")
         assert gate.arrived.wait(LONG_S)
         grid.create_pg("dp")
         gate.opened.set()
-        first.ended()
+        first.outcome()
         assert [str(key) for key in grid.pgs] == ["dp", "tp"]
 
 
-# A reshape raises while another thread creates a key, and names the key; the grid does not change.
-def test_reshape_during_a_creation(gate):
+# reshape() raises while another thread creates a key, and names the key. The grid does not change.
+def test_reshape_during_a_creation_raises(gate):
     with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4") as grid:
         first = Thread(grid.create_pg, "tp")
         assert gate.arrived.wait(LONG_S)
         with pytest.raises(CreationError, match="creating the process groups over tp; reshape"):
             grid.reshape("tp=4,dp=2")
         gate.opened.set()
-        assert dist.get_process_group_ranks(first.ended()) == [4, 5]
+        assert dist.get_process_group_ranks(first.outcome()) == [4, 5]
 
 
-# Two grids of a set may share groups: the second grid uses the groups that one call creates for the
-# first one. If the second grid destroys a shared group, the first one keeps it.
-def test_a_set_shares_in_one_call():
+# Two grids of a set share groups that one call creates. If one grid destroys a shared group, the
+# other keeps it.
+def test_set_shares_groups_created_in_one_call():
     with (
         fake_world(8, rank=5),
         GridSet.colocated(train="tp=2,dp", infer="tp=2,dp", share="identical") as grids,

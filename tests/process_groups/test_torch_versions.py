@@ -1,6 +1,6 @@
 """Groups are created in spite of changes in torch.
 
-Where the torch at hand does not show a change itself, a stand-in has its new answers.
+If the installed torch does not have a change, a replacement behaves as if it had.
 """
 
 import os
@@ -9,12 +9,12 @@ import warnings
 from datetime import timedelta
 
 import bound_world
-import fresh_programs
+import forked_programs
 import pytest
 import torch
 import torch.distributed as dist
-from busy import late_s
-from group_facts import sum_over
+from group_checks import sum_over
+from time_limits import scaled_s
 
 from hypercomm import HyperCommGrid
 from hypercomm.errors import CreationError
@@ -24,27 +24,26 @@ from hypercomm.testing import fake_world
 VERSION = torch.torch_version.TorchVersion(torch.__version__)
 
 
-# If a creation fails for another reason, the error has the reason, and nothing about torch. Ranks
-# that wait for this rank raise the same error long before the timeout. Afterwards groups are
-# created as before.
+# If gloo cannot be set up, the error has the reason and does not mention torch. Ranks that wait for
+# this rank raise the same error long before the timeout. Afterwards groups can be created.
 @pytest.mark.ranks(2)
-def test_a_trial_that_fails():
+def test_failed_gloo_setup_is_reported():
     grid = HyperCommGrid([2], ["dp"])
     if dist.get_rank() == 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
     begin = time.monotonic()
     with pytest.raises(CreationError, match="nosuch0"):
         grid.create_pg("dp", timeout=timedelta(seconds=30))
-    assert time.monotonic() - begin < late_s(10)
+    assert time.monotonic() - begin < scaled_s(10)
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
     dist.barrier()
     with grid:
         assert sum_over(grid.create_pg("dp")) == 11
 
 
-# A rank outside a split gets None from torch, or since torch 2.14 a number; users get None.
+# For a rank outside a split, torch returns None, or since 2.14 a number. hypercomm returns None.
 @pytest.mark.parametrize("outside", [None, dist.GroupMember.NON_GROUP_MEMBER])
-def test_a_rank_outside_a_split(monkeypatch, outside):
+def test_rank_outside_a_split_gets_none(monkeypatch, outside):
     bound_world.bind(monkeypatch)
     monkeypatch.setattr(dist, "split_group", lambda **_: outside)
     with (
@@ -54,10 +53,10 @@ def test_a_rank_outside_a_split(monkeypatch, outside):
         assert grid.create_pg("tp") is None
 
 
-# The timeout of a group can be changed, without a warning of torch.
+# The timeout of a group can be changed, without a warning from torch.
 @pytest.mark.skipif(VERSION < "2.13", reason="gloo may keep its first timeout")
 @pytest.mark.ranks(2)
-def test_the_timeout_of_a_group():
+def test_set_timeout():
     with HyperCommGrid([2], ["dp"]) as grid:
         group = grid.create_pg("dp")
         with warnings.catch_warnings():
@@ -67,13 +66,13 @@ def test_the_timeout_of_a_group():
             begin = time.monotonic()
             with pytest.raises(RuntimeError):
                 sum_over(group)
-            assert 0.4 < time.monotonic() - begin < late_s(5)
+            assert 0.4 < time.monotonic() - begin < scaled_s(5)
         dist.barrier()
 
 
-# Without the private function that creates one group, there is a warning, and groups are right.
-def test_a_torch_without_the_helper():
-    done = fresh_programs.run(WITHOUT_HELPER)
+# Without torch's private function for one group, hypercomm warns and enumerates.
+def test_torch_without_private_helper():
+    done = forked_programs.run(WITHOUT_HELPER)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("enumerate\n")
     assert "lacks the private name _new_process_group_helper" in done.stderr
@@ -87,12 +86,12 @@ import torch.distributed as dist
 
 for loaded in [*sys.modules]:
     if loaded.partition(".")[0] == "hypercomm":
-        del sys.modules[loaded]  # its first import looks for the name
+        del sys.modules[loaded]  # the import checks for the name
 
 logging.basicConfig()
 torchs = dist.distributed_c10d
-honest = torchs._new_process_group_helper
-torchs._new_process_group_helper = lambda *given, **named: honest(*given, **named)
+real_helper = torchs._new_process_group_helper
+torchs._new_process_group_helper = lambda *given, **named: real_helper(*given, **named)
 from hypercomm import HyperCommGrid
 from hypercomm.errors import CreationError, GroupOptionsError
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -105,12 +104,12 @@ dist.destroy_process_group()
 """
 
 
-# With a torch older than 2.10, the library and the command line raise an error with its version and
-# the fix; layouts work.
+# With torch before 2.10, the library and the command line raise an error with its version and the
+# fix. Layouts still work.
 @pytest.mark.full
-def test_a_torch_that_is_too_old():
+def test_too_old_torch_is_reported():
     older = "2.9.1"
-    said = (
+    message = (
         f"torch {older} is installed, and hypercomm needs 2.10 or newer: pip install "
         "'torch>=2.10'; hypercomm.layout, and hypercomm.RankLayout, need none"
     )
@@ -122,18 +121,18 @@ def test_a_torch_that_is_too_old():
         f"        del sys.modules[name]\n"
     )
     use = "from hypercomm import RankLayout; RankLayout('tp=2'); print('planned')\n"
-    for then, told in (
-        ("import hypercomm.grid", f"hypercomm.errors.MissingPackageError: {said}"),
-        ("from hypercomm.cli import main; raise SystemExit(main(['doctor']))", said),
+    for then, expected in (
+        ("import hypercomm.grid", f"hypercomm.errors.MissingPackageError: {message}"),
+        ("from hypercomm.cli import main; raise SystemExit(main(['doctor']))", message),
     ):
-        done = fresh_programs.run(begin + use + then)
+        done = forked_programs.run(begin + use + then)
         assert done.stdout.startswith("planned\n")
         assert done.returncode in {1, 2}
-        assert told in " ".join((done.stderr + done.stdout).split())
+        assert expected in " ".join((done.stderr + done.stdout).split())
 
 
-# Through TorchComms torch 2.14 creates a group with its members only, as "local" does; an older
-# torch splits WORLD.
+# With TorchComms, torch 2.14 creates a group with its members only, as "local" does. An older torch
+# splits WORLD.
 def test_groups_through_torchcomms(monkeypatch):
     for name in ("_use_torchcomms_enabled", "_torchcomms_handles_backend"):
         monkeypatch.setattr(dist.distributed_c10d, name, lambda *_: True, raising=False)

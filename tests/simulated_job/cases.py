@@ -19,11 +19,11 @@ from simulated_job.job import Job, Made, attempt, gate, mark, simulate_job, slee
 
 T = 10.0
 GRACE_S = 2.0
-"""How much longer than its timeout a call may take."""
+"""How long after its timeout a call may end."""
 
 
 class Call(NamedTuple):
-    """A call of one rank; `seen` returns the state that it changes and that all ranks share."""
+    """A call of one rank. `seen` returns the state that it changes and that all ranks share."""
 
     make: Callable[[], object]
     seen: Callable[[], object]
@@ -81,7 +81,8 @@ def a_state(world: World | None = None) -> Call:
     mapping = RankMapping(RankLayout([2], ["tp"]), RankLayout([1], ["tp"], 2), along=None)
 
     def make() -> None:
-        rank, into = dist.get_rank(), {"w": torch.zeros(4)}
+        rank = dist.get_rank()
+        into = {"w": torch.zeros(4)}
         sent = {"w": torch.arange(4.0)[2 * rank : 2 * rank + 2]}
         ends: Any = {"into": into} if rank == 2 else {"state": sent}
         transfer_state(mapping, **ends, shards={"w": {"tp": 0}}, verify=True, world=world)
@@ -120,13 +121,13 @@ def a_rejoin() -> Call:
 
 
 class Case(NamedTuple):
-    """A call to try.
+    """A call to simulate.
 
     Attributes:
         size: The number of ranks.
         set_up: Returns the call.
-        retries: Whether it can be repeated after any fault. Data under way is lost, and torch
-            cannot undo a collective.
+        retries: Whether it can be repeated after any fault. A transfer cannot: data in flight is
+            lost, and torch cannot undo a collective.
         is_notified: Whether a rank gets the error of a call that failed just before it arrived. A
             rank that joins a world again does not: it waits until the others call again.
     """
@@ -177,12 +178,13 @@ CASES = {
 
 
 def program(case: str) -> Any:
-    """Make a call, which all living ranks repeat until it succeeds."""
+    """Make a call. All living ranks repeat it until it succeeds."""
     _, set_up, retries, _ = CASES[case]
     call = set_up()
     gate("is set up")
     mark()
-    seen, groups = [call.seen()], [this_rank().groups()]
+    seen = [call.seen()]
+    groups = [this_rank().groups()]
     for turn in range(3 if retries else 1):
         attempt(call.make)
         seen.append(call.seen())
@@ -200,38 +202,38 @@ def program(case: str) -> Any:
 def broken(
     job: Job, timeout_s: float = T, extra_s: float = 0.0, *, is_notified: bool = True
 ) -> list[str]:
-    """Return which guarantees a run has broken, except for guarantees of single cases.
+    """Return the guarantees that a run has broken, apart from guarantees of single cases.
 
     Args:
         job: The run.
         timeout_s: The timeout of each call.
-        extra_s: How much longer the ranks that had a fault may take.
+        extra_s: The additional time for ranks that had a fault.
         is_notified: See `Case`.
     """
     odd = {fault.rank for fault in job.happened}
-    words = [job.is_stuck] if job.is_stuck else []
+    broken_ones = [job.is_stuck] if job.is_stuck else []
     for rank in job.living():
         if rank.error is not None:
-            words.append(f"{rank} raised {rank.error!r}")
+            broken_ones.append(f"{rank} raised {rank.error!r}")
         limit_s = timeout_s + GRACE_S + (extra_s if rank.number in odd else 0.0)
         for call in rank.calls:
             named = getattr(call.error, "missing", None)
             if call.took_s > limit_s:
-                words.append(f"{rank}: {call.label} took {call.took_s:.1f} s")
-            just = odd if is_notified else odd | _failed_earlier(job, call)
-            if named is not None and (not named or not {*named} <= just):
-                words.append(f"{rank} accuses {named}")
-    return words + _differing_groups(job)
+                broken_ones.append(f"{rank}: {call.label} took {call.took_s:.1f} s")
+            may_be_named = odd if is_notified else odd | _failed_earlier(job, call)
+            if named is not None and (not named or not {*named} <= may_be_named):
+                broken_ones.append(f"{rank} names {named}")
+    return broken_ones + _differing_groups(job)
 
 
 def _failed_earlier(job: Job, call: Made) -> set[int]:
     """Return the ranks whose call failed long before the call of another rank ended."""
-    late_s = call.began_s + call.took_s - 1.0
+    long_before_s = call.began_s + call.took_s - 1.0
     return {
         rank.number
         for rank in job.living()
         for one in rank.calls
-        if one.error is not None and call.began_s < one.began_s + one.took_s < late_s
+        if one.error is not None and call.began_s < one.began_s + one.took_s < long_before_s
     }
 
 
@@ -239,7 +241,7 @@ def _differing_groups(job: Job) -> list[str]:
     """Describe groups that differ between their members."""
     living = {rank.number: {group.name: group for group in rank.held} for rank in job.living()}
     return [
-        f"rank {rank} holds {group}, and rank {other} {living[other].get(group.name)}"
+        f"rank {rank} has {group}, and rank {other} {living[other].get(group.name)}"
         for rank, held in living.items()
         for group in held.values()
         for other in (*group.ranks, rank)
@@ -248,35 +250,35 @@ def _differing_groups(job: Job) -> list[str]:
 
 
 def broken_by_fault(job: Job, case: str) -> list[str]:
-    """Return which guarantees a run of `program` with one fault has broken."""
-    limit_s = T if CASES[case].retries else 2 * T  # the agreement, and the transfer
+    """Return the guarantees that a run of `program` with one fault has broken."""
+    limit_s = T if CASES[case].retries else 2 * T  # the agreement and the transfer
     extra_s = sum(fault.seconds for fault in job.happened)
-    words = broken(job, limit_s, extra_s, is_notified=CASES[case].is_notified)
+    broken_ones = broken(job, limit_s, extra_s, is_notified=CASES[case].is_notified)
     ends = [rank.value for rank in job.living() if rank.value is not None]
     for turn in range(max((len(rank.calls) for rank in job.living()), default=0)):
         ok = {kind == "" for kind in job.kinds(turn) if kind not in _UNKNOWN}
         if len(ok) > 1:
-            words.append(f"some ranks have failed: {job.kinds(turn)}")
+            broken_ones.append(f"only some ranks have failed: {job.kinds(turn)}")
         if len({str(seen[turn + 1]) for seen, *_ in ends if len(seen) > turn + 1}) > 1:
-            words.append(f"ranks differ after call {turn}: {[seen for seen, *_ in ends]}")
+            broken_ones.append(f"ranks differ after call {turn}: {[seen for seen, *_ in ends]}")
     for seen, groups, _ in ends:
         for turn in range(1, len(seen)):
             if seen[turn] == seen[0] and groups[turn] != groups[0]:
-                words.append(f"a call left {groups[turn]} of {groups[0]}")
+                broken_ones.append(f"a call left {groups[turn]} of {groups[0]}")
     if CASES[case].retries and not any(rank.is_dead for rank in job.ranks):
         if max(len(rank.calls) for rank in job.ranks) > 2:
-            words.append("one retry was not enough")
+            broken_ones.append("one retry was not enough")
         if "" not in job.kinds(-1) or not {*job.kinds(-1)} <= {"", "KeyboardInterrupt"}:
-            words.append("no call succeeded")
-    return words
+            broken_ones.append("no call succeeded")
+    return broken_ones
 
 
 _UNKNOWN = {"KeyboardInterrupt", "RuntimeError"}
-"""Errors that do not show whether the call succeeded: torch raises its own after the call."""
+"""Errors that do not show whether the call succeeded. torch raises RuntimeError after the call."""
 
 
 def points_of(case: str) -> int:
-    """Return how many steps a rank makes at most in a call without a fault."""
+    """Return the largest number of steps of a rank in a call without a fault."""
     job = simulate_job(program, CASES[case].size, args=(case,), timeout_s=T)
     assert broken(job) == [], job
     assert all(call.error is None for rank in job.ranks for call in rank.calls), job

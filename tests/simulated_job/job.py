@@ -32,11 +32,11 @@ class Fault(NamedTuple):
 
     Attributes:
         rank: The rank.
-        at: At which of its steps since `mark`, from 1 on.
-        kind: "dies", "is interrupted", "pauses", or what happens to its next operation on the
-            store: "loses a request", "loses a reply", "waits for a request", "waits for a reply";
-            or to the store: "is cut off" makes it silent for all ranks.
-        seconds: How long it pauses, or waits, or the store is silent.
+        at: The number of its step since `mark`, from 1 on.
+        kind: "dies", "is interrupted" or "pauses". A fault of its next store operation is "loses a
+            request", "loses a reply", "waits for a request" or "waits for a reply". "is cut off"
+            makes the store silent for all ranks.
+        seconds: The duration of a pause, of a wait, or of the silence of the store.
     """
 
     rank: int
@@ -57,7 +57,7 @@ class Made:
 
     @property
     def kind(self) -> str:
-        """The class of its error; "" if it returned."""
+        """The class name of its error, or "" if it returned."""
         return "" if self.error is None else type(self.error).__name__
 
 
@@ -76,14 +76,14 @@ class Group(NamedTuple):
 
 @attrs.define
 class Server:
-    """What the store holds, and when it is gone or silent.
+    """The content of the store, and the times at which it is gone or silent.
 
     Attributes:
-        held: What it holds.
-        gone_s: From when on it is gone.
-        silent_s: From when on it is silent.
-        back_s: When it answers again; requests that were sent meanwhile are answered then.
-        requests: How many requests it has received.
+        held: Its keys and values.
+        gone_s: The time from which it is gone.
+        silent_s: The time from which it is silent.
+        back_s: The time at which it replies again, also to requests sent during the silence.
+        requests: The number of requests that it has received.
     """
 
     held: dict[str, bytes] = attrs.field(factory=dict)
@@ -94,20 +94,24 @@ class Server:
 
 
 class Client(dist.Store):  # type: ignore[name-defined, misc]
-    """The store as one rank sees it; each operation is a step of the schedule."""
+    """The store as one rank sees it. Each operation is a step of the schedule."""
 
     def __init__(self, server: Server, rank: Rank) -> None:
         super().__init__()
-        self._server, self._rank, self._held = server, rank, server.held
+        self._server = server
+        self._rank = rank
+        self._held = server.held
 
     def _do(self, verb: str, key: str, act: Callable[[], Any]) -> Any:
         scheduler, server = self._rank.job.scheduler, self._server
         scheduler.pause(f"{verb} {key}")
         server.requests += 1
-        fault, self._rank.link = self._rank.link, None
+        fault = self._rank.link
+        self._rank.link = None
         kind, seconds = ("", 0.0) if fault is None else (fault.kind, fault.seconds)
         if kind == "is cut off":
-            server.silent_s, server.back_s = scheduler.now_s, scheduler.now_s + seconds
+            server.silent_s = scheduler.now_s
+            server.back_s = scheduler.now_s + seconds
         if kind == "waits for a request":
             scheduler.pause(kind, seconds)
         self._await_answer()
@@ -174,7 +178,7 @@ class Client(dist.Store):  # type: ignore[name-defined, misc]
         return bool(self._do("check", keys[0], lambda: self._held.keys() >= {*keys}))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set a key if it holds the expected value; return the value that it holds afterwards."""
+        """Set a key if it holds the expected value. Return the value that it holds afterwards."""
 
         def act() -> bytes:
             held = self._held.get(key)
@@ -207,7 +211,7 @@ class Client(dist.Store):  # type: ignore[name-defined, misc]
 
 
 class JobGroup(SimulatedGroup):
-    """A process group of a simulated rank, connected as gloo connects it."""
+    """A process group of a simulated rank, which connects like a gloo group."""
 
     rank_process: Rank
     address = b""
@@ -226,7 +230,8 @@ class JobGroup(SimulatedGroup):
         Raises:
             RuntimeError: A member has ended, or did not connect in time.
         """
-        job, key = self.rank_process.job, f"{self.group_name}//cpu//0"
+        job = self.rank_process.job
+        key = f"{self.group_name}//cpu//0"
         self.address = f"{self.group_name} {self.rank_process} {len(job.network)}".encode()
         host = b"simulated"
         self.address = len(host).to_bytes(8, sys.byteorder) + host + self.address
@@ -236,9 +241,11 @@ class JobGroup(SimulatedGroup):
         if torchdist.lazy_init.is_set:
             return
         self.peers = frozenset(bytes(place.get(f"{key}/{other}")) for other in others)
-        self.meet(job.network, lambda: [job.network[one] for one in self.peers], timeout)
+        self.wait_for_peers(job.network, lambda: [job.network[one] for one in self.peers], timeout)
 
-    def meet(self, on: object, find: Callable[[], list[JobGroup]], timeout: timedelta) -> None:
+    def wait_for_peers(
+        self, on: object, find: Callable[[], list[JobGroup]], timeout: timedelta
+    ) -> None:
         """Wait until the other members have connected to this one."""
         scheduler = self.rank_process.job.scheduler
         until_s = scheduler.now_s + timeout.total_seconds()
@@ -295,7 +302,7 @@ class JobGroup(SimulatedGroup):
         return mock.Mock(wait=wait)
 
     def end(self) -> None:
-        """Close all connections; members that connect now fail."""
+        """Close all connections. Members that connect afterwards fail."""
         self.is_closed = True
         self.rank_process.job.scheduler.notify(self.rank_process.job.network)
 
@@ -374,7 +381,8 @@ class Rank:
 
         `ranks` is empty for a group of a joined world.
         """
-        self._position, self._place = position, args[1]
+        self._position = position
+        self._place = args[1]
         return self.world.new_group(size, position, ranks or range(size), *args, **options)
 
     def _group(
@@ -398,10 +406,12 @@ class Rank:
 
     def groups(self) -> list[Group]:
         """Return the process groups that torch has registered for this rank while it runs."""
-        found, tables = [], dist.distributed_c10d._world
+        found = []
+        tables = dist.distributed_c10d._world
         for group, (backend, _) in tables.pg_map.items():
             if group is not tables.default_pg:
-                ranks, text = tuple(tables.pg_group_ranks[group]), group.group_desc
+                ranks = tuple(tables.pg_group_ranks[group])
+                text = group.group_desc
                 timeout = group.options._timeout
                 found.append(Group(tables.pg_names[group], ranks, backend, timeout, text))
         return found
@@ -433,7 +443,7 @@ class Job:
         return self.scheduler.is_stuck
 
     def calls(self, number: int) -> list[Made]:
-        """Return the n-th call of each living rank that has one; -1: the last calls."""
+        """Return the n-th call of each living rank that has one. -1 returns the last calls."""
         return [rank.calls[number] for rank in self.living() if len(rank.calls) > number]
 
     def kinds(self, number: int) -> list[str]:
@@ -445,7 +455,7 @@ class Job:
         return [rank for rank in self.ranks if not rank.is_dead]
 
     def values(self) -> list[Any]:
-        """Return the results of the programs; raise if one has failed."""
+        """Return the results of the programs. Raise if one has failed."""
         for rank in self.ranks:
             if rank.error is not None or rank.is_dead or self.is_stuck:
                 raise AssertionError(str(self)) from rank.error
@@ -477,7 +487,7 @@ def simulate_job(
     server: Server | None = None,
     most_steps: int = 200_000,
 ) -> Job:
-    """Run a program on all ranks of a job in this process; equal seeds give equal runs.
+    """Run a program on all ranks of a job in this process. Equal seeds give equal runs.
 
     Args:
         program: Called with `args` on every rank.
@@ -486,15 +496,15 @@ def simulate_job(
         seed: Determines the order in which ranks run.
         faults: The faults of ranks.
         timeout_s: The timeout of WORLD.
-        server: The store; the store of an earlier job can be used again.
+        server: The store. The store of an earlier job can be used again.
         most_steps: The number of steps after which the run is ended early.
     """
     scheduler = Scheduler(seed, most_steps)
     server = server or Server()
-    server.held["cpu//0/0"] = f"address of job {len(server.held)}".encode()  # of gloo's WORLD
+    server.held["cpu//0/0"] = f"address of job {len(server.held)}".encode()  # gloo's key for WORLD
     job = Job(scheduler, size, timedelta(seconds=timeout_s), [*faults], server)
     was_collecting = gc.isenabled()
-    gc.disable()  # collected grids warn, in an order that would differ between runs
+    gc.disable()  # grids warn when they are collected, which would differ between runs
     _job.append(job)
     functions = {
         "_new_process_group_helper": lambda *args, **named: this_rank().new_group(*args, **named)
@@ -524,7 +534,7 @@ def _main(rank: Rank, program: Callable[..., Any], args: Sequence[object]) -> No
         rank.value = program(*args)
     except EndedError:
         raise
-    except BaseException as error:  # noqa: BLE001 - the test looks at it
+    except BaseException as error:  # noqa: BLE001 - the test checks it
         rank.error = error
     finally:
         rank.held = rank.groups()
@@ -550,7 +560,7 @@ def sleep(seconds: float) -> None:
 
 
 def mark() -> None:
-    """Begin to count the steps of this rank, for faults."""
+    """Start to count the steps of this rank, for faults."""
     this_rank().points = 0
 
 
@@ -559,10 +569,11 @@ def attempt(function: Callable[..., Any], *args: object, **keywords: object) -> 
     rank = this_rank()
     scheduler = rank.job.scheduler
     began_s = scheduler.now_s
-    value, error, rank.is_calling = None, None, True
+    value = error = None
+    rank.is_calling = True
     try:
         value = function(*args, **keywords)
-    except (Exception, KeyboardInterrupt) as raised:  # noqa: BLE001 - the test looks at it
+    except (Exception, KeyboardInterrupt) as raised:  # noqa: BLE001 - the test checks it
         error = raised
     rank.is_calling = False
     if rank.is_dead:
@@ -574,7 +585,7 @@ def attempt(function: Callable[..., Any], *args: object, **keywords: object) -> 
 
 
 def gate(name: str) -> None:
-    """Wait until all ranks that have not ended have called this; uses no store."""
+    """Wait, without the store, until all ranks that have not ended have called this."""
     rank = this_rank()
     job = rank.job
     rank.gates[name] += 1
@@ -587,7 +598,7 @@ def gate(name: str) -> None:
 
 
 def thread(action: Callable[[], object]) -> Callable[[], object]:
-    """Start another thread of this rank; return a function that waits for its end."""
+    """Start another thread of this rank, and return a function that waits for its end."""
     rank = this_rank()
     scheduler = rank.job.scheduler
     ended = Event(scheduler)

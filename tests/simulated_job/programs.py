@@ -1,4 +1,4 @@
-"""Random programs of ranks, one of which may make a mistake."""
+"""Random programs for ranks, where one rank may make a mistake."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SHAPES = {2: [2, 1], 3: [3, 1], 4: [2, 2]}
 TARGETS = {2: "tp=1,dp=2", 3: "tp=1,dp=3", 4: "tp=4,dp=1"}
 KINDS = ["create", "batch", "view", "set", "verify", "reshape", "create and destroy", "ensure"]
 BY_ALL = {"batch", "set", "verify", "reshape"}
-DEEDS = ["skips", "repeats", "swaps", "another size", "another option"]
+MISTAKES = ["skips", "repeats", "swaps", "another size", "another option"]
 
 
 @attrs.frozen
 class Step:
-    """One call; the number distinguishes calls of one kind."""
+    """One call. `number` distinguishes calls of one kind."""
 
     kind: str
     number: int
@@ -57,7 +57,7 @@ _OF_SET = [("a", "tp"), ("b", "dp")]
 
 @attrs.frozen
 class Program:
-    """The calls of every rank, and the mistake of one rank: (rank, step, deed)."""
+    """The calls of every rank, and the mistake of one rank: (rank, step, mistake)."""
 
     ranks: int
     steps: tuple[Step, ...]
@@ -68,7 +68,8 @@ class Program:
     def draw(cls, seed: int, *, odd: bool) -> Program:
         """Draw a program."""
         chance = random.Random(seed)
-        count, ranks = chance.randint(1, 4), chance.randint(2, 4)
+        count = chance.randint(1, 4)
+        ranks = chance.randint(2, 4)
         steps = tuple(
             Step(
                 chance.choice(KINDS),
@@ -79,27 +80,27 @@ class Program:
             )
             for number in range(count)
         )
-        deed = chance.randrange(ranks), chance.randrange(count), chance.choice(DEEDS)
-        return cls(ranks, steps, chance.random() < 0.5, deed if odd else None)
+        mistake = chance.randrange(ranks), chance.randrange(count), chance.choice(MISTAKES)
+        return cls(ranks, steps, chance.random() < 0.5, mistake if odd else None)
 
     def steps_of(self, rank: int) -> list[Step]:
         """Return the steps of one rank."""
         steps = list(self.steps)
         if self.odd is None or self.odd[0] != rank:
             return steps
-        _, at, deed = self.odd
-        if deed == "skips":
+        _, at, mistake = self.odd
+        if mistake == "skips":
             del steps[at]
-        elif deed == "repeats":
+        elif mistake == "repeats":
             steps.insert(at, steps[at])
-        elif deed == "swaps":
+        elif mistake == "swaps":
             steps[at - 1], steps[at] = steps[at], steps[at - 1]
-        elif deed == "another option":
+        elif mistake == "another option":
             steps[at] = attrs.evolve(steps[at], name="mine")
         return steps
 
     def __call__(self) -> Any:
-        """Make all calls up to the first error; afterwards all ranks build another grid."""
+        """Make all calls up to the first error. Then all ranks create groups of another grid."""
         rank = dist.get_rank()
         shape = SHAPES[self.ranks]
         if self.odd is not None and self.odd[0] == rank and self.odd[2] == "another size":
@@ -112,12 +113,12 @@ class Program:
             made.append((step.number, attempt(step.make, grid, grids)))
             if made[-1][1].error is not None:
                 break
-        gate("all have stopped")
+        gate("all have finished")
         grid.destroy()
         grids.destroy()
-        gate("all is destroyed")
-        with HyperCommGrid([self.ranks], ["dp"], name="anew") as anew:
-            attempt(anew.create_pg, "dp")
+        gate("all have destroyed")
+        with HyperCommGrid([self.ranks], ["dp"], name="second") as second:
+            attempt(second.create_pg, "dp")
         return made
 
     def run(self, seed: int) -> Job:
@@ -126,20 +127,18 @@ class Program:
 
 
 def broken_by(program: Program, job: Job) -> list[str]:
-    """Return which guarantees a run of a program has broken."""
+    """Return the guarantees that a run of a program has broken."""
     culprit = -1 if program.odd is None else program.odd[0]
-    words = [job.is_stuck] if job.is_stuck else []
-    words += [f"{rank} raised {rank.error!r}" for rank in job.ranks if rank.error is not None]
-    words += [f"cannot continue: {job}"] if {*job.kinds(-1)} != {""} else []
-    if words:
-        return words
+    broken = _unexpected_end(job)
+    if broken:
+        return broken
     ends: list[dict[int, Made]] = [dict(rank.value) for rank in job.ranks]
     for rank, made in enumerate(ends):
         for number, call in made.items():
             if call.took_s > T + GRACE_S:
-                words.append(f"rank {rank}: step {number} took {call.took_s:.1f} s")
+                broken.append(f"rank {rank}: step {number} took {call.took_s:.1f} s")
             if call.error is not None and program.odd is None:
-                words.append(f"rank {rank}: {call.error!r}")
+                broken.append(f"rank {rank}: {call.error!r}")
             if isinstance(call.error, GroupCreationTimeout) and rank != culprit:
                 unjust = [
                     one
@@ -147,7 +146,7 @@ def broken_by(program: Program, job: Job) -> list[str]:
                     if one != culprit and number in ends[one] and _overlap(call, ends[one][number])
                 ]
                 if unjust or not call.error.missing:
-                    words.append(f"rank {rank} accuses {unjust} in step {number}")
+                    broken.append(f"rank {rank} names {unjust} in step {number}")
     for step in program.steps:
         made_it = {
             made[step.number].error is None
@@ -155,8 +154,17 @@ def broken_by(program: Program, job: Job) -> list[str]:
             if rank != culprit and step.number in made
         }
         if step.kind in BY_ALL and len(made_it) > 1:
-            words.append(f"step {step.number} succeeded on some ranks alone")
-    return words
+            broken.append(f"step {step.number} succeeded on some ranks only")
+    return broken
+
+
+def _unexpected_end(job: Job) -> list[str]:
+    """Return why a run did not end, or why its ranks could not continue."""
+    broken = [job.is_stuck] if job.is_stuck else []
+    broken += [f"{rank} raised {rank.error!r}" for rank in job.ranks if rank.error is not None]
+    if {*job.kinds(-1)} != {""}:
+        broken.append(f"cannot continue: {job}")
+    return broken
 
 
 def _overlap(one: Made, other: Made) -> bool:

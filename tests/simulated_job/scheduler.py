@@ -1,4 +1,4 @@
-"""Threads that run one at a time on a virtual clock; random delays decide their order."""
+"""Threads that run one at a time on a virtual clock. Random delays decide their order."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 
 
 class EndedError(BaseException):
-    """The simulated process of this thread has ended."""
+    """Raised in a thread whose simulated process has ended."""
 
 
 class Task:
     """A simulated thread.
 
     Args:
-        owner: The process that it belongs to; default: the job.
+        owner: The process that it belongs to, or None for the job.
         action: The function that it runs.
         is_main: Whether the job lasts until it ends.
 
     Attributes:
-        wake_s: When it can continue; infinity while it waits for an object.
+        wake_s: When it can continue, or infinity while it waits for an object.
         awaits: The object that it waits for.
         error: The error that is raised in it when it runs next.
         is_ended: Whether its process has ended.
@@ -36,7 +36,7 @@ class Task:
         self.error: BaseException | None = None
         self.is_ended = False
         self.speed_s = 0.0
-        self.baton = threading.Lock()  # this task runs once it is released
+        self.baton = threading.Lock()  # released to run this task
         self.baton.acquire()
 
 
@@ -51,7 +51,7 @@ class Scheduler:
         now_s: The virtual time.
         current: The task that runs.
         trace: The steps of the run: time, owner, action.
-        is_stuck: The reason why the run was ended early; "" if it was not.
+        is_stuck: The reason why the run was ended early, or "".
     """
 
     def __init__(self, seed: int, most_steps: int) -> None:
@@ -83,7 +83,7 @@ class Scheduler:
     # ---- functions for tasks --------------------------------------------------------------------
 
     def pause(self, what: str, seconds: float = 0.0) -> None:
-        """Run other tasks; faults happen here.
+        """Run other tasks. Faults happen here.
 
         Raises:
             EndedError: The process has ended.
@@ -98,10 +98,11 @@ class Scheduler:
         self._switch(me)
 
     def wait(self, on: object, until_s: float = math.inf) -> bool:
-        """Wait until `notify` is called with the same object; return False after a timeout."""
+        """Wait until `notify` is called with the same object. Return False after a timeout."""
         me = self._me()
         self._check(me)
-        me.awaits, me.wake_s = on, until_s
+        me.awaits = on
+        me.wake_s = until_s
         try:
             self._switch(me)
             return me.awaits is None
@@ -117,13 +118,15 @@ class Scheduler:
 
     def throw(self, task: Task, error: BaseException) -> None:
         """Raise an error in a task when it runs next."""
-        task.error, task.wake_s = error, min(task.wake_s, self.now_s)
+        task.error = error
+        task.wake_s = min(task.wake_s, self.now_s)
 
     def end(self, owner: object = None) -> None:
-        """End all tasks of a process, or all tasks: they run to their end without effect."""
+        """End all tasks of a process, or all tasks. They run to their end without effect."""
         for task in self._tasks:
             if owner is None or task.owner is owner:
-                task.is_ended, task.wake_s = True, self.now_s
+                task.is_ended = True
+                task.wake_s = self.now_s
 
     def hold(self, owner: Any, seconds: float) -> None:
         """Suspend all tasks of a process."""
@@ -143,7 +146,8 @@ class Scheduler:
         if me.is_ended:
             raise EndedError
         if me.error is not None:
-            error, me.error = me.error, None
+            error = me.error
+            me.error = None
             raise error
 
     def _wake(self, task: Task, seconds: float = 0.0) -> None:
@@ -170,7 +174,7 @@ class Scheduler:
             self._pass_on()
 
     def _pass_on(self, but: Task | None = None) -> bool:
-        """Start the next task; return whether it is not `but`."""
+        """Start the next task. Return False if it is `but`."""
         if not self._tasks:
             self._finished.release()
             return True
@@ -261,7 +265,8 @@ class Lock:
 
     def acquire(self, timeout: float = -1.0) -> bool:
         """Acquire the lock once it is free."""
-        scheduler, me = self._scheduler, self._scheduler.current
+        scheduler = self._scheduler
+        me = scheduler.current
         until_s = math.inf if timeout < 0 else scheduler.now_s + timeout
         while self._is_held:
             if me is None or me.is_ended or not scheduler.wait(self, until_s):

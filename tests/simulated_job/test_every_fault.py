@@ -1,4 +1,4 @@
-"""One fault of one rank, at every step of every call; and random programs with one mistake."""
+"""One fault of one rank, at every step of every call, and random programs with one mistake."""
 
 import itertools
 import random
@@ -26,7 +26,7 @@ def check(case, seed, rank, at, kind, seconds):
     assert broken_by_fault(job, case) == [], (seed, job)
 
 
-# A rank that is interrupted after all have joined has no world, but the others do.
+# If a rank is interrupted after all have joined, it has no world, but the others do.
 PAIRS = [
     (case, fault)
     for case, fault in itertools.product(CASES, FAULTS)
@@ -34,14 +34,16 @@ PAIRS = [
 ]
 
 
-# After any fault of one rank, the other ranks have one outcome in time, whose error names no other
+# After any fault of one rank, the other ranks have one outcome in time. Its error names no other
 # rank. A failed call leaves nothing, and one retry by all ranks succeeds.
 @pytest.mark.parametrize("case", CASES)
-def test_some_faults(case):
-    drawn, points = random.Random(case), points_of(case)
+def test_sample_of_faults(case):
+    drawn = random.Random(case)
+    points = points_of(case)
     faults = [fault for one, fault in PAIRS if one == case]
     for seed in range(12):
-        rank, at = drawn.randrange(CASES[case].size), drawn.randint(1, points)
+        rank = drawn.randrange(CASES[case].size)
+        at = drawn.randint(1, points)
         check(case, seed, rank, at, *faults[seed % len(faults)])
 
 
@@ -53,9 +55,9 @@ def test_every_fault(case, fault):
         check(case, 31 * at + rank, rank, at, *fault)
 
 
-# Without a fault every call succeeds on all ranks, in any order.
+# Without a fault, every call succeeds on all ranks, in any schedule.
 @pytest.mark.parametrize("case", CASES)
-def test_no_fault(case):
+def test_calls_without_a_fault(case):
     for seed in range(5):
         job = simulate_job(program, CASES[case].size, args=(case,), seed=seed, timeout_s=T)
         assert broken(job) == [], job
@@ -69,10 +71,10 @@ def check_program(seed, *, odd):
 
 
 # Ranks that run the same program raise no error. If one rank makes a mistake, no other rank is
-# named, calls of all ranks have one outcome, in time, and all ranks can continue.
+# named, all ranks have the same outcome of collective calls in time, and all can continue.
 @pytest.mark.full
 @pytest.mark.parametrize("odd", [False, True])
-def test_some_programs(odd):
+def test_sample_of_programs(odd):
     for seed in range(30):
         check_program(seed, odd=odd)
 

@@ -1,7 +1,7 @@
 """Every interleaving of the calls of two or three ranks: the steps of the protocol, on a dict.
 
-A state is the position of each rank in its steps, and what the store holds. Each state is visited
-once. The ranks run `Member.call`, as the driver and the simulated job do.
+A state is the position of each rank in its steps, and the content of the store. Each state is
+visited once. The ranks run `Member.call`, as production and the simulated job do.
 """
 
 from functools import partial
@@ -45,24 +45,25 @@ ERRORS = {
 
 
 class Ended(NamedTuple):
-    """A call of a rank has ended."""
+    """The end of a call of a rank."""
 
     round: int
     kind: str
 
 
 def repeat(rank, size, deed, is_connecting):
-    """Make a call, and repeat it without the deed until all agree."""
-    world, memory = World(rank, size, "gloo", has_store=True), Memory("job", f"{rank}")
+    """Make a call with a deed, and repeat it without the deed until all agree."""
+    world = World(rank, size, "gloo", has_store=True)
+    memory = Memory("job", f"{rank}")
     scope = Scope(world, "record", range(size), memory=memory)
     for turn in range(4):
         does = "" if turn else deed
         lines = ["other" if does == "differs" else "same"]
         member = Member(scope, "call()", lambda lines=lines: lines, 0.0, DEADLINE_S, is_connecting)
         yield member
-        if does == "refuses":
+        if does == "rejects":
             outcome = yield from member.refuse("no such file")
-            yield Ended(memory.left["record"], "refused")
+            yield Ended(memory.left["record"], "rejected")
             continue
         try:
             outcome = yield from member.call()
@@ -94,27 +95,29 @@ def perform(held, operation):
 
 
 class Late(NamedTuple):
-    """The reply to an operation that is not over at a time."""
+    """A reply for an operation that has not finished at a time."""
 
     seconds: float
 
 
 class Raised(NamedTuple):
-    """The reply to an operation that raises an error."""
+    """A reply for an operation that raises an error."""
 
     error: str
 
 
 class Node:
-    """The position of a rank: its operation, and how its calls have ended."""
+    """The position of a rank: its next operation, and how its calls have ended."""
 
     def __init__(self, replies, asks, ended):
-        self.replies, self.asks, self.ended = replies, asks, ended
+        self.replies = replies
+        self.asks = asks
+        self.ended = ended
         self.after = {}
 
 
 class State(NamedTuple):
-    """Positions of ranks, what the store holds, who has died, and the faults that may happen."""
+    """Positions of ranks, content of the store, dead ranks, and the faults that are left."""
 
     nodes: tuple
     items: frozenset
@@ -128,10 +131,10 @@ class Search:
     """Visits every state.
 
     Args:
-        deeds: What each rank does in its first call.
-        deaths: How many ranks may die, each at any operation.
-        late: How often a rank may wait for too long.
-        lost: How many operations of the store may fail, with or without effect.
+        deeds: The deed of each rank in its first call.
+        deaths: The number of ranks that may die, each at any operation.
+        late: The number of times that a rank may wait for too long.
+        lost: The number of store operations that may fail, with or without effect.
         is_connecting: Whether the work needs the other ranks.
     """
 
@@ -144,7 +147,8 @@ class Search:
         self.nodes, self.before = {}, {}
         first = tuple(self.node(rank, ()) for rank in range(len(deeds)))
         waiting = [State(first, frozenset(), frozenset(), deaths, late, lost)]
-        self.seen, self.ends = {*waiting}, set()
+        self.seen = {*waiting}
+        self.ends = set()
         while waiting:
             state = waiting.pop()
             after = {*self.after(state)}
@@ -157,8 +161,11 @@ class Search:
 
     def node(self, rank, replies):
         """Return the position of a rank after some replies."""
-        run, ended, left = self.makes[rank](), [], [*replies]
-        now, member = 0.0, None
+        run = self.makes[rank]()
+        ended = []
+        left = [*replies]
+        now = 0.0
+        member = None
         try:
             asks = next(run)
             while isinstance(asks, (Ended, Member, Now)) or left:
@@ -166,7 +173,8 @@ class Search:
                     ended.append(asks)
                     asks = next(run)
                 elif isinstance(asks, Member):
-                    member, now = asks, 0.0
+                    member = asks
+                    now = 0.0
                     asks = next(run)
                 elif isinstance(asks, Now):
                     asks = run.send(Moment(now))
@@ -181,7 +189,8 @@ class Search:
                         asks = run.send(reply)
         except StopIteration:
             asks = None
-        frames, at = [], run
+        frames = []
+        at = run
         while at is not None and at.gi_frame is not None:
             values = {name: plain(value) for name, value in at.gi_frame.f_locals.items()}
             frames.append((at.gi_code, at.gi_frame.f_lasti, repr(values)))
@@ -191,7 +200,7 @@ class Search:
         return self.nodes.setdefault(place, Node(replies, asks, tuple(ended)))
 
     def after(self, state):
-        """Yield the states that may come next. If all ranks wait, time passes for all."""
+        """Yield the states that may follow. If all ranks wait, time passes for all."""
         is_blocked = True
         running = [
             (rank, node)
@@ -215,7 +224,7 @@ class Search:
             yield later
 
     def steps_of(self, state, rank):
-        """Yield the states after an operation of a rank; none if it waits for a key."""
+        """Yield the states after an operation of a rank, or none if it waits for a key."""
         asks = state.nodes[rank].asks
         deed = "" if state.nodes[rank].ended else self.deeds[rank]
         if isinstance(asks, (Wait, Work)) and deed == "is interrupted":
@@ -236,23 +245,24 @@ class Search:
 
     def answered(self, state, rank, reply):
         """Return a state after a rank has received a reply."""
-        node, nodes = state.nodes[rank], list(state.nodes)
+        node = state.nodes[rank]
+        nodes = list(state.nodes)
         if reply not in node.after:
             node.after[reply] = self.node(rank, (*node.replies, reply))
         nodes[rank] = node.after[reply]
         return state._replace(nodes=tuple(nodes))
 
     def broken(self):
-        """Return the ends that break a promise."""
+        """Return the ends that break a guarantee."""
         found = []
         for ranks, dead in self.ends:
             rounds = {}
             for ended in ranks:
                 for round_, kind in ended:
-                    if kind != "refused":
+                    if kind != "rejected":
                         rounds.setdefault(round_, set()).add(kind)
                 if len({round_ for round_, _ in ended}) < len(ended):
-                    found.append((ranks, dead))  # a call has ended with the same round twice
+                    found.append((ranks, dead))  # two calls have ended in the same round
             living = [end for rank, end in enumerate(ranks) if rank not in dead]
             all_agree = all(ended and ended[-1].kind == "agreed" for ended in living)
             if any(len(kinds) > 1 for kinds in rounds.values()) or not (dead or all_agree):
@@ -261,7 +271,7 @@ class Search:
 
 
 SKIPPED = {"scope", "entries", "threads", "began", "deadline", "title", "_connections", "_lock"}
-"""Fields that are the same in all states, or that no step reads."""
+"""Fields that are the same in all states, or that no step uses."""
 
 
 def plain(value):
@@ -276,22 +286,22 @@ def plain(value):
     return repr(value)
 
 
-DEEDS = ["", "differs", "fails", "refuses", "is interrupted"]
+DEEDS = ["", "differs", "fails", "rejects", "is interrupted"]
 both = pytest.mark.parametrize("is_connecting", [False, True], ids=["local", "connecting"])
 
 
-# Each round ends in the same way for two ranks, in every order of their operations, and both agree
-# once no rank does anything else.
+# Each round has the same outcome for two ranks, in every order of their operations. Once neither
+# rank has a deed left, both agree.
 @both
 @pytest.mark.parametrize("first", DEEDS)
 @pytest.mark.parametrize("second", DEEDS)
-def test_two_ranks(first, second, is_connecting):
+def test_two_ranks_have_one_outcome(first, second, is_connecting):
     search = Search([first, second], is_connecting=is_connecting)
     assert search.ends
     assert search.broken() == []
 
 
-# The same for two ranks that cannot connect to each other.
+# Two ranks that cannot connect to each other have one outcome, too.
 @pytest.mark.parametrize("second", ["cannot connect", "fails", "is interrupted"])
 def test_two_ranks_that_cannot_connect(second):
     search = Search(["cannot connect", second], late=1, is_connecting=True)
@@ -299,19 +309,19 @@ def test_two_ranks_that_cannot_connect(second):
     assert search.broken() == []
 
 
-# The same for three ranks, of which one does something else.
+# Three ranks, where one has a deed, have one outcome, too.
 @both
 @pytest.mark.parametrize(
     "deed", ["", *(pytest.param(one, marks=pytest.mark.slow) for one in DEEDS[1:])]
 )
-def test_three_ranks(deed, is_connecting):
+def test_three_ranks_have_one_outcome(deed, is_connecting):
     search = Search(["", "", deed], is_connecting=is_connecting)
     assert search.ends
     assert search.broken() == []
 
 
-# A rank that waits for too long, or dies, or loses an operation of the store, at each operation:
-# the others end in the same way.
+# If a rank waits for too long, dies, or loses a store operation, at any operation, the others have
+# one outcome.
 @both
 @pytest.mark.parametrize("deed", ["", pytest.param("fails", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
@@ -323,16 +333,16 @@ def test_three_ranks(deed, is_connecting):
         pytest.param(0, 2, 0, marks=pytest.mark.slow),
     ],
 )
-def test_faults(deed, deaths, late, lost, is_connecting):
+def test_one_outcome_after_faults(deed, deaths, late, lost, is_connecting):
     search = Search(["", deed], deaths, late, lost, is_connecting)
     assert search.ends
     assert search.broken() == []
 
 
-# Rank 1 waits in another call for rank 0, which has not seen yet that its own call has ended. Both
-# form a circle only while both rounds are open, and rank 1 has no other thread.
+# Rank 1 waits in another call for rank 0, which has not seen yet that its call has ended. They wait
+# for each other only while both rounds are open, and rank 1 has no other thread.
 @pytest.mark.parametrize(("ended", "threads"), [("", 1), ("own", 1), ("other", 1), ("", 2)])
-def test_a_circle_that_has_ended(ended, threads):
+def test_circle_of_waits_ignores_ended_rounds(ended, threads):
     own, other = (
         Status(
             rank, f"rank {rank}", "host", name, "", name, 0, (1 - rank,), 1 + rank * (threads - 1)
@@ -343,7 +353,8 @@ def test_a_circle_that_has_ended(ended, threads):
     for name in ("own", "other"):
         outcome = AGREED if name == ended else None
         held[name] = Record(0, Proposer(0, "rank 0", "host", "", ""), outcome).encode()
-    steps, reply, found = find_circle("job", own, {}), None, None
+    steps = find_circle("job", own, {})
+    reply = found = None
     while found is None:
         try:
             reply = perform(held, steps.send(reply))
@@ -359,9 +370,10 @@ def scope_of(rank):
 
 
 def run_alone(scope, held, seconds=0.0, *, is_connecting=False):
-    """Run a call of one rank on a dict, up to its end or to a key that is not set."""
+    """Run a call of one rank on a dict, up to its end or to a wait for a key that is not set."""
     member = Member(scope, "call()", lambda: ["same"], 0.0, DEADLINE_S, is_connecting)
-    steps, reply = member.call(), None
+    steps = member.call()
+    reply = None
     while True:
         try:
             asks = steps.send(reply)
@@ -375,37 +387,41 @@ def run_alone(scope, held, seconds=0.0, *, is_connecting=False):
             return None
 
 
-# Ranks of which only one connects in its work differ: they would wait for each other.
+# If the work of only one rank connects to others, the ranks differ: they would wait for each other.
 @pytest.mark.parametrize("first", [False, True])
-def test_one_rank_that_connects(first):
+def test_ranks_differ_if_only_one_connects(first):
     held = {}
     assert run_alone(scope_of(0), held, is_connecting=first) is None
     assert run_alone(scope_of(1), held, is_connecting=not first).kind == "differs"
 
 
-# A rank whose deadline is over once it has proposed does not arrive.
-def test_a_rank_that_is_late_itself():
+# A rank whose deadline has passed once it has proposed does not arrive.
+def test_rank_past_its_deadline_does_not_arrive():
     held = {}
     outcome = run_alone(scope_of(0), held, 2 * DEADLINE_S)
-    assert (outcome.kind, outcome.absent) == ("missing", (0,))
+    assert outcome.kind == "missing"
+    assert outcome.absent == (0,)
     assert Record.decode("job/record", held["job/record"]).outcome == outcome
     assert not any("/done/" in key for key in held)
 
 
 # A rank that was in a round, and has lost it because of the store, ends it at its next call: its
-# bit is set already, and to add it again would set that of rank 1.
-def test_a_round_that_was_entered_before():
-    held, scope = {}, scope_of(0)
+# bit is set already, and adding it again would set the bit of rank 1.
+def test_round_that_was_entered_before_is_ended():
+    held = {}
+    scope = scope_of(0)
     assert run_alone(scope, held) is None
     assert run_alone(scope, held) is None
     record = Record.decode("job/record", held["job/record"])
-    assert (record.round, record.outcome) == (1, None)
+    assert record.round == 1
+    assert record.outcome is None
     assert [outcome.kind for outcome in record.failed] == ["failed"]
 
 
-def refuse_alone(scope, held):
-    """Run the refusal of one rank on a dict."""
-    steps, reply = Member(scope, "call()", list, 0.0, DEADLINE_S).refuse("no such file"), None
+def reject_alone(scope, held):
+    """Run `Member.refuse` of one rank on a dict."""
+    steps = Member(scope, "call()", list, 0.0, DEADLINE_S).refuse("no such file")
+    reply = None
     while True:
         try:
             reply = perform(held, steps.send(reply))
@@ -413,9 +429,10 @@ def refuse_alone(scope, held):
             return end.value
 
 
-# A rank raises an outcome with a token once: the next call begins a new round.
-def test_an_outcome_that_was_raised_before():
-    held, scope = {}, scope_of(1)
+# A rank raises an outcome with a token only once. The next call begins a new round.
+def test_outcome_with_a_token_is_raised_once():
+    held = {}
+    scope = scope_of(1)
     differs = Outcome("differs", "the same mistake", token="a circle")
     first = Proposer(0, "rank 0", "host", "digest", "token")
     held["job/record"] = Record(0, first, differs).encode()
@@ -424,19 +441,19 @@ def test_an_outcome_that_was_raised_before():
     assert Record.decode("job/record", held["job/record"]).round == 1
 
 
-# A rank that refuses a call on which the others have timed out begins no round: their next call
+# A rank that rejects a call on which the others have timed out begins no round: their next call
 # would fail.
-def test_a_refusal_after_a_timeout():
+def test_rejection_after_a_timeout_begins_no_round():
     held = {}
     first = Proposer(0, "rank 0", "host", "digest", "token")
     missing = Outcome("missing", "rank 1 did not join", (1,), (1,))
     held["job/record"] = Record(0, first, missing).encode()
-    assert refuse_alone(scope_of(1), held) == missing
+    assert reject_alone(scope_of(1), held) == missing
     assert Record.decode("job/record", held["job/record"]).round == 0
 
 
-# Ranks that continue without others make several calls, and a rank that was left behind makes none.
-def test_ranks_that_continue_without_others():
+# Ranks that continue without others can make several calls. A rank that was left behind cannot.
+def test_fenced_calls():
     held = {}
     scopes = [attrs.evolve(scope_of(rank), is_fenced=True) for rank in (0, 1)]
     for number in range(2):
@@ -444,14 +461,15 @@ def test_ranks_that_continue_without_others():
         assert run_alone(scopes[1], held) == AGREED
         for scope in scopes:
             scope.memory.leave("record", number)
-        scopes[0].memory.agreed["record"] = number  # as its call would once it is woken
+        scopes[0].memory.agreed["record"] = number  # as its call does once it is woken
     late = attrs.evolve(scope_of(0), is_fenced=True)
     outcome = run_alone(late, held)
-    assert (outcome.kind, "have continued without rank 0" in outcome.text) == ("failed", True)
+    assert outcome.kind == "failed"
+    assert "have continued without rank 0" in outcome.text
 
 
-# The next round of one that agreed holds no failure.
-def test_the_record_after_an_agreement():
+# The round after an agreed one has no failures. The round after a failed one has them.
+def test_next_record():
     first = Proposer(0, "rank 0", "host", "digest", "token")
     failed = Outcome("failed", "no memory")
     agreed = Record(2, first, AGREED, (failed,), 0).next(first)
@@ -461,8 +479,9 @@ def test_the_record_after_an_agreement():
 
 
 # A block whose key was deleted because it is complete has no missing rank.
-def test_a_block_that_is_complete():
-    tree, held = Tree("tree", 130), {}
+def test_complete_block_has_no_missing_ranks():
+    tree = Tree("tree", 130)
+    held = {}
 
     def run(steps):
         reply = None

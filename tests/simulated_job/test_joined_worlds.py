@@ -1,4 +1,4 @@
-"""Processes that join a world, join it again, or do not come; process 3 starts as rank 2 again."""
+"""Processes that join a world, join it again, or never join. Process 3 starts as rank 2 again."""
 
 import math
 
@@ -16,19 +16,19 @@ FACTS = {
     "order": {"parts": dict(reversed(PARTS.items()))},
     "backend": {"backend": "cpu:gloo"},
 }
-"""What one process says otherwise."""
+"""A difference of one process."""
 
 
-# Of a difference all hear at once, in whatever order they come. Then all can join; who comes as a
-# rank that was not there before may hear it once more.
+# If one process passes a different fact, all raise immediately, in any order of arrival. Then all
+# can join. A process that joins as a rank that was not there before may raise once more.
 @seeds
 @pytest.mark.parametrize("fact", FACTS)
-def test_facts_differ(fact, seed):
+def test_different_facts_fail_all_processes(fact, seed):
     def program():
         rank = dist.get_rank()
         sleep(0.05 * ((rank + seed) % 3))
         attempt(joined, **(FACTS[fact] if rank == 2 else {}))
-        gate("all have heard")
+        gate("all have raised")
         if attempt(joined).error is not None:
             attempt(joined)
 
@@ -39,11 +39,11 @@ def test_facts_differ(fact, seed):
     assert {*job.kinds(-1)} == {""}, job
 
 
-# A process that ends at any moment while it joins may start again within the timeout; if the first
-# one lives, it must end.
+# A process that dies at any step while it joins can be started again within the timeout. If the
+# first process lives, it raises.
 @pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("first_s", [0.0, 0.5])
-def test_a_rank_begins_again(first_s, step):
+def test_process_is_restarted_while_it_joins(first_s, step):
     def program():
         number = dist.get_rank()
         sleep([first_s, 3.0, 0.1, 1.0][number])
@@ -58,17 +58,18 @@ def test_a_rank_begins_again(first_s, step):
         if not job.happened:
             assert job.ranks[2].calls[0].kind == "WorldRestartedError", job
             return
-    raise AssertionError("the first process has never heard of the second one")
+    raise AssertionError("the first process has never learned of the second one")
 
 
 WAKES_S = {"before": 0.5, "within": 1.5, "after": 3.5}
-"""When a stopped process continues: the second one joins from 1 s to 2 s."""
+"""When a paused process continues. The second process joins from 1 s to 2 s."""
 
 
-# A process that is stopped at one of its first requests, and replaced, continues before, while or
-# after the second one joins: the others raise nothing, or once, and then one rejoin() succeeds.
+# A process is paused at one of its first requests and replaced, and continues before, while or
+# after the second process joins. The others raise nothing, or raise once, and then one rejoin()
+# succeeds.
 @pytest.mark.parametrize("wakes", WAKES_S)
-def test_a_stopped_process_continues(wakes):
+def test_replaced_process_continues(wakes):
     def program(order):
         number = dist.get_rank()
         sleep([0.9, 2.0, 0.0, 1.0][number])
@@ -77,7 +78,8 @@ def test_a_stopped_process_continues(wakes):
         this_rank().points = -math.inf
         if world is None:
             return None
-        grid, turn = HyperCommGrid([3], ["tp"], world=world), 0
+        grid = HyperCommGrid([3], ["tp"], world=world)
+        turn = 0
         while turn < 12:
             sleep(0.5 if number == turn % 2 else 0.0)
             name = f"{world.incarnation} {turn}"
@@ -100,7 +102,10 @@ def test_a_stopped_process_continues(wakes):
         kinds = [[call.kind for call in rank.calls if call.kind] for rank in job.ranks]
         assert all(one in ([], ["WorldRestartedError"]) for one in kinds[:2]), (at, job)
         ended = [one for one in job.ranks[2:] if one.calls[-1].kind == "WorldRestartedError"]
-        assert len(ended) == 1, (at, job)  # the second one, if the first had not claimed the rank
+        assert len(ended) == 1, (
+            at,
+            job,
+        )  # the second process, if the first had not claimed the rank
         assert "another process has joined" in str(ended[0].calls[-1].error), (at, job)
         assert {*kinds[5 - ended[0].number]} <= {"WorldRestartedError"}, (at, job)
         assert len(job.ranks[0].calls) >= 13, (at, job)
@@ -114,13 +119,15 @@ CALLS = {
 }
 
 
-# Calls under way hear at once that a rank has joined again. Once all others have called rejoin(),
-# everything works, and nothing of the former world is left; the process of that one must end.
+# Calls in progress raise immediately when a rank joins again. Once all others have called rejoin(),
+# everything works, and nothing of the former world is left. The process of the former rank must
+# end.
 @seeds
 @pytest.mark.parametrize("name", CALLS)
-def test_a_rank_joins_again(name, seed):
+def test_rank_joins_again(name, seed):
     def program():
-        number, call = dist.get_rank(), CALLS[name]
+        number = dist.get_rank()
+        call = CALLS[name]
         if number < 3:
             world = joined()
             grid = HyperCommGrid([3], ["tp"], world=world)
@@ -145,8 +152,9 @@ def test_a_rank_joins_again(name, seed):
     job = simulate_job(program, 4, seed=seed)
     check_time(job, QUICK_S)
     kinds = [[call.kind for call in rank.calls] for rank in job.ranks]
-    assert kinds[:2] == [["WorldRestartedError", "", "", ""]] * 2, job
-    assert kinds[2:] == [["WorldRestartedError"] * 2, [""] * 3], job
+    assert kinds[0] == kinds[1] == ["WorldRestartedError", "", "", ""], job
+    assert kinds[2] == ["WorldRestartedError", "WorldRestartedError"], job
+    assert kinds[3] == ["", "", ""], job
     assert all("engine rank 0 of 1" in str(call.error) for call in job.calls(0) if call.error), job
     assert job.values()[0][0] == [], job
     count = 3 if name == "create_pg" else 2
@@ -155,7 +163,7 @@ def test_a_rank_joins_again(name, seed):
 
 # Ranks that wait for a rank that never joins time out, and name it.
 @seeds
-def test_a_rank_never_joins(seed):
+def test_rank_never_joins(seed):
     def program():
         if dist.get_rank() < 2:
             attempt(joined)
@@ -166,10 +174,10 @@ def test_a_rank_never_joins(seed):
     assert [call.error.missing for call in job.calls(0)] == [(2,)] * 2, job
 
 
-# A process that has claimed a rank, and ends before it arrives, is not named: the engine is, which
-# has arrived. Process 3 is an engine again, and process 4 is trainer 1 again.
+# A process that claims a rank and dies before it arrives is not named. The engine, which has
+# arrived, is named. Process 3 is the engine again, and process 4 is trainer 1 again.
 @pytest.mark.parametrize("pause_at", range(1, 9))
-def test_a_process_that_ends_before_it_arrives(pause_at):
+def test_process_dies_before_it_arrives(pause_at):
     def program():
         number = dist.get_rank()
         if number < 3:
@@ -198,10 +206,10 @@ def test_a_process_that_ends_before_it_arrives(pause_at):
 FORMER = "hypercomm/worlds/weights/0"
 
 
-# On a store that is gone or silent, all end in time with an error of ours.
+# If the store is gone or silent, all calls end in time with an error of hypercomm.
 @pytest.mark.parametrize("from_s", [0.0, 0.002, 0.004, 1.0])
 @pytest.mark.parametrize("how", ["gone_s", "silent_s"])
-def test_a_store_that_is_lost(how, from_s):
+def test_lost_store_while_joining(how, from_s):
     def program():
         world = attempt(joined).value
         sleep(1.5)

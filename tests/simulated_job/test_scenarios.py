@@ -1,4 +1,4 @@
-"""Single situations of ranks that agree, each with its outcome."""
+"""Single situations of ranks that agree, and the outcome of each."""
 
 from datetime import timedelta
 from functools import partial
@@ -42,7 +42,7 @@ def check_time(job, limit_s):
 
 
 # Equal seeds give equal runs, whatever has run before; different seeds give different runs.
-def test_the_same_seed_makes_the_same_run():
+def test_same_seed_gives_the_same_run():
     def program():
         return square().create_pgs(["tp", "dp"])
 
@@ -53,14 +53,14 @@ def test_the_same_seed_makes_the_same_run():
 
 
 # A run in which all ranks wait for each other is ended early.
-def test_a_run_without_end_is_ended():
+def test_endless_run_is_ended():
     assert simulate_job(lambda: gate(f"{dist.get_rank()}"), 2).is_stuck == "all wait for each other"
     assert simulate_job(lambda: [sleep(0.1) for _ in range(10**6)], 2, most_steps=999).is_stuck
 
 
 # Grids of equal sizes with different gaps between their ranks are different grids.
 @seeds
-def test_grids_with_other_gaps(seed):
+def test_grids_with_different_gaps_are_different(seed):
     def program():
         near, far = (RankLayout(dp=2, strides=[stride]) for stride in (1, 2))
         for layout in (near, far):
@@ -112,9 +112,10 @@ MISTAKES = {
 # later. Nothing is left, and the next call succeeds.
 @seeds
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_fails_all_ranks_immediately(mistake, seed):
+def test_mistake_fails_all_ranks_immediately(mistake, seed):
     def program():
-        grid, rank = square(), dist.get_rank()
+        grid = square()
+        rank = dist.get_rank()
         sleep(0.05 * ((rank + seed) % 4))
         attempt(MISTAKES[mistake], grid, rank == 3)
         left = len(grid.pgs)
@@ -134,9 +135,10 @@ def test_a_mistake_fails_all_ranks_immediately(mistake, seed):
 # Ranks that wait for each other in different calls raise immediately, with both calls.
 @seeds
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_circle_of_waits(size, seed):
+def test_circle_of_waits_raises(size, seed):
     def program():
-        rank, grid = dist.get_rank(), HyperCommGrid([size], ["tp"])
+        rank = dist.get_rank()
+        grid = HyperCommGrid([size], ["tp"])
         pair = sorted({rank, (rank + 1) % size})
         groups = RankLayout([2], ["tp"], ranks=pair).groups("tp")
         name = f"{pair} {rank if size == 2 else ''}"
@@ -152,11 +154,12 @@ def test_a_circle_of_waits(size, seed):
     assert {*job.kinds(1)} == {""}, job
 
 
-# A rank is in no circle if another of its threads may end the wait.
+# A rank is in no circle of waits if another of its threads may end the wait.
 @seeds
-def test_two_threads_in_two_orders(seed):
+def test_two_threads_in_different_orders(seed):
     def program():
-        rank, grid = dist.get_rank(), HyperCommGrid([2], ["tp"])
+        rank = dist.get_rank()
+        grid = HyperCommGrid([2], ["tp"])
         waits = []
         for name in "xy" if rank else "yx":
             lazily = None if name == "x" else False
@@ -172,11 +175,12 @@ def test_two_threads_in_two_orders(seed):
     check_time(job, 2 * QUICK_S)
 
 
-# Two threads ensure one group, and the first times out: the second creates and keeps a new group.
+# Two threads ensure one group, and the first times out. The second creates and keeps a new group.
 @seeds
 def test_two_threads_ensure_one_group(seed):
     def program():
-        rank, grid = dist.get_rank(), HyperCommGrid([2], ["tp"])
+        rank = dist.get_rank()
+        grid = HyperCommGrid([2], ["tp"])
         found = []
         ensure = lambda: found.append(attempt(grid.ensure_pg, "tp"))  # noqa: E731
         if rank == 1:
@@ -199,15 +203,16 @@ def test_two_threads_ensure_one_group(seed):
     assert [len(rank.held) for rank in job.ranks] == [1, 1], job
 
 
-# ---- late ranks ----------------------------------------------------------------------------------
+# ---- missing ranks -------------------------------------------------------------------------------
 
 
 # In a chain of waits, the error names only the rank at its end as missing. `absent` has the rank
-# that each one waits for.
+# for which each rank waits.
 @seeds
-def test_a_chain_of_waits(seed):
+def test_chain_of_waits_names_the_last_rank(seed):
     def program():
-        rank, grid = dist.get_rank(), HyperCommGrid([4], ["tp"])
+        rank = dist.get_rank()
+        grid = HyperCommGrid([4], ["tp"])
         for pair in ([2, 3], [1, 2], [0, 1]) if rank < 3 else ():
             groups = RankLayout([2], ["tp"], ranks=pair).groups("tp")
             call = attempt(grid.create_pg, "tp", name=f"{pair}", derive=lambda _, g=groups: g)
@@ -223,11 +228,12 @@ def test_a_chain_of_waits(seed):
     assert [call.error.absent for call in last] == [(1,), (2,), (3,)], job
 
 
-# Ranks wait for a late rank. All of them name a rank that never arrives, also in a large job.
+# Ranks wait for a slow rank. All of them name a rank that never arrives, also in a large job.
 @pytest.mark.parametrize(("size", "missing"), [(4, 3), (4, 0), (40, 17)])
-def test_a_rank_that_does_not_arrive(size, missing):
+def test_missing_rank_is_named_by_all(size, missing):
     def program():
-        rank, grid = dist.get_rank(), HyperCommGrid([size], ["dp"])
+        rank = dist.get_rank()
+        grid = HyperCommGrid([size], ["dp"])
         if rank == missing:
             sleep(T / 2)
         attempt(grid.verify)
@@ -242,9 +248,9 @@ def test_a_rank_that_does_not_arrive(size, missing):
     assert {call.error.missing for call in job.calls(1)} == {(missing,)}, job
 
 
-# A rank that dies after it has set its bit among the finished ranks does not fail the others.
+# A rank that dies after it has set its "done" bit does not fail the others.
 @pytest.mark.parametrize("victim", [0, 3])
-def test_a_rank_that_has_finished(victim):
+def test_death_of_a_finished_rank_fails_nobody(victim):
     def program():
         mark()
         grid = square()
@@ -263,14 +269,14 @@ def test_a_rank_that_has_finished(victim):
     assert finished > 0
 
 
-# Ranks with different deadlines have one outcome, which names only ranks that arrived later.
+# Ranks with different deadlines have one outcome, which names only ranks that arrived after it.
 @seeds
-def test_ranks_within_their_own_time(seed):
-    late_s = dict(enumerate([0.0, 8.0, 16.0, 16.0, 24.0, 0.0]))
+def test_ranks_with_different_deadlines(seed):
+    delays_s = dict(enumerate([0.0, 8.0, 16.0, 16.0, 24.0, 0.0]))
 
     def program():
         grids = GridSet.colocated(6, a="tp=6", b="x=6")
-        sleep(late_s[dist.get_rank()])
+        sleep(delays_s[dist.get_rank()])
         attempt(grids.create_pgs, {"a": ["tp"], "b": ["x"]}, timeout=seconds(T))
         return grids
 
@@ -281,10 +287,10 @@ def test_ranks_within_their_own_time(seed):
     assert named <= {2, 3, 4}, job
 
 
-# If one rank stalls, one call of the other ranks fails, even if they repeat it immediately.
+# If one rank stalls, only one call of the other ranks fails, even if they repeat it immediately.
 @pytest.mark.parametrize("step", [15, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("pause_s", [T - 0.3, T, T + 2.0])
-def test_one_stall_costs_one_call(pause_s, step):
+def test_stall_costs_one_call(pause_s, step):
     def program():
         grid = square()
         for _ in range(6):
@@ -306,33 +312,35 @@ def _marked(program):
     return program()
 
 
-# Ranks that wait, to connect or for the end, are woken by a failure: none has to look for it.
+# A failure wakes ranks that wait to connect or to finish, so that they do not have to poll.
 @seeds
 @pytest.mark.parametrize("lazily", [False, True])
-def test_a_failure_wakes_all(lazily, seed):
+def test_failure_wakes_all_ranks(lazily, seed):
     def program():
-        grid, rank = HyperCommGrid([4], ["tp"], lazy_init=lazily), dist.get_rank()
+        grid = HyperCommGrid([4], ["tp"], lazy_init=lazily)
+        rank = dist.get_rank()
         sleep(0.05 if rank == 3 else 0.0)
         attempt(grid.create_pg, "tp", timeout=seconds(20 + (rank == 3)))
         return grid
 
     job = simulate_job(program, 4, seed=seed)
     check_time(job, QUICK_S)
-    assert max(call.took_s for call in job.calls(0)[1:]) < 0.15, job  # the server lingers
+    assert max(call.took_s for call in job.calls(0)[1:]) < 0.15, job  # rank 0 waits for readers
     assert {*job.kinds(0)} == {"PlanMismatchError"}, job
 
 
-# The report of a rank that has waited or failed ends with its next call.
+# The status of a rank that has waited or failed is cleared by its next call.
 @seeds
-def test_no_report_is_left(seed):
+def test_no_status_is_left(seed):
     def program():
-        grid, rank = square(), dist.get_rank()
+        grid = square()
+        rank = dist.get_rank()
         if rank != 1:
             attempt(grid.verify, seconds(2))
         gate("all have failed")
         sleep(0.1)
         held = {**this_rank().job.server.held}
-        gate("all have looked")
+        gate("all have read")
         attempt(grid.verify)
         gate("all have succeeded")
         both = held, this_rank().job.server.held
@@ -344,10 +352,10 @@ def test_no_report_is_left(seed):
         assert {*after.values()} == {False}
 
 
-# Ctrl-C in a waiting rank also fails the call of ranks that arrive later.
+# Ctrl-C on a waiting rank also fails the call of ranks that arrive later.
 @seeds
 @pytest.mark.parametrize("call", ["create_pgs", "reshape"])
-def test_a_call_that_was_interrupted_before_others_arrived(call, seed):
+def test_interrupted_call_fails_ranks_that_arrive_later(call, seed):
     def program():
         grid = square()
         action = {
@@ -375,10 +383,10 @@ def test_a_call_that_was_interrupted_before_others_arrived(call, seed):
 # ---- the store -----------------------------------------------------------------------------------
 
 
-# Each call on a lost or silent store ends in time with a HyperCommError, and so does the next one.
+# Each call on a lost or silent store ends in time with a HyperCommError, and so does the next call.
 @pytest.mark.parametrize("from_s", [0.0, 0.002, 0.004, 1.0])
 @pytest.mark.parametrize("how", ["gone_s", "silent_s"])
-def test_a_store_that_is_lost(how, from_s):
+def test_lost_store_ends_all_calls(how, from_s):
     def program():
         grid = square()
         attempt(grid.create_pgs, ["tp", "dp"])
@@ -394,8 +402,8 @@ def test_a_store_that_is_lost(how, from_s):
         assert all(isinstance(call.error, HyperCommError) for call in job.calls(number)), job
 
 
-# The number of keys grows neither with failed calls nor with destroyed groups and grids.
-def test_keys_in_the_store():
+# Failed calls and destroyed groups and grids do not add keys to the store.
+def test_number_of_keys_does_not_grow():
     def program(attempts):
         rank = dist.get_rank()
         with square() as grid:
@@ -415,9 +423,9 @@ def test_keys_in_the_store():
     assert len(counts) == 1, counts
 
 
-# Of a name that is used again and again, its record and the end of its last round stay.
+# If a name is used again and again, only its record and the end of its last round stay.
 @pytest.mark.parametrize("lazily", [False, True])
-def test_keys_of_one_name(lazily):
+def test_keys_of_a_reused_name(lazily):
     def program():
         grid = HyperCommGrid([3], ["tp"], lazy_init=lazily)
         for _ in range(4):
@@ -433,7 +441,7 @@ def test_keys_of_one_name(lazily):
 
 # A job that starts on the store of a lost job is not affected by its keys.
 @pytest.mark.parametrize("at", [3, 8, 12, 14])
-def test_a_restart_on_the_old_store(at):
+def test_restart_on_the_store_of_a_lost_job(at):
     def program():
         grid = square()
         attempt(grid.create_pgs, ["tp", "dp"])
@@ -449,9 +457,10 @@ def test_a_restart_on_the_old_store(at):
 # ---- survivors -----------------------------------------------------------------------------------
 
 
-# At whatever step a rank dies, the others find the same survivors and continue with a grid of them.
+# At whatever step a rank dies, the others find the same survivors and continue with a grid of
+# these.
 @pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
-def test_survivors(step):
+def test_survivors_agree_after_a_death(step):
     def program():
         grid = square()
         grid.create_pgs(["tp", "dp"])
@@ -474,8 +483,8 @@ def test_survivors(step):
             assert len(values) == 1, job
             ((ranks, _),) = values
             kinds = {rank.calls[-1].kind for rank in left}
-            is_whole = victim not in ranks or len(left) == 4  # else it died after it was found
-            late = ({"GroupCreationTimeout"}, {"CreationError"})  # before it arrived, or after
+            is_whole = victim not in ranks or len(left) == 4  # else it died after survivors()
+            late = ({"GroupCreationTimeout"}, {"CreationError"})  # it died before or after arriving
             assert kinds == {""} or (kinds in late and not is_whole), job
 
 
@@ -483,7 +492,8 @@ def test_survivors(step):
 @seeds
 def test_two_sets_do_not_both_continue(seed):
     def program():
-        rank, grid = dist.get_rank(), square()
+        rank = dist.get_rank()
+        grid = square()
         mine = (0, 1) if rank < 2 else (2, 3)
         sleep(0.05 * ((rank + seed) % 4))
         attempt(grid.reshape, "tp=2,dp=1", ranks=mine)

@@ -1,4 +1,4 @@
-"""A store that is slow or silent for a while: calls are given up, and the next ones succeed."""
+"""A store that is slow or silent for a while: calls time out, and the next calls succeed."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from simulated_job.cases import GRACE_S, T
 from simulated_job.job import Fault, attempt, gate, mark, simulate_job, sleep, this_rank
 
 LATE_S = 1.0
-"""How much later the last rank arrives, so that the others report that they wait."""
+"""How much later the last rank arrives, so that the others publish that they wait."""
 
 SILENT_S = T + LATE_S + 2.5
 
@@ -26,9 +26,9 @@ OWN_ERRORS = {
 }
 
 
-# One rank waits for an answer of the store, or all do, at each request: the call may be given up.
-# Once the store answers again, no rank seems to wait in that call: the next call, for which ranks
-# arrive one after the other, succeeds, whether it is another one or the same.
+# At each request, one rank or all ranks wait for a reply of the store, so that the call may time
+# out. Once the store replies again, no rank appears to wait in that call: the next call succeeds,
+# with the same name or another one, although the ranks arrive one after the other.
 @pytest.mark.parametrize(
     ("last", "lazily", "step"),
     [
@@ -38,9 +38,10 @@ OWN_ERRORS = {
 )
 @pytest.mark.parametrize("next_name", ["other", "same"])
 @pytest.mark.parametrize("kind", ["waits for a request", "waits for a reply", "is cut off"])
-def test_calls_that_are_given_up(kind, next_name, last, lazily, step):
+def test_calls_after_a_slow_store_succeed(kind, next_name, last, lazily, step):
     def program():
-        rank, grid = dist.get_rank(), HyperCommGrid([3], ["tp"], lazy_init=lazily)
+        rank = dist.get_rank()
+        grid = HyperCommGrid([3], ["tp"], lazy_init=lazily)
         sleep(LATE_S if rank == 2 else 0.0)
         mark()
         attempt(grid.create_pg, "tp", name="same")
@@ -52,7 +53,7 @@ def test_calls_that_are_given_up(kind, next_name, last, lazily, step):
         attempt(grid.create_pg, "tp", name=next_name)
         return grid
 
-    happened, given_up = 0, 0
+    happened = timed_out = 0
     for rank in range(3):
         for at in range(1, 60, step):
             fault = Fault(rank, at, kind, SILENT_S)
@@ -60,7 +61,7 @@ def test_calls_that_are_given_up(kind, next_name, last, lazily, step):
             if not job.happened:
                 break
             happened += 1
-            given_up += "" not in job.kinds(0)
+            timed_out += "" not in job.kinds(0)
             assert job.is_stuck == "", (fault, job)
             for call in job.calls(0):
                 assert call.took_s < T + GRACE_S, (fault, job)
@@ -68,4 +69,4 @@ def test_calls_that_are_given_up(kind, next_name, last, lazily, step):
                 assert {*getattr(call.error, "missing", ())} <= {rank, 2}, (fault, job)
             assert job.kinds(1) == [""] * 3, (fault, job)
     assert happened > 2
-    assert given_up > 0
+    assert timed_out > 0

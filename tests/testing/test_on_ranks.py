@@ -1,4 +1,4 @@
-"""Tests on real ranks: `given_ranks`, and the pytest plugin as pytest shows it."""
+"""Tests on real ranks: `given_ranks`, and the output of pytest with hypercomm's plugin."""
 
 import functools
 import re
@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from launched import run_python
+from processes import run_python
 
 from hypercomm import HyperCommGrid, RankLayout, RankMapping
 from hypercomm.errors import LaunchError, RankFailedError
@@ -21,7 +21,7 @@ TESTS = """
     import functools, os, sys, threading, time, unittest
     import pytest, torch, torch.distributed as dist
     from hypothesis import assume, given, strategies as st
-    from busy import patience_s
+    from time_limits import startup_timeout_s
     from hypercomm import RankLayout
     from hypercomm.testing import given_ranks
 
@@ -34,7 +34,7 @@ TESTS = """
         total = torch.ones(1)
         dist.all_reduce(total)
         os.system(f"echo below Python on {dist.get_rank()}")
-        (tmp_path / str(dist.get_rank())).touch()  # a folder that all ranks have
+        (tmp_path / str(dist.get_rank())).touch()  # one folder for all ranks
         assert total.item() == ranks == dist.get_world_size()
 
     @pytest.mark.ranks(2)
@@ -47,7 +47,7 @@ TESTS = """
     def test_lock(lock):
         pass
 
-    @pytest.mark.ranks(2, timeout=patience_s(2))
+    @pytest.mark.ranks(2, timeout=startup_timeout_s(2))
     def test_hang():
         print("before")
         if dist.get_rank() == 0:
@@ -131,7 +131,7 @@ pytestmark = pytest.mark.full
 
 
 def run_pytest(folder, *arguments):
-    """Run pytest on a folder as on a project of its own."""
+    """Run pytest on a folder as a separate project."""
     plugins = ["-p", pytest_plugin.__name__, "-p", "no:cacheprovider"]
     tests = str(Path(__file__).parents[1])
     given = {"folder": folder, "COLUMNS": "400", "PYTHONPATH": tests}
@@ -140,30 +140,34 @@ def run_pytest(folder, *arguments):
 
 
 @functools.cache
-def shown(folder):
-    """What pytest shows of those tests."""
+def pytest_output(folder):
+    """Return the output of pytest for TESTS."""
     (folder / "test_all.py").write_text(textwrap.dedent(TESTS))
     return run_pytest(folder, "-rA", "--ranks-max=4", "--import-mode=importlib")
 
 
 @pytest.fixture
 def report(tmp_path_factory):
-    return shown(tmp_path_factory.getbasetemp())
+    return pytest_output(tmp_path_factory.getbasetemp())
 
 
 def about(report, test):
-    """Cut out what is shown of a test."""
+    """Return the part of the output about a test."""
     title = rf"^_+ (?:ERROR at \w+ of )?{re.escape(test)} _+$"
     rest = re.split(title, report, flags=re.MULTILINE)[1]
     return re.split(r"^(?:_+ .* _+|=+ .* =+)$", rest, flags=re.MULTILINE)[0]
 
 
-# Each size is a test of its own, on as many ranks, and what is too large says why it is skipped;
-# of given_ranks no example starts that is too large, and a test without any other is skipped.
-def test_sizes(report):
+# Each size is a separate test on that number of ranks. A size that is too large is skipped with the
+# reason. given_ranks skips examples that are too large, and a test without any other example.
+def test_each_size_is_a_test(report):
     for test in (
-        *("test_sum[ranks=1]", "test_sum[ranks=2]", "test_some_left_out"),
-        *("TestOfClass::test_static[ranks=1]", "TestCase::test_of_unittest", "test_function"),
+        "test_sum[ranks=1]",
+        "test_sum[ranks=2]",
+        "test_some_left_out",
+        "TestOfClass::test_static[ranks=1]",
+        "TestCase::test_of_unittest",
+        "test_function",
     ):
         assert f"PASSED test_all.py::{test}\n" in report, report
     for size, more in ((400, ""), (5, ""), (8, "; no example had fewer")):
@@ -171,37 +175,38 @@ def test_sizes(report):
         assert re.search(rf"SKIPPED \[\d\] .*: {reason}\n", report)
 
 
-# What a rank prints is in the report, by rank, also from below Python and of tests that pass.
+# The output of each rank is in the report, also output of C code and of tests that pass.
 def test_output_of_each_rank(report):
-    told = about(report, "test_sum[ranks=2]")
+    output = about(report, "test_sum[ranks=2]")
     for rank in (0, 1):
         title = rf"-+ Captured output of rank {rank} call -+"
-        assert re.search(rf"{title}\nbelow Python on {rank}\n", told)
+        assert re.search(rf"{title}\nbelow Python on {rank}\n", output)
     assert "I am 1\n" in about(report, "test_wrong[ranks=2]")
     assert about(report, "test_function").count("one of 2\n") == 2
 
 
-# A failure is the first failing rank's traceback, with values, and without our frames; a hang is
-# where each rank is; hypothesis draws here and runs there, and the example is the smallest.
-def test_failures(report):
-    told = about(report, "test_wrong[ranks=2]")
-    assert told.startswith('\nrank 1 failed: Traceback (most recent call last):\n  File "'), told
-    assert "in test_wrong\n    assert rank + 1 == 1\nAssertionError: assert (1 + 1) == 1\n" in told
-    assert "hypercomm" not in told
-    told = about(report, "test_hang[ranks=2]")
-    assert re.match(r"\nrank 0 failed: it had not returned after [\d.]+ s\n", told)
-    assert len(re.findall(r'test_all.py", line \d+ in test_hang\n', told)) == 2
-    assert told.count("before\n") == 2
-    told = about(report, "TestOfClass.test_drawn")
-    assert "    number=7,\n" in told
-    assert "deprecated" not in told
+# A failure shows the traceback of the first failing rank, with values and without frames of
+# hypercomm. A hang shows the stacks of all ranks. hypothesis shows the smallest example.
+def test_failures_are_reported(report):
+    output = about(report, "test_wrong[ranks=2]")
+    start = '\nrank 1 failed: Traceback (most recent call last):\n  File "'
+    assert output.startswith(start), output
+    failure = "in test_wrong\n    assert rank + 1 == 1\nAssertionError: assert (1 + 1) == 1\n"
+    assert failure in output
+    assert "hypercomm" not in output
+    output = about(report, "test_hang[ranks=2]")
+    assert re.match(r"\nrank 0 failed: it had not returned after [\d.]+ s\n", output)
+    assert len(re.findall(r'test_all.py", line \d+ in test_hang\n', output)) == 2
+    assert output.count("before\n") == 2
+    output = about(report, "TestOfClass.test_drawn")
+    assert "    number=7,\n" in output
+    assert "deprecated" not in output
 
 
-# What cannot work is an error of the test, which names what is wrong; a body may skip, and expect
-# to fail.
-def test_what_cannot_work(report):
-    told = about(report, "test_lock[ranks=2]")
-    assert told.startswith("\nargument 'lock' of test_lock cannot be pickled for its ranks: <unl")
+# A test that cannot run on ranks is an error that says why. A body may skip, and expect to fail.
+def test_unsupported_tests_are_errors(report):
+    output = about(report, "test_lock[ranks=2]")
+    assert output.startswith("\nargument 'lock' of test_lock cannot be pickled for its ranks: <unl")
     assert about(report, "test_async[ranks=1]").startswith("\ntest_async[ranks=1] is async")
     assert about(report, "test_given[ranks=1]").startswith("\ntest_given[ranks=1] draws with")
     assert "the fixture 'ranks' needs a test that is marked" in about(report, "test_unmarked")
@@ -209,52 +214,52 @@ def test_what_cannot_work(report):
     assert "XFAIL test_all.py::test_xfail[ranks=1] - known\n" in report
 
 
-# Markers that cannot work: nothing runs. Without an option, the machine bounds ranks.
-def test_bad_markers(tmp_path):
+# With an invalid marker, the test does not run. Without an option, the machine limits the ranks.
+def test_invalid_markers(tmp_path):
     markers = ["()", "('2')", "(2.0)", "(True)", "(0)", "(2, 2)", "(2, tiemout=3)", "(4096)"]
     for number, marker in enumerate(markers):
         text = f"import pytest\n\n@pytest.mark.ranks{marker}\ndef test_it():\n    pass\n"
         (tmp_path / f"test_{number}.py").write_text(text)
     report = run_pytest(tmp_path, "--continue-on-collection-errors", "-rs")
-    told = re.findall(r"^the marker ranks of test_it takes .*; got .*$", report, re.MULTILINE)
-    assert len(told) == len(markers) - 1
+    errors = re.findall(r"^the marker ranks of test_it takes .*; got .*$", report, re.MULTILINE)
+    assert len(errors) == len(markers) - 1
     assert f"4096 ranks are more than {most_ranks()}; " in report
 
 
-# So do those of given_ranks, before a rank starts.
+# Invalid arguments of given_ranks raise before a rank starts.
 @pytest.mark.parametrize(
-    ("decorator", "words"),
+    ("decorator", "message"),
     [
         (given_ranks(st.just(RankLayout([5], ["tp"])), ranks_max=4), "has 5 ranks, more than 4"),
-        (given_ranks(st.integers()), "no argument of test_given_ranks_that_cannot_work"),
-        (given_ranks(st.just(threading.Lock()), ranks=1), "argument 'drawn' of test_given_ranks"),
+        (given_ranks(st.integers()), "no argument of test_invalid_given_ranks"),
+        (given_ranks(st.just(threading.Lock()), ranks=1), "argument 'drawn' of test_invalid_given"),
     ],
 )
-def test_given_ranks_that_cannot_work(decorator, words):
+def test_invalid_given_ranks(decorator, message):
     @decorator
     def body(drawn):
         raise AssertionError(drawn)
 
-    with pytest.raises(LaunchError, match=re.escape(words)):
+    with pytest.raises(LaunchError, match=re.escape(message)):
         body()
 
 
-# Layouts and mappings are drawn by their types.
+# hypothesis has strategies for the types RankLayout and RankMapping.
 @given(st.from_type(RankLayout), st.from_type(RankMapping))
-def test_from_type(layout, mapping):
+def test_strategies_are_registered_by_type(layout, mapping):
     assert isinstance(layout, RankLayout)
     assert isinstance(mapping, RankMapping)
 
 
-# A body has the grid that was drawn, live, and the same draw on each rank.
+# A body gets the drawn grid, live, and the same draw on each rank.
 @given_ranks(grids(max_ranks=3, views=True), st.integers(0, 9), max_examples=4)
-def test_grids_on_ranks(grid, number):
+def test_body_gets_a_live_grid(grid, number):
     assert dist.get_world_size() == grid.layout.size
     assert grid[grid.dim_names].sum(number) == number * grid.layout.size
 
 
-# A grid has its arguments on ranks, too; one that borrows from another grid cannot travel.
-def test_a_grid_travels_with_its_arguments():
+# A grid keeps its arguments on ranks. A grid with share_with= cannot be sent to ranks.
+def test_grid_keeps_its_arguments_on_ranks():
     grid = HyperCommGrid("tp=2", name="b", creation="enumerate", world_size=2)
 
     def body(travelled):
@@ -268,8 +273,8 @@ def test_a_grid_travels_with_its_arguments():
         on_ranks.run_body(body, {"travelled": borrowing}, 2)
 
 
-# The body may be a closure; the smallest example has the first failing rank's traceback.
-def test_shrinks():
+# The body can be a closure. The smallest example has the traceback of the first failing rank.
+def test_example_shrinks():
     most = 2
 
     @given_ranks(layouts(dim_names=["dp"], max_ranks=3, max_offset=0), max_examples=10)

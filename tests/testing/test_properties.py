@@ -1,4 +1,4 @@
-"""Ready properties of layers: right ones pass on real ranks, and planted mistakes are found."""
+"""Properties of parallel layers: correct layers pass on real ranks, planted mistakes are found."""
 
 import functools
 import re
@@ -25,7 +25,7 @@ from hypercomm.testing.properties import PropertyError
 
 
 class Sum(torch.autograd.Function):
-    """The sum over a dim; its gradient is that of each part."""
+    """Sum a tensor over a dim. Its gradient is passed to each part."""
 
     @staticmethod
     def forward(ctx, part, dim):
@@ -38,7 +38,7 @@ class Sum(torch.autograd.Function):
 
 
 class SumTwice(Sum):
-    """A sum whose gradient is summed, too, although all ranks have the same loss."""
+    """A sum that also sums the gradient, although all ranks have the same loss."""
 
     @staticmethod
     def backward(ctx, gradient):
@@ -46,7 +46,7 @@ class SumTwice(Sum):
 
 
 class Copy(torch.autograd.Function):
-    """The same tensor on each rank of a dim; the gradients of the copies are summed."""
+    """Copy a tensor on each rank of a dim, and sum the gradients of the copies."""
 
     @staticmethod
     def forward(ctx, whole, dim):
@@ -59,7 +59,7 @@ class Copy(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """The parts of all ranks along an axis; the gradients are summed, unless `is_sum` is false."""
+    """Gather the parts of all ranks along an axis. Sum the gradients if `is_sum`."""
 
     @staticmethod
     def forward(ctx, part, dim, axis, is_sum):
@@ -75,7 +75,7 @@ class Gather(torch.autograd.Function):
 
 
 class Part(torch.autograd.Function):
-    """The rank's part of the sum over a dim, along an axis; its gradient is gathered."""
+    """Return the rank's part of the sum over a dim, along an axis. Its gradient is gathered."""
 
     @staticmethod
     def forward(ctx, whole, dim, axis):
@@ -123,7 +123,7 @@ def sequence_row(tp, bug=None):
 
 
 def attention(cp, *, causal, zigzag, bug=None):
-    """Attention to the gathered keys and values of all ranks."""
+    """Return attention to the gathered keys and values of all ranks."""
 
     def positions(rank, tokens):
         if not zigzag:
@@ -174,12 +174,12 @@ def token_loss(dp, bug=None):
     return loss
 
 
-# ---- right ones ----------------------------------------------------------------------------------
+# ---- correct layers ------------------------------------------------------------------------------
 
 
-# What is right passes, with another dim beside that of the layer, and in another order of dims.
+# Correct layers pass, with another dim in the grid, in either order of dims.
 @pytest.mark.ranks(4)
-def test_right_layers():
+def test_correct_layers_pass():
     for sizes in ("tp=2,dp=2", "dp=2,tp=2"):
         with HyperCommGrid(sizes) as grid:
             tp = grid["tp"]
@@ -200,17 +200,17 @@ def test_right_layers():
 @pytest.mark.parametrize("zigzag", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.ranks(4)
-def test_right_attention(causal, zigzag):
+def test_correct_attention_passes(causal, zigzag):
     for sizes in ("cp=4", "dp=2,cp=2"):
         with HyperCommGrid(sizes) as grid:
             own = attention(grid["cp"], causal=causal, zigzag=zigzag)
             properties.attention(grid, "cp", own, causal=causal, zigzag=zigzag)
 
 
-# Modules of `parallelize_module`, whose parameters are DTensors.
+# Modules from `parallelize_module`, whose parameters are DTensors, pass.
 @pytest.mark.full
 @pytest.mark.ranks(4)
-def test_right_dtensors():
+def test_dtensor_modules_pass():
     with HyperCommGrid("tp=2,dp=2") as grid:
         mesh = grid.device_mesh("tp")
 
@@ -237,10 +237,10 @@ def test_right_dtensors():
         properties.layer(grid, "tp", own, block(), {"x": (3, 5)}, cuts=cuts)
 
 
-# Megatron's own layers, which return pairs; those of sequence parallelism need a GPU.
+# Megatron's layers, which return pairs, pass. (Its sequence parallel layers need a GPU.)
 @pytest.mark.clients
 @pytest.mark.ranks(2)
-def test_megatron():
+def test_megatron_layers_pass():
     warnings.simplefilter("ignore")
     from megatron.core import ModelParallelConfig
     from megatron.core import parallel_state as state
@@ -288,7 +288,7 @@ ATTENTION, CAUSAL = of_attention(causal=False), of_attention(causal=True)
 VOCABULARY, TOKENS = of_loss("vocabulary", vocabulary_loss), of_loss("tokens", token_loss)
 
 MISTAKES = [
-    # the property, the mistake, the tensors that differ, and a word of their cause
+    # the property, the mistake, the tensors that differ, and a part of the reported cause
     (COLUMN, OF_THE_INPUT, ["gradient of input"], "all-reduce"),
     (COLUMN, "parts in another order", ["output"], "position"),
     (ROW, "output not summed", ["output"], "all-reduce"),
@@ -305,7 +305,7 @@ MISTAKES = [
 ]
 
 
-# Each is found: all ranks raise, with the same causes, which name the tensors that differ.
+# Each mistake is found: all ranks raise with the same causes, which name the tensors that differ.
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("check", "bug", "tensors", "word"),
@@ -313,32 +313,38 @@ MISTAKES = [
     ids=[f"{number}-{mistake[1].replace(' ', '_')}" for number, mistake in enumerate(MISTAKES)],
 )
 @pytest.mark.ranks(4)
-def test_mistakes(check, bug, tensors, word):
+def test_planted_mistakes_are_found(check, bug, tensors, word):
     with HyperCommGrid("tp=4") as grid:
         with pytest.raises(PropertyError) as caught:
             check(grid, bug)
         causes = caught.value.causes
-        told = [None] * grid.size
-        dist.all_gather_object(told, causes)
-        assert all(each == causes for each in told)
+        gathered = [None] * grid.size
+        dist.all_gather_object(gathered, causes)
+        assert all(each == causes for each in gathered)
         assert {tensor for _, tensor in causes} == {*tensors}
         assert all(word in cause and bool(word) == bool(cause) for cause in causes.values())
 
 
-# A rank alone can be wrong; the message has its coordinates, and where the largest difference is.
+# A mistake on some ranks only: the error has their coordinates and the index of the largest
+# difference.
 @pytest.mark.full
 @pytest.mark.ranks(4)
-def test_one_rank_is_wrong():
+def test_mistake_on_some_ranks_is_located():
     with HyperCommGrid("tp=2,dp=2") as grid:
 
         def wrong(logits, targets):
             loss = functional.cross_entropy(logits, targets, reduction="none")
-            return loss + (torch.arange(4) == 2) * 1.5 if grid.coords()["dp"] == 1 else loss
+            if grid.coords()["dp"] == 1:
+                return loss + 1.5 * (torch.arange(4) == 2)
+            return loss
 
         def check():
             dense = functional.cross_entropy
             properties.layer(
-                *(grid, "tp", wrong, lambda *both: dense(*both, reduction="none")),
+                grid,
+                "tp",
+                wrong,
+                lambda *both: dense(*both, reduction="none"),
                 {"logits": (8, 5), "targets": torch.arange(8) % 5},
                 cuts={"logits": 0, "targets": 0, "output": 0},
             )
@@ -352,7 +358,8 @@ def test_one_rank_is_wrong():
             assert re.search(largest, text)
 
 
-# Random numbers: agree along `same` and differ along all other dims, also for sums of coordinates.
+# Random numbers must agree along `same` and differ along all other dims, even if seeds are sums of
+# coordinates.
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("seed_of", "same", "wrong"),
@@ -367,7 +374,7 @@ def test_one_rank_is_wrong():
     ],
 )
 @pytest.mark.ranks(4)
-def test_random_state(seed_of, same, wrong):
+def test_random_state_is_checked(seed_of, same, wrong):
     with HyperCommGrid("tp=2,dp=2") as grid:
         torch.manual_seed(seed_of(grid))
 
@@ -382,10 +389,10 @@ def test_random_state(seed_of, same, wrong):
         assert {rank for rank, _ in caught.value.causes} == wrong
 
 
-# A gradient that does not arrive, a shape that is not the part's, and arguments that cannot work.
+# A missing gradient, a part with the wrong shape, and invalid arguments raise.
 @pytest.mark.full
 @pytest.mark.ranks(2)
-def test_other_mistakes():
+def test_missing_gradients_and_wrong_shapes():
     with HyperCommGrid("tp=2") as grid:
         tp = grid["tp"]
 
@@ -398,7 +405,10 @@ def test_other_mistakes():
         assert all("zero" in cause for cause in caught.value.causes.values())
         with pytest.raises(PropertyError) as caught:
             properties.linear(
-                *(grid, "tp", lambda *given: column(tp)(*given)[..., 1:], "column"),
+                grid,
+                "tp",
+                lambda *given: column(tp)(*given)[..., 1:],
+                "column",
                 features=(4, 4),
             )
         assert {*caught.value.causes} == {(0, "output"), (1, "output")}

@@ -1,4 +1,4 @@
-"""Every rank of a large job, one after the other: the groups that ranks create, and their world."""
+"""simulate(): the groups that all ranks of a large job create, one rank after the other."""
 
 import contextlib
 import copy
@@ -11,7 +11,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 import torch.distributed as dist
-from group_facts import replaceable
+from group_checks import patched_attributes
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import get_rank as bound_early
@@ -36,22 +36,25 @@ def five_groups():
 
 
 def made(simulation):
-    """What each rank creates, as pairs of backend and ranks."""
+    """Map each rank to its creations, as pairs of backend and ranks."""
     return {
         rank: [(creation.backend, creation.ranks) for creation in creations]
         for rank, creations in simulation.creations.items()
     }
 
 
-# Every rank creates its own groups and no others, as numpy counts them, and they agree.
-def test_a_grid():
+# Every rank creates only its groups, which numpy counts, too, and all ranks agree.
+def test_groups_match_numpy():
     got = simulate(five_groups, 128)
     table = np.arange(128).reshape(8, 2, 4, 2, order="F")
     for rank in range(128):
         tp, cp, dp, pp = np.argwhere(table == rank)[0]
         own = [
-            *(table[:, cp, dp, pp], table[tp, :, dp, pp], table[tp, cp, :, pp]),
-            *(table[tp, cp, dp, :], table[tp, :, :, pp].ravel()),
+            table[:, cp, dp, pp],
+            table[tp, :, dp, pp],
+            table[tp, cp, :, pp],
+            table[tp, cp, dp, :],
+            table[tp, :, :, pp].ravel(),
         ]
         expected = [tuple(sorted(map(int, members))) for members in own]
         assert got.returned[rank] == expected
@@ -61,10 +64,10 @@ def test_a_grid():
     assert str(got) == "128 of 128 ranks: 192 process groups, 5 on each rank\nall ranks agree"
 
 
-# torch.distributed answers as on each rank, also by names imported before, and nothing of it is
-# left: not in this process's world, nor in the environment.
+# torch.distributed returns the values of each simulated rank, also through names imported before.
+# Afterwards this process's WORLD and environment are as before.
 @pytest.mark.parametrize("outer", [contextlib.nullcontext, lambda: fake_world(8, rank=3)])
-def test_what_torch_answers(monkeypatch, outer):
+def test_torch_calls_in_a_simulation(monkeypatch, outer):
     monkeypatch.setenv("RANK", "77")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
@@ -86,22 +89,24 @@ def test_what_torch_answers(monkeypatch, outer):
         return int(os.environ["RANK"])
 
     with outer():
-        live, before = dist.is_initialized(), (registered_groups(), replaceable())
+        live = dist.is_initialized()
+        before = (registered_groups(), patched_attributes())
         got = simulate(program, 6)
         assert dist.is_initialized() == live
-        assert (registered_groups(), replaceable()) == before
+        assert (registered_groups(), patched_attributes()) == before
         assert not live or dist.get_rank() == 3
     assert got.returned == {rank: rank for rank in range(6)}
     assert made(got) == {
         rank: [("gloo", (1, 2, 4))] if rank in (1, 2, 4) else [] for rank in range(6)
     }
     assert got.creations[1][0].description == "mine"
-    assert (os.environ["RANK"], "WORLD_SIZE" in os.environ) == ("77", False)
+    assert os.environ["RANK"] == "77"
+    assert "WORLD_SIZE" not in os.environ
 
 
-# Megatron's own code runs as it is; the tests of compat compare it with ours.
-def test_megatrons_own_code():
-    from oracle import parallel_state as megatron
+# Megatron's code runs unchanged. (tests/compat compares it with hypercomm.)
+def test_megatron_in_a_simulation():
+    from megatron_oracle import parallel_state as megatron
 
     def program():
         blank = {name: value for name, value in vars(megatron).items() if name.isupper()}
@@ -109,7 +114,7 @@ def test_megatrons_own_code():
         try:
             megatron.initialize_model_parallel(2, expert_model_parallel_size=4)
             return megatron.get_data_parallel_rank()
-        finally:  # its own teardown forgets some of its globals
+        finally:  # Megatron's teardown leaves some of its globals
             vars(megatron).update({**blank, "_global_process_group_list": None})
 
     got = simulate(program, 16)
@@ -117,8 +122,8 @@ def test_megatrons_own_code():
     assert got.returned == {rank: rank // 2 for rank in range(16)}
 
 
-# Global states begin empty on each rank, and those of this process are there again afterwards.
-def test_states_of_this_process():
+# Global states are empty at the start of each rank, and restored in this process afterwards.
+def test_global_states_are_restored():
     def program():
         assert not ezpz.tensor_parallel_is_initialized()
         assert not mpu.model_parallel_is_initialized()
@@ -138,8 +143,8 @@ def test_states_of_this_process():
         assert got.returned[rank] == ([*range(rank // 4 * 4, rank // 4 * 4 + 4)], rank % 2)
 
 
-# Meshes of torch and of a grid are made of simulated groups.
-def test_meshes():
+# DeviceMeshes of torch and of a grid consist of simulated groups.
+def test_meshes_in_a_simulation():
     def theirs():
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
         return mesh["tp"].get_group().size(), mesh.get_local_rank("dp")
@@ -159,8 +164,8 @@ def test_meshes():
             assert {ranks for _, ranks in made(got)[rank]} == own
 
 
-# A job that ends and begins again counts its groups anew, as torch does, and has its own WORLD.
-def test_a_second_job():
+# A program that destroys WORLD and initialises it again has a second job with new group counts.
+def test_second_job_in_a_simulation():
     def program():
         if dist.get_rank() < 2:
             dist.new_group([0, 1])
@@ -178,9 +183,9 @@ def test_a_second_job():
     assert [one.group.called for one in got.collectives[2]] == ["WORLD", "WORLD (job 2)"]
 
 
-# torch's own members-only creation salts names with the number of groups that a rank has: ranks
-# with different memberships would wait for ever (pytorch issue 173608). Found on a laptop.
-def test_uneven_memberships_in_torch():
+# use_local_synchronization=True of torch puts a rank's number of groups into the name, so ranks
+# with different memberships hang (pytorch issue 173608). A simulation finds this.
+def test_uneven_memberships_in_torch_disagree():
     def theirs():
         if dist.get_rank() in (0, 3):
             dist.new_group([0, 3], use_local_synchronization=True)
@@ -193,7 +198,7 @@ def test_uneven_memberships_in_torch():
         wrong.check()
 
 
-# A rank that leaves a creation out, swaps two, or asks for other options is named.
+# A rank that skips a creation, swaps two, or passes other options is named.
 @pytest.mark.parametrize(
     ("calls", "absent", "differs"),
     [
@@ -204,30 +209,31 @@ def test_uneven_memberships_in_torch():
     ],
     ids=["skips", "swaps", "backend", "timeout"],
 )
-def test_one_rank_creates_otherwise(calls, absent, differs):
+def test_different_creation_on_one_rank_is_named(calls, absent, differs):
     def run():
         grid = HyperCommGrid([2, 4], ["tp", "dp"])
         for call in calls[dist.get_rank() == 5]:
             dims, backend, seconds = call if isinstance(call, tuple) else (call, None, 600)
             grid.create_pg(dims, backend=backend, timeout=timedelta(seconds=seconds))
 
-    (one,) = [one for one in simulate(run, 8).disagreements if one.group.ranks == (4, 5)]
+    found = simulate(run, 8).disagreements
+    (one,) = [one for one in found if one.group.ranks == (4, 5)]
     assert (one.group.called, one.number, one.absent) == ("tp", 0, absent)
     assert one.waiting == ((4,) if absent else (4, 5))
     assert differs in one.differs
     assert str(one).startswith("tp of ranks (4, 5): rank")
-    # ranks 6 and 7 have nothing to do with it
+    # without the other ranks, 6 and 7 agree
     assert simulate(run, 8, ranks=[6, 7]).disagreements == ()
 
 
-# A creation is shown with its first four ranks, and the last.
-def test_creations_as_text():
+# The text of a creation has its first four ranks and the last one.
+def test_text_of_a_creation():
     made = simulate(lambda: dist.new_group(range(5), group_desc="five") and None, 5).creations[0]
     assert [*map(str, made)] == ["five of ranks (0, 1, 2, 3, ..., 4)"]
 
 
-# A sample of the ranks of a world of any size, with backends that this machine lacks.
-def test_a_sample():
+# A sample of the ranks of a world of any size, with backends that this machine does not have.
+def test_sample_of_ranks():
     def run():
         grid = HyperCommGrid([8, 131_072], ["tp", "dp"], backend="nccl")
         return grid.create_pg("tp").size(), grid.create_pg("dp").size()
@@ -239,9 +245,9 @@ def test_a_sample():
     assert str(got).startswith("3 of 1,048,576 ranks: 5 process groups, 2 on each rank")
 
 
-# What cannot be simulated is an error, and leaves torch as it was.
+# A program that cannot be simulated raises, and torch is restored.
 @pytest.mark.parametrize(
-    ("function", "options", "error", "words"),
+    ("function", "options", "error", "message"),
     [
         (lambda: dist.group.WORLD.abort(1), {}, RankFailedError, "has no 'abort'"),
         (lambda: 1 / (dist.get_rank() - 1), {}, RankFailedError, "rank 1 failed: Traceback"),
@@ -252,21 +258,22 @@ def test_a_sample():
         (int, {"backend": "smoke"}, GroupOptionsError, "'smoke'"),
     ],
 )
-def test_what_cannot_be_simulated(function, options, error, words):
-    before = replaceable()
-    with pytest.raises(error, match=re.escape(words)):
+def test_invalid_simulations(function, options, error, message):
+    before = patched_attributes()
+    with pytest.raises(error, match=re.escape(message)):
         simulate(function, **{"world_size": 4, **options})
-    assert replaceable() == before
+    assert patched_attributes() == before
     assert not dist.is_initialized()
 
 
-# Ranks that call their barriers, each in its own order, end exactly if the orders have no cycle.
+# Ranks call barriers, each in a random order. They finish exactly if the orders have no cycle.
 @given(st.data())
-def test_orders(data):
+def test_cycles_of_barriers_are_found(data):
     world = range(data.draw(st.integers(2, 5)))
     sets = [ranks for size in (2, 3) for ranks in itertools.combinations(world, size)]
     members = data.draw(st.lists(st.sampled_from(sets), min_size=1, max_size=5))
-    orders, graph = {}, graphlib.TopologicalSorter()
+    orders = {}
+    graph = graphlib.TopologicalSorter()
     for rank in world:
         own = [number for number, ranks in enumerate(members) if rank in ranks]
         orders[rank] = data.draw(st.permutations(own))

@@ -1,4 +1,4 @@
-"""What simulated ranks call: recorded, and compared over all of them."""
+"""Collectives of simulated ranks are recorded, and compared between all ranks."""
 
 import contextlib
 import itertools
@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from group_facts import coalescing
+from group_checks import coalescing
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import all_gather_object as bound_early
@@ -17,7 +17,7 @@ from hypercomm import HyperCommGrid, run_ranks
 from hypercomm.errors import RankFailedError, SimulationError
 from hypercomm.testing import simulate
 
-# torch 2.13 has further names for some collectives, and warns of the old ones.
+# torch 2.13 has new names for some collectives, and warns about the old ones.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 
 
@@ -30,7 +30,8 @@ def slots(count=4):
 
 
 def all_gathered():
-    into, listed = torch.zeros(8), slots()
+    into = torch.zeros(8)
+    listed = slots()
     dist.all_gather_into_tensor(into, own())
     dist.all_gather(listed, own())
     assert torch.equal(into, torch.cat(listed))
@@ -47,14 +48,17 @@ def reduce_scattered():
 
 
 def exchanged():
-    into, listed = torch.zeros(4), slots()
+    into = torch.zeros(4)
+    listed = slots()
     dist.all_to_all_single(into, own(4))
     dist.all_to_all(listed, [own()] * 4)
     return into.tolist(), listed[3].tolist()
 
 
 def from_the_root(src):
-    tensor, out, listed = own(), torch.full((2,), -1.0), slots()
+    tensor = own()
+    out = torch.full((2,), -1.0)
+    listed = slots()
     parts = [torch.full((2,), 10.0 + rank) for rank in range(4)]
     dist.broadcast(tensor, src=src)
     dist.scatter(out, parts if dist.get_rank() == src else None, src=src)
@@ -63,7 +67,8 @@ def from_the_root(src):
 
 
 def passed_on():
-    rank, line, ring = dist.get_rank(), torch.full((2,), -1.0), torch.full((2,), -1.0)
+    rank = dist.get_rank()
+    line, ring = torch.full((2,), -1.0), torch.full((2,), -1.0)
     if rank:
         dist.recv(line, rank - 1)
     if rank < 3:
@@ -78,7 +83,8 @@ def passed_on():
 
 
 def from_anyone():
-    tensor, sender = torch.full((2,), -1.0), None
+    tensor = torch.full((2,), -1.0)
+    sender = None
     if dist.get_rank() == 1:
         dist.send(own(), 3)
     elif dist.get_rank() == 3:
@@ -87,7 +93,8 @@ def from_anyone():
 
 
 def begun():
-    tensor, into = own(), torch.zeros(8)
+    tensor = own()
+    into = torch.zeros(8)
     work = dist.all_reduce(tensor, async_op=True)
     assert isinstance(work, dist.Work)
     assert work.is_completed()
@@ -104,7 +111,10 @@ def begun():
 
 def objects():
     rank = dist.get_rank()
-    first, last, out, every = [rank, None], [rank], [None], [None] * 4
+    first = [rank, None]
+    last = [rank]
+    out = [None]
+    every = [None] * 4
     dist.broadcast_object_list(first, src=0)
     dist.broadcast_object_list(last, src=3)
     dist.scatter_object_list(out, list("abcd") if rank == 1 else None, src=1)
@@ -117,8 +127,8 @@ def objects():
     return first, last[0], out[0], every[0]
 
 
-# Each works on every rank, agrees, and leaves what is documented: values of ranks that ran before,
-# and this rank's own in place of those of later ranks.
+# Each collective works on every rank, and all agree. The result has the documented values: from
+# ranks that have run before, and this rank's value in place of values from later ranks.
 @pytest.mark.parametrize(
     ("function", "args", "returned"),
     [
@@ -134,14 +144,14 @@ def objects():
                         {"rank": rank} if rank < 3 else 3) for rank in range(4)]),
     ],
 )  # fmt: skip
-def test_what_is_left(function, args, returned):
+def test_results_of_collectives(function, args, returned):
     got = simulate(function, 4, args=args)
     assert list(got.returned.values()) == returned
     got.check()
 
 
-# What was called is there in order, with all that matters and the place.
-def test_what_is_recorded():
+# Collectives are recorded in order, with their arguments and source line.
+def test_recorded_collectives():
     def run():
         group = HyperCommGrid([2, 2], ["tp", "dp"]).create_pg("dp")
         early_all_reduce(torch.zeros(2, 3, dtype=torch.int64), op=dist.ReduceOp.MAX, group=group)
@@ -158,8 +168,10 @@ def test_what_is_recorded():
     assert (first.reduction, first.peer, first.place) == ("max", None, place)
     assert (first.group.called, tuple(first.group.ranks)) == ("dp", (1, 3))
     assert [(one.op, one.shapes, one.peer, one.tag) for one in others] == [
-        *[("broadcast", ((),), 1, 0), ("monitored_barrier", (), None, 0)],
-        *[("send", ((1,),), 2, 3), ("recv", ((1,),), 0, 3)],
+        ("broadcast", ((),), 1, 0),
+        ("monitored_barrier", (), None, 0),
+        ("send", ((1,),), 2, 3),
+        ("recv", ((1,),), 0, 3),
     ]
     assert str(others[2]).startswith("send of float32[1] to rank 2 with tag 3 at test_")
     assert others[0].group.called == "WORLD"
@@ -171,7 +183,7 @@ def swaps(odd, tp):
         dist.all_reduce(torch.zeros(4), group=group)
 
 
-# Each mistake of rank 5 is found and named; of ranks 4 and 5, which are a tp group.
+# Each mistake of rank 5 is found and named. Ranks 4 and 5 are a tp group.
 @pytest.mark.parametrize(
     ("program", "differs"),
     [
@@ -192,32 +204,33 @@ def swaps(odd, tp):
          ("all_reduce of float32[2] (sum)", "barrier")),
     ],
 )  # fmt: skip
-def test_one_rank_differs(program, differs):
+def test_mistake_of_one_rank_is_named(program, differs):
     def run(odd_rank):
         tp = HyperCommGrid([2, 4], ["tp", "dp"]).create_pg("tp")
         program(dist.get_rank() == odd_rank, tp)
 
     got = simulate(run, 8, args=(5,))
     (one,) = [one for one in got.disagreements if one.group.ranks == (4, 5)]
-    assert (one.number, one.waiting) == (1, (4, 5) if differs else (4,))
+    assert one.number == 1
+    assert one.waiting == ((4, 5) if differs else (4,))
     if not differs:
         assert re.fullmatch(r"waits in all_reduce on WORLD at test_\w+.py:\d+", one.absent[5])
         assert ": rank 4 waits for rank 5, which waits in all_reduce on WORLD" in str(one)
-    for rank, text, words in zip((4, 5), one.differs.split("; "), differs, strict=False):
+    for rank, text, part in zip((4, 5), one.differs.split("; "), differs, strict=False):
         assert text.startswith(f"rank {rank} calls ")
-        assert words in text
+        assert part in text
     with pytest.raises(SimulationError, match=r"\n\d disagreements?:"):
         got.check()
     simulate(run, 8, args=(None,)).check()
     assert simulate(run, 8, args=(5,), ranks=[6, 7]).disagreements == ()
 
 
-# Ranks whose calls differ are named, the odd ones first, though a third one is absent, and
-# consequences are not: rank 3 would wait for the rank that has begun two calls and waits for the
+# Ranks whose calls differ are named, the odd ones first, even if a third rank is absent.
+# Consequences are not reported: rank 3 waits for a rank that has begun two calls and waits for the
 # second.
 @pytest.mark.parametrize("absent", [False, True])
 @pytest.mark.parametrize("begins_two", [0, 2])
-def test_only_the_first_difference(begins_two, absent):
+def test_only_the_first_difference_is_reported(begins_two, absent):
     def run():
         rank = dist.get_rank()
         three, pair = dist.new_group([0, 1, 2]), dist.new_group([begins_two, 3])
@@ -238,9 +251,9 @@ def test_only_the_first_difference(begins_two, absent):
     assert absent or re.match(r"rank 2 calls .*\[5\].*; ranks 0, 1 call .*\[4\]", one.differs)
 
 
-# Values of another call, or of another kind of tensor, are not taken. The parts of an all-to-all
-# may differ, as they do where they depend on values.
-def test_values_of_others():
+# Values of a different call or of another kind of tensor are not used. The splits of an all-to-all
+# may differ between ranks.
+def test_values_of_other_ranks():
     def run():
         rank = dist.get_rank()
         tensor = torch.full((2,), 7) if rank else torch.full((2,), 1.5)
@@ -261,8 +274,8 @@ SEND, RECV = [message(dist.send, 1)], [message(dist.recv, 0)]
 NEVER_SENT, NEVER_RECEIVED = ((1,), {0: "never sends it"}), ((0,), {1: "never receives it"})
 
 
-# Sends and receives without their other end, and those that wait for each other. Messages do not
-# count as collectives of their group. Nobody knows what a rank that is not simulated does.
+# Sends and receives without the other side, or that wait for each other, are found. Messages do not
+# count as collectives of their group. Nothing is known about a rank that is not simulated.
 @pytest.mark.parametrize(
     ("steps", "simulated", "found"),
     [
@@ -286,7 +299,7 @@ NEVER_SENT, NEVER_RECEIVED = ((1,), {0: "never sends it"}), ((0,), {1: "never re
         ),
     ],
 )
-def test_messages_without_an_end(steps, simulated, found):
+def test_unmatched_messages_are_found(steps, simulated, found):
     def run():
         for step in dict(enumerate(steps)).get(dist.get_rank(), ()):
             step()
@@ -297,8 +310,8 @@ def test_messages_without_an_end(steps, simulated, found):
     assert simulate(run, 3, ranks=simulated).disagreements == ()
 
 
-# Creations and collectives wait for each other, too.
-def test_a_creation_and_a_barrier():
+# A creation and a collective that wait for each other are found, too.
+def test_creation_and_barrier_wait_for_each_other():
     def run():
         grid = HyperCommGrid([2, 2], ["tp", "dp"])
         steps = [dist.barrier, lambda: grid.create_pg("tp")]
@@ -306,12 +319,14 @@ def test_a_creation_and_a_barrier():
             step()
 
     one, other = simulate(run, 4).disagreements
-    assert (one.waiting, one.absent) == ((0, 1, 2), {3: "waits in tp"})
-    assert (other.waiting, other.absent.keys()) == ((3,), {2})
+    assert one.waiting == (0, 1, 2)
+    assert one.absent == {3: "waits in tp"}
+    assert other.waiting == (3,)
+    assert other.absent.keys() == {2}
     assert other.absent[2].startswith("waits in barrier on WORLD at test_")
 
 
-# What a real group refuses on this rank alone is refused here, with the rank.
+# A call that a real group rejects on this rank alone raises here, too, and names the rank.
 @pytest.mark.parametrize(
     "call",
     [
@@ -321,13 +336,14 @@ def test_a_creation_and_a_barrier():
         lambda: dist.all_to_all_single(own(3), own(3)),
     ],
 )
-def test_what_is_refused(call):
+def test_invalid_calls_raise(call):
     with pytest.raises(RankFailedError) as error:
         simulate(call, 4)
     assert isinstance(error.value.__cause__, SimulationError)
 
 
-WORLD, GROUPS = 6, [(0, 1, 2), (3, 4, 5), (0, 3), (1, 4), (2, 5), tuple(range(6))]
+WORLD = 6
+GROUPS = [(0, 1, 2), (3, 4, 5), (0, 3), (1, 4), (2, 5), tuple(range(6))]
 STEPS = st.lists(
     st.tuples(st.integers(0, len(GROUPS) - 1), st.integers(1, 3), st.booleans()),
     min_size=1,
@@ -336,9 +352,10 @@ STEPS = st.lists(
 
 
 def run_steps(steps, odd, change, at):
-    """Call the steps that this rank is in; rank `odd` does its step of the index `at` otherwise."""
+    """Call the steps of this rank. Rank `odd` makes the change in its step with index `at`."""
     groups = [dist.new_group(ranks) for ranks in GROUPS]
-    rank, mine = dist.get_rank(), itertools.count()
+    rank = dist.get_rank()
+    mine = itertools.count()
     for number, size, begins in steps:
         if rank not in GROUPS[number]:
             continue
@@ -353,9 +370,9 @@ def run_steps(steps, odd, change, at):
             work.wait()
 
 
-# Ranks that call the same agree; if one of them makes one change, it is named.
+# Ranks that make the same calls agree. If one of them makes one change, it is named.
 @given(st.data())
-def test_any_program(data):
+def test_random_programs(data):
     steps = data.draw(STEPS)
     simulate(run_steps, WORLD, args=(steps, None, "", 0)).check()
     odd = data.draw(st.sampled_from(sorted({rank for step in steps for rank in GROUPS[step[0]]})))
@@ -367,11 +384,11 @@ def test_any_program(data):
     assert any(odd in {*one.waiting, *one.absent} for one in concerned)
 
 
-# gloo agrees with a simulation: what it names makes real ranks fail, and what it does not, works.
+# gloo agrees with the simulation: real ranks fail exactly if the simulation finds a disagreement.
 @pytest.mark.slow
 @pytest.mark.parametrize("odd", [None, 1])
-def test_beside_gloo(odd):
-    args = [(5, 1, False), (2, 2, False), (0, 1, False)], odd, "skips", 1
+def test_simulation_agrees_with_gloo(odd):
+    args = ([(5, 1, False), (2, 2, False), (0, 1, False)], odd, "skips", 1)
     differs = bool(simulate(run_steps, WORLD, args=args).disagreements)
     assert differs == (odd is not None)
     with pytest.raises(RankFailedError) if differs else contextlib.nullcontext():

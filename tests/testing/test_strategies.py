@@ -1,4 +1,4 @@
-"""The published strategies: they keep their bounds, reach them, reject impossible ones, shrink."""
+"""The published strategies keep and reach their bounds, reject impossible ones, and shrink."""
 
 import re
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
-from launched import run_python
+from processes import run_python
 
 from hypercomm import RankLayout
 from hypercomm.errors import LayoutError, UnknownDimError
@@ -26,14 +26,15 @@ LAYOUT = RankLayout("tp=2,cp=3,dp=4", rank_offset=5)
 
 
 def find(strategy, condition=lambda _: True):
-    """Shrink without the database, which files examples under the text of the condition."""
+    """Shrink without the database, which stores examples under the text of the condition."""
     return hypothesis.find(strategy, condition, settings=settings(max_examples=2000, database=None))
 
 
 @st.composite
 def bounds(draw):
     """Draw bounds that some layout satisfies."""
-    min_dims, min_size = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    min_dims = draw(st.integers(1, 4))
+    min_size = draw(st.integers(1, 3))
     max_dims = draw(st.integers(min_dims, 5))
     names = draw(st.permutations("abcdefg"))[: draw(st.integers(max_dims, 7))]
     return {
@@ -48,21 +49,22 @@ def bounds(draw):
     }
 
 
-# A drawn layout keeps all the bounds that were asked for.
+# A drawn layout keeps all bounds.
 @pytest.mark.torch_free
 @given(bounds(), st.data())
-def test_layouts_keep_their_bounds(asked, data):
-    layout = data.draw(layouts(**asked))
-    assert asked["min_dims"] <= len(layout.dim_names) <= asked["max_dims"]
-    assert set(asked["dims_required"]) <= set(layout.dim_names) <= set(asked["dim_names"])
-    assert asked["min_size"] <= min(layout.shape)
-    assert max(layout.shape) <= asked["max_size"]
-    assert layout.size <= asked["max_ranks"]
-    assert 0 <= layout.rank_offset <= asked["max_offset"]
+def test_layouts_keep_their_bounds(given_bounds, data):
+    layout = data.draw(layouts(**given_bounds))
+    assert given_bounds["min_dims"] <= len(layout.dim_names) <= given_bounds["max_dims"]
+    assert set(given_bounds["dims_required"]) <= set(layout.dim_names)
+    assert set(layout.dim_names) <= set(given_bounds["dim_names"])
+    assert given_bounds["min_size"] <= min(layout.shape)
+    assert max(layout.shape) <= given_bounds["max_size"]
+    assert layout.size <= given_bounds["max_ranks"]
+    assert 0 <= layout.rank_offset <= given_bounds["max_offset"]
 
 
-# Each bound can be reached, so none is tighter than it says; layouts shrink towards few dims,
-# small sizes, the first names and offset 0.
+# Each bound is reached, so none is tighter than documented. Layouts shrink towards few dims, small
+# sizes, the first names and offset 0.
 @pytest.mark.full
 @pytest.mark.torch_free
 @pytest.mark.parametrize(
@@ -84,10 +86,10 @@ def test_layouts_reach_their_bounds_and_shrink(asked, condition, smallest):
     assert find(layouts(**asked), lambda layout: layout.rank_offset == 16).rank_offset == 16
 
 
-# Subsets of dims, ranks and orders are those of the layout, in any order.
+# Drawn subsets of dims, ranks and orders belong to the layout.
 @pytest.mark.torch_free
 @given(layouts(listed=True, max_ranks=64) | layouts(), st.data())
-def test_parts_of_layouts(layout, data):
+def test_dim_subsets_ranks_and_orders(layout, data):
     least = data.draw(st.integers(0, len(layout.dim_names)))
     most = data.draw(st.integers(least, len(layout.dim_names)))
     dims = data.draw(dim_subsets(layout, min_dims=least, max_dims=most))
@@ -96,13 +98,13 @@ def test_parts_of_layouts(layout, data):
     assert data.draw(ranks_of(layout)) in layout.ranks
     order = data.draw(orders(layout.dim_names))
     assert sorted(order.split("-")) == sorted(layout.dim_names)
-    assert eval(hypothesis.vendor.pretty.pretty(layout)) == layout  # what is printed can be pasted
+    assert eval(hypothesis.vendor.pretty.pretty(layout)) == layout  # printed layouts can be pasted
 
 
-# A view has the ranks of its layout, and the groups of the dims that are shared.
+# A view has the ranks of its layout, and the same groups over the shared dims.
 @pytest.mark.torch_free
 @given(layouts(max_dims=4, max_offset=3, listed=True, max_ranks=64), st.data())
-def test_views_of(layout, data):
+def test_views_share_groups(layout, data):
     shared = data.draw(st.lists(st.sampled_from(layout.dim_names), unique=True))
     view = data.draw(views_of(layout, dim_names=list("abcde"), shared_dims=shared))
     assert view.ranks == layout.ranks
@@ -119,9 +121,9 @@ def test_views_shrink():
     assert four == RankLayout([2, 2, 2, 3], ["ep", "cp", "expt_tp", "expt_dp"])
 
 
-# A grid fills its world; its view, if it has one, has its ranks.
+# A grid fills its world. Its view, if it has one, has the same ranks.
 @given(grids(views=True, dims_required=["tp"]))
-def test_grids(grid):
+def test_grids_fill_their_world(grid):
     assert grid.layout.ranks == range(grid.layout.size)
     assert grid.layout.size <= 16
     assert "tp" in grid.dim_names
@@ -129,7 +131,7 @@ def test_grids(grid):
         assert grid.view(name).layout.ranks == grid.layout.ranks
 
 
-# Mappings are of every kind, along a batch and of weights.
+# Mappings are drawn along a batch dim, or for weights.
 @given(mappings(), mappings(along=None, beside=False))
 def test_mappings(mapping, weight):
     received = sum(len(mapping.receives(rank)) for rank in set(mapping.target_ranks))
@@ -138,7 +140,7 @@ def test_mappings(mapping, weight):
     assert weight.source.ranks[0] == weight.target.ranks[0] == 0
 
 
-# Shardings cut axes that are there, each dim once.
+# Shardings cut axes that exist.
 @pytest.mark.torch_free
 @given(st.lists(st.integers(0, 3), max_size=4), st.data())
 def test_shardings(shape, data):
@@ -147,10 +149,10 @@ def test_shardings(shape, data):
     assert all(shape[axis] > 0 for axis in cut.values())
 
 
-# Bounds that nothing satisfies are rejected in hypothesis's own way; of other arguments that cannot
-# work the error names the argument and the value.
+# Bounds that nothing satisfies raise InvalidArgument. Errors about other arguments name the
+# argument and the value.
 @pytest.mark.parametrize(
-    ("call", "kind", "words"),
+    ("call", "kind", "message"),
     [
         (lambda: layouts(min_dims=0), InvalidArgument, "min_dims"),
         (lambda: layouts(min_dims=3, max_dims=2), InvalidArgument, "max_dims"),
@@ -168,13 +170,13 @@ def test_shardings(shape, data):
         (lambda: mappings(along="batch"), UnknownDimError, "'batch'"),
     ],
 )
-def test_bad_arguments(call, kind, words):
-    with pytest.raises(kind, match=re.escape(words)):
+def test_invalid_arguments(call, kind, message):
+    with pytest.raises(kind, match=re.escape(message)):
         find(call())
 
 
-# pytest's plugin is light; the types are registered with hypothesis by the first strategy.
-def test_entry_points_are_light():
+# The pytest plugin imports little. The first strategy registers the types with hypothesis.
+def test_plugin_imports_little():
     program = """
 import sys, pytest, hypothesis
 before = set(sys.modules)
@@ -190,4 +192,5 @@ print(hypothesis.find(hypothesis.strategies.from_type(RankLayout), lambda one: o
     packages, modules, drawn = done.stdout.splitlines()
     assert packages in ("['hypercomm']", "[]"), done.stdout + done.stderr
     own = [f"hypercomm.{name}" for name in ("errors", "lazy", "testing", "testing.pytest_plugin")]
-    assert (modules, drawn) == (str(own), "tp=2")
+    assert modules == str(own)
+    assert drawn == "tp=2"

@@ -1,4 +1,4 @@
-"""The plan of a state: every element arrives once, in bounded buckets, balanced; against numpy."""
+"""The plan of a state, against numpy: every element arrives once, in balanced, bounded buckets."""
 
 import math
 from collections import Counter
@@ -6,10 +6,10 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from by_numpy import held
-from effort import examples
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy_oracle import held
 
 from hypercomm import RankLayout, RankMapping
 from hypercomm.testing import layouts
@@ -20,14 +20,14 @@ some = settings(max_examples=examples(200), deadline=None)
 
 
 def parts_of(mapping, shape, *, is_source):
-    """The part on each rank of an end of a tensor that counts its elements, by numpy."""
+    """Map each rank of source or target to its part of a tensor that counts its elements."""
     whole = np.arange(math.prod(shape)).reshape(shape)
     owned = held(mapping, shape, is_source=is_source)
     return {rank: whole[np.ix_(*axes)] for rank, axes in owned.items()}
 
 
 def planned(parameters, limit):
-    """The segments of parameters: for each its shape, its dtype and its mapping."""
+    """Return the segments of parameters, given their shapes, dtypes and mappings."""
     ends = []
     for is_source in (True, False):
         described = {}
@@ -42,7 +42,7 @@ def planned(parameters, limit):
 
 @st.composite
 def plans(draw):
-    """Draw two layouts anywhere, and parameters that some of their dims cut, unevenly too."""
+    """Draw two layouts at any offsets, and parameters cut by their dims, also unevenly."""
     source, target = (
         draw(layouts(max_ranks=12, max_offset=8, dim_names=("tp", "cp", "dp"))) for _ in range(2)
     )
@@ -57,8 +57,8 @@ def plans(draw):
     return parameters, draw(st.sampled_from([1024, 5000, 1 << 20]))
 
 
-# Every element that a target rank wants arrives there once, from a rank that has it; what a rank
-# has it copies; no rank sends and receives more in a bucket than was said.
+# Every element that a target rank needs arrives there once, from a rank that has it. A rank copies
+# elements that it has. No rank sends and receives more in a bucket than the limit.
 @some
 @given(plans())
 def test_every_element_arrives_once(plan):
@@ -100,7 +100,7 @@ CUTS = {"embedding": {"tp": 0}, "qkv": {"tp": 0}, "proj": {"tp": 1}, "norm": {}}
         ("dp=5", "tp=2"),
     ],
 )
-def test_balance(source, target):
+def test_buckets_are_balanced_and_full(source, target):
     here = RankLayout(source)
     there = RankLayout(target, rank_offset=here.size)
     parameters = [
@@ -119,4 +119,4 @@ def test_balance(source, target):
     assert all(abs(amount - even) < 0.03 * even for amount in sent.values())
     buckets = max(bucket for bucket, _ in rooms) + 1
     busiest = max(sum(rooms[bucket, rank] for bucket in range(buckets)) for rank in range(12))
-    assert buckets <= 1.3 * busiest / (1 << 16) + 1  # so buckets are full
+    assert buckets <= 1.3 * busiest / (1 << 16) + 1  # buckets are full

@@ -1,4 +1,4 @@
-"""The mapping of ranks from one layout to another, against numpy's view of who holds what."""
+"""The mapping of ranks from one layout to another, against numpy."""
 
 import pickle
 from collections import Counter, defaultdict
@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import attrs
 import numpy as np
 import pytest
-from by_numpy import cuts_of, held, whole_of
-from effort import examples
+from drawn_layouts import layouts_with_tables
+from example_counts import examples
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from numbered import numbered
+from numpy_oracle import cuts_of, held, whole_of
 
 from hypercomm import RankLayout, RankMapping
 from hypercomm.errors import LayoutError, RankOutsideError
@@ -25,8 +25,8 @@ many = settings(
 
 @st.composite
 def cases(draw):
-    """Draw what can be mapped: any orders of dims, offsets, stages; several dims on one axis."""
-    sides = [draw(numbered(max_ranks=32, max_size=3, dim_names=DIMS)) for _ in range(2)]
+    """Draw a mapping: any order of dims, offsets and stages, several dims on one axis."""
+    sides = [draw(layouts_with_tables(max_ranks=32, max_size=3, dim_names=DIMS)) for _ in range(2)]
     source, target = (layout for layout, _ in sides)
     along = draw(st.sampled_from(["dp", "dp", "dp", "tp", None]))
     pipeline = draw(st.sampled_from(["pp", "pp", None]))
@@ -44,21 +44,23 @@ def cases(draw):
 
 
 def both_ends(mapping):
-    """What the ranks of both ends have of the whole tensor, by numpy."""
+    """Return by numpy what the ranks of source and target have of the whole tensor."""
     shape = whole_of(mapping).shape
     return [held(mapping, shape, is_source=is_source) for is_source in (True, False)]
 
 
 def same(owned, rank):
-    """The ranks that hold what a rank holds."""
+    """Return the ranks that have the same part as a rank."""
     mine = [axis.tolist() for axis in owned[rank]]
     return [other for other in owned if [axis.tolist() for axis in owned[other]] == mine]
 
 
 def check_delivery(mapping):
-    """Carry out all messages with numpy: each element that is wanted arrives exactly once."""
-    whole, (owned, wanted) = whole_of(mapping), both_ends(mapping)
-    assert (mapping.source_ranks, mapping.target_ranks) == (tuple(owned), tuple(wanted))
+    """Carry out all messages with numpy. Each element must arrive exactly once."""
+    whole = whole_of(mapping)
+    owned, wanted = both_ends(mapping)
+    assert mapping.source_ranks == tuple(owned)
+    assert mapping.target_ranks == tuple(wanted)
     local = {rank: whole[np.ix_(*axes)] for rank, axes in owned.items()}
     expected = {rank: whole[np.ix_(*axes)] for rank, axes in wanted.items()}
     arrived = {rank: np.full(data.shape, -1) for rank, data in expected.items()}
@@ -80,12 +82,14 @@ def check_delivery(mapping):
 
 
 def served(mapping):
-    """Who serves whom, by looking at every pair: {(source, target)}.
+    """Return all pairs (source, target) of ranks with a message, by comparing every pair.
 
-    A rank that has the part serves itself; the k-th of the n that want a part of what R ranks have
-    is served by number k * R // n of these.
+    A rank that has the part serves itself. If n ranks need a part that R ranks have, the k-th of
+    the n gets it from number k * R // n of the R ranks.
     """
-    (owned, wanted), leaders, pairs = both_ends(mapping), mapping.leaders, set()
+    owned, wanted = both_ends(mapping)
+    leaders = mapping.leaders
+    pairs = set()
     order = sorted(range(3), key=[*cuts_of(mapping), *range(3)].index)
     for rank, cell in owned.items():
         holders = same(owned, rank)[:1] if leaders else same(owned, rank)
@@ -109,7 +113,7 @@ def served(mapping):
 # ---- laws ---------------------------------------------------------------------------------------
 
 
-# Every element that a target rank wants arrives exactly once, from where it is; and back again.
+# Every element that a target rank needs arrives exactly once, in both directions.
 @many
 @given(cases())
 def test_every_element_arrives_once(mapping):
@@ -117,11 +121,11 @@ def test_every_element_arrives_once(mapping):
     check_delivery(mapping.inverse())
 
 
-# The same for a tensor of any shape, whose last shards may be shorter or empty; each rank has the
-# shape of its part.
+# The same for a tensor of any shape, where the last shards may be shorter or empty. shape_at() is
+# the shape of each part.
 @many
-@given(cases(), st.tuples(*[st.integers(0, 12)] * 3))
-def test_every_element_of_any_shape(mapping, shape):
+@given(cases(), st.tuples(st.integers(0, 12), st.integers(0, 12), st.integers(0, 12)))
+def test_every_element_of_any_shape_arrives_once(mapping, shape):
     whole = np.arange(np.prod(shape)).reshape(shape)
     for each in (mapping, mapping.inverse()):
         exact = each.of_shape(shape)
@@ -150,12 +154,12 @@ def test_every_element_of_any_shape(mapping, shape):
             assert each.shape_at(rank, shape, is_source=True) == data.shape
 
 
-# What ranks send, what they receive and the table are one set of messages, and stand in one order.
-# A rank that has what it wants gets it from itself; the others are shared out evenly among those
-# that have it. So says looking at every pair of ranks.
+# sends(), receives() and table() have the same messages, and the table is sorted. A rank that has
+# its part gets it from itself. The others are served evenly by the ranks that have it. A comparison
+# of every pair of ranks gives the expected messages.
 @many
 @given(cases())
-def test_messages(mapping):
+def test_messages_match_all_pairs(mapping):
     sent = {rank: mapping.sends(rank) for rank in mapping.source.ranks}
     received = {rank: mapping.receives(rank) for rank in mapping.target.ranks}
     every = [message for messages in sent.values() for message in messages]
@@ -171,36 +175,37 @@ def test_messages(mapping):
         assert mapping.sources_of(rank) == tuple(sorted({one.source for one in messages}))
 
 
-# A mapping is a value: equal, hashed and pickled as one.
+# A mapping is compared, hashed and pickled by value.
 @settings(many, max_examples=examples(300))
 @given(cases())
-def test_a_mapping_is_a_value(mapping):
+def test_mapping_is_a_value(mapping):
     assert mapping.inverse().inverse() == mapping
     for one in (mapping, mapping.inverse()):
         for again in (pickle.loads(pickle.dumps(one)), attrs.evolve(one, shards=one.shards)):
             assert again == one
             assert hash(again) == hash(one)
-            assert (again.leaders, again.source_ranks) == (one.leaders, one.source_ranks)
+            assert again.leaders == one.leaders
+            assert again.source_ranks == one.source_ranks
             np.testing.assert_array_equal(again.table(), one.table())
     if mapping.source_ranks != mapping.inverse().source_ranks:
         assert mapping != mapping.inverse()
 
 
-# ---- by hand ------------------------------------------------------------------------------------
+# ---- examples -----------------------------------------------------------------------------------
 
 
-# Ranks off the stage send and receive nothing; ranks of neither layout are refused.
-def test_ranks_off_the_stage():
+# A rank outside the stage sends and receives nothing. A rank in neither layout raises.
+def test_ranks_outside_the_stage():
     mapping = RankMapping("tp=2,pp=2", RankLayout([2, 2], ["tp", "pp"], 4), None)
     assert mapping.sends(0) == mapping.targets_of(1) == ()
     assert mapping.receives(6) == mapping.broadcast_siblings(7) == ()
-    for question, rank in [(mapping.sends, 4), (mapping.receives, 3), (mapping.sources_of, 3)]:
+    for query, rank in [(mapping.sends, 4), (mapping.receives, 3), (mapping.sources_of, 3)]:
         with pytest.raises(RankOutsideError, match=f"rank {rank} .*tp=2,pp=2"):
-            question(rank)
+            query(rank)
 
 
-# By default cp cuts the sequence, which is the axis that the batch is not.
-def test_the_sequence_is_cut_by_default():
+# By default cp cuts the sequence, which is the axis other than the batch axis.
+def test_cp_cuts_the_sequence_by_default():
     cp, dp = RankLayout("cp=2"), RankLayout("dp=2")
     assert RankMapping(cp, dp).shards == (("cp", 1),)
     assert RankMapping(cp, dp, batch_axis=1).shards == (("cp", 0),)
@@ -210,8 +215,8 @@ def test_the_sequence_is_cut_by_default():
     assert RankMapping(cp, dp, None).shards == ()
 
 
-# A dim that cuts nothing on either side cuts no axis: layouts that name cp=1 take any tensor.
-def test_sizes_of_one_cut_nothing():
+# A dim of size 1 on both sides cuts no axis: layouts with cp=1 accept any tensor.
+def test_dims_of_size_1_cut_nothing():
     mapping = RankMapping("tp=2,cp=1,dp=2", RankLayout("tp=2,cp=1,dp=2", rank_offset=4))
     assert mapping.received_shape([8]) == (8,)
     whole = RankMapping("tp=2,dp=1", "tp=2,dp=1", batch_axis=5)
@@ -220,22 +225,24 @@ def test_sizes_of_one_cut_nothing():
     assert whole.table()["start"].shape == (2, 0)
 
 
-# A weight of one stage: of tp=2, pp=2 ranks 2 and 3 have the halves of stage 1, and each of four
-# wants a quarter. Any size may become any other.
-def test_weights():
+# The weights of one stage: of tp=2,pp=2, ranks 2 and 3 have the halves of stage 1. Each of four
+# target ranks needs a quarter. Any size can be mapped to any other.
+def test_weights_of_a_stage():
     mapping = RankMapping.weights("tp=2,pp=2", "tp=4", {"tp": 0}, at={"pp": 1})
     assert mapping.source_ranks == (2, 3)
     assert [mapping.sources_of(rank) for rank in range(4)] == [(2,), (2,), (3,), (3,)]
     starts = [mapping.receives(rank)[0].global_slices([8])[0].start for rank in range(4)]
     assert starts == [0, 2, 4, 6]
     whole = RankMapping.weights("dp=2", "tp=2,pp=2")
-    assert (whole.along, whole.pipeline, whole.target_ranks) == (None, None, (0, 1, 2, 3))
+    assert whole.along is None
+    assert whole.pipeline is None
+    assert whole.target_ranks == (0, 1, 2, 3)
     thirds = RankMapping.weights("tp=2", "tp=3", {"tp": 0})
     assert [thirds.sources_of(rank) for rank in range(3)] == [(0,), (0, 1), (1,)]
 
 
-# Parts of exact lengths fit tensors of these lengths only; sizes fit the numbers of shards.
-def test_exact_lengths():
+# A mapping with exact lengths accepts only tensors of these lengths. `sizes` must match the shards.
+def test_mapping_of_exact_lengths():
     mapping = RankMapping.weights("fsdp=4", "tp=2", {"fsdp": 0, "tp": 0}).of_shape([10, 2])
     message = mapping.receives(1)[0]
     assert message.source_slices([3, 2])[0] == slice(2, 3)
@@ -250,11 +257,11 @@ def test_exact_lengths():
         mapping.shape_at(2, [10, 2], is_source=False)
 
 
-# The text says the sizes, where they begin, what becomes of each axis, and which dims replicate.
-def test_text():
+# The text has the sizes, the first ranks, the change of each axis, and the dims that replicate.
+def test_text_of_a_mapping():
     mapping = RankMapping("tp=2,dp=4", RankLayout("tp=4,dp=2", rank_offset=8))
-    for words in ("tp=2,dp=4 at 0", "tp=4,dp=2 at 8", "fan-in 4 -> 2 along dp", "tp replicates"):
-        assert words in f"{mapping!r}"
+    for part in ("tp=2,dp=4 at 0", "tp=4,dp=2 at 8", "fan-in 4 -> 2 along dp", "tp replicates"):
+        assert part in f"{mapping!r}"
     assert "backward" in str(mapping.inverse())
     assert "leaders only" in str(attrs.evolve(mapping, leaders=True))
     cp = RankMapping("dp=2", "cp=2,dp=2")
@@ -265,11 +272,11 @@ def test_text():
 # ---- Megatron's bridge as the oracle ------------------------------------------------------------
 
 
-# Leaders send to and receive from whom Megatron's bridge tells them to, for every pair of dp sizes.
+# With leaders, the messages match Megatron's bridge, for every pair of dp sizes.
 @pytest.mark.parametrize("before", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("after", [1, 2, 3, 4, 6])
-def test_leaders_as_in_megatron(before, after):
-    from oracle import bridge_communicator
+def test_leaders_match_megatron(before, after):
+    from megatron_oracle import bridge_communicator
 
     source = RankLayout([2, 1, before, 2], DIMS)
     target = RankLayout([3, 1, after, 3], DIMS, source.size)

@@ -1,4 +1,4 @@
-"""Refits of trainers and engines: DTensors, fused names, dtypes, kept plans, lost ranks."""
+"""Refits of trainers and engines: DTensors, fused names, dtypes, cached plans, lost ranks."""
 
 import math
 import signal
@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from busy import late_s
-from mortal_ranks import end_by, run_scene
+from killable_ranks import run_scenario, signal_self
+from time_limits import scaled_s
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -26,32 +26,37 @@ from hypercomm.transfers import state as module
 
 
 class Model(nn.Module):
-    """Odd sizes: rows that neither dim divides, fewer rows than ranks."""
+    """A model with odd sizes: rows that neither dim divides, or fewer rows than ranks."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.words, self.up = nn.Embedding(53, 6), nn.Linear(6, 10)
-        self.down, self.norm, self.few = nn.Linear(10, 6), nn.LayerNorm(6), nn.Linear(6, 1)
+        self.words = nn.Embedding(53, 6)
+        self.up = nn.Linear(6, 10)
+        self.down = nn.Linear(10, 6)
+        self.norm = nn.LayerNorm(6)
+        self.few = nn.Linear(6, 1)
 
     def forward(self, words):
         return self.few(self.norm(self.down(self.up(self.words(words)).relu())))
 
 
-# The state dict of a module after parallelize_module and fully_shard goes in as it is, before and
-# after a step, and arrives in plain tensors that tensor parallelism cuts in three, and in DTensors.
+# The state dict of a module after parallelize_module and fully_shard is sent as it is, before and
+# after a training step. It arrives in plain tensors cut in three, and in DTensors.
 @pytest.mark.clients
 @pytest.mark.parametrize("is_hybrid", [False, True])
 @pytest.mark.ranks(7, timeout=120)
 def test_fsdp_over_tensor_parallel(is_hybrid):
-    rank, whole = dist.get_rank(), Model().state_dict()
+    rank = dist.get_rank()
+    whole = Model().state_dict()
     names = ("copies", "shards") if is_hybrid else ("fsdp", "tp")
     trainer = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=names)
     engine = DeviceMesh("cpu", [4, 5, 6])
     mapping = RankMapping.weights(RankLayout([4], ["data"]), RankLayout([3], ["tp"], 4))
     if rank > 3:
         cuts = {"up": 0, "down": 1, "words": 0}
-        into, shards = {}, {"*": {}}
+        into = {}
+        shards = {"*": {}}
         for name, tensor in whole.items():
             axis = cuts.get(name.split(".")[0])
             blank = torch.full_like(tensor, -1.0)
@@ -100,20 +105,22 @@ def distributed(placement, ranks=MESH, whole=ROWS):
     return DTensor.from_local(local.clone(), mesh, [placement], **given)
 
 
-# Whatever does not fit, all ranks raise within a second or so, before anything is sent, and name
-# the tensor, a rank, and both sizes; buffers stay as they were, and the next call works.
+# If anything does not fit, all ranks raise within about a second, before anything is sent. The
+# error names the tensor, a rank and both sizes. Buffers do not change, and the next call works.
 @pytest.mark.full
 @pytest.mark.ranks(4, timeout=120)
-def test_what_does_not_fit():
+def test_tensors_that_do_not_fit():
     rank = dist.get_rank()
     mapping = RankMapping.weights(RankLayout([2], ["fsdp"]), RankLayout([2], ["tp"], 2))
     qkv = {"q": torch.ones(8, 3), "k": torch.ones(2, 3), "v": torch.ones(2, 3)}
 
     def move(make_state, make_into, **more):
         into = {name: one.fill_(-1.0) for name, one in (make_into() if rank > 1 else {}).items()}
-        shards = {**({"w": {"tp": 0}} if "w" in into else {}), "qkv": {"tp": 0}, "*": {}}
-        if "qkv" not in into:
-            shards.pop("qkv")
+        shards = {"*": {}}
+        if "w" in into:
+            shards = {"w": {"tp": 0}, **shards}
+        if "qkv" in into:
+            shards = {"qkv": {"tp": 0}, **shards}
         if rank > 1:
             transfer_state(mapping, into=into, shards=shards, **more)
             return into
@@ -128,7 +135,7 @@ def test_what_does_not_fit():
         return {"w": torch.zeros(5, 3)}
 
     fused = {"qkv": Fused(["q", "k", "v"], (4, 1, 1))}
-    for words, at_fault, make_state, make_into, more in (
+    for message, at_fault, make_state, make_into, more in (
         ("state['w']: has placement P", (0, 1), lambda: {"w": distributed(Partial())}, buffer, {}),
         (
             "state['w']: is a DTensor on a mesh of 0, 1, 2, and the mapping has ranks 0, 1",
@@ -217,23 +224,25 @@ def test_what_does_not_fit():
             {"fused": {"w": ["w", "w"]}},
         ),
     ):
-        begin, into = time.monotonic(), None
+        begin = time.monotonic()
+        into = None
         expected = (LayoutError if rank in at_fault else CreationError) if at_fault else None
         with pytest.raises(expected or PlanMismatchError) as caught:
             into = move(make_state, make_into, **more)
-        assert words.replace("into has 'w'", "rank 2 has 'w' in into") in str(caught.value)
+        assert message.replace("into has 'w'", "rank 2 has 'w' in into") in str(caught.value)
         assert rank in at_fault or "nothing was sent" in str(caught.value)
-        assert time.monotonic() - begin < late_s(5)
+        assert time.monotonic() - begin < scaled_s(5)
     into = move(good, buffer)
     assert rank < 2 or torch.equal(into["w"], ROWS.chunk(2)[rank - 2])
     into = move(lambda: qkv, lambda: {"qkv": torch.zeros(8, 3)}, fused=fused)
     assert rank < 2 or (into["qkv"] == 1).all()
 
 
-# Targets may need gradients, and be views of other tensors; a source may, too.
+# Target tensors may require gradients or be views of other tensors. Source tensors may, too.
 @pytest.mark.ranks(3)
-def test_odd_targets():
-    rank, room = dist.get_rank(), torch.zeros(3, 4)
+def test_parameters_and_views_as_targets():
+    rank = dist.get_rank()
+    room = torch.zeros(3, 4)
     mapping = RankMapping.weights("dp=1", RankLayout([2], ["dp"], 1))
     state = {"w": nn.Parameter(torch.arange(6.0).reshape(2, 3)), "v": torch.ones(3)}
     into = {"w": nn.Parameter(torch.zeros(2, 3)), "v": room[:, 1]}
@@ -248,12 +257,14 @@ def test_odd_targets():
         assert room.sum(0).tolist() == [0, 3, 0, 0]
 
 
-# The sender converts: half the bytes travel, and round as a conversion of the whole does.
+# The sender converts the dtype: half the bytes are sent, with the same rounding as `to()`.
 @pytest.mark.ranks(3)
-def test_dtype_on_the_way():
-    rank, whole = dist.get_rank(), torch.randn(64, 64, generator=torch.Generator().manual_seed(5))
+def test_sender_converts_dtype():
+    rank = dist.get_rank()
+    whole = torch.randn(64, 64, generator=torch.Generator().manual_seed(5))
     mapping = RankMapping.weights("dp=1", RankLayout([2], ["dp"], 1))
-    sizes, post = [], module.post
+    sizes = []
+    post = module.post
 
     def counting(receives, sends, pg):
         sizes.extend(buffer.numel() for _, buffer in sends)
@@ -265,25 +276,30 @@ def test_dtype_on_the_way():
         given = {"state": state} if rank == 0 else {"into": into}
         transfer_state(mapping, **given, dtype=torch.bfloat16)
     assert sum(sizes) == (2 * (64 * 64 * 2 + 8) if rank == 0 else 0)
-    assert rank == 0 or (torch.equal(into["w"], whole.bfloat16()) and into["steps"] == 7)
+    if rank > 0:
+        assert torch.equal(into["w"], whole.bfloat16())
+        assert into["steps"] == 7
 
 
-# The second transfer of the same names, shapes and mapping plans nothing and agrees once. If one
-# rank has lost its plan, or one passes other shapes, all ranks plan again.
+# A second transfer with the same names, shapes and mapping makes no plan and needs one agreement.
+# If one rank has lost its plan, or passes other shapes, all ranks plan again.
 @pytest.mark.ranks(3)
-def test_a_kept_plan():
+def test_plan_is_cached():
     rank = dist.get_rank()
     mapping = RankMapping.weights("tp=2", RankLayout([1], ["dp"], 2))
     calls = []
 
     def counted(name):
         real = getattr(module, name)
-        return mock.patch.object(
-            module, name, lambda *args, **more: [calls.append(name), real(*args, **more)][1]
-        )
+
+        def wrapper(*args, **more):
+            calls.append(name)
+            return real(*args, **more)
+
+        return mock.patch.object(module, name, wrapper)
 
     def move(rows, number):
-        """The first rank has four rows, the second the rest."""
+        """Transfer `rows` rows. The first rank has four of them, the second the rest."""
         calls.clear()
         whole = torch.arange(float(rows)) + number
         into = {"w": torch.zeros(rows)}
@@ -300,13 +316,13 @@ def test_a_kept_plan():
     if rank == 1:
         module._plans.clear()
     assert move(8, 2) == again
-    assert move(7, 3) == again  # the first rank passes what it passed before
+    assert move(7, 3) == again  # the first rank passes the same shapes as before
     assert move(7, 4) == ["consent"]
     assert move(8, 5) == again
 
 
 def refit_with_a_victim(rank, how, number):
-    """Two senders, two receivers; one dies or stops when it posts a bucket of the second refit."""
+    """Refit twice from two ranks to two. Rank 1 dies or stops in a bucket of the second refit."""
     mapping = RankMapping.weights(RankLayout([2], ["tp"]), RankLayout([2], ["dp"], 2))
     names = [f"{layer}.w" for layer in range(6)]
     state = {name: torch.ones(300) for name in names} if rank < 2 else None
@@ -315,54 +331,56 @@ def refit_with_a_victim(rank, how, number):
     buckets = transfer_state(mapping, state, into=into, **given)
     for one in (into or {}).values():
         one.zero_()
-    posted, post = [], module.post
+    posted = []
+    post = module.post
 
     def dying(*args):
         posted.append(1)
         if rank == 1 and len(posted) == number % buckets + 1:
-            end_by(how)
+            signal_self(how)
         return post(*args)
 
     begin = time.monotonic()
     with mock.patch.object(module, "post", dying):
         try:
             transfer_state(mapping, state, into=into, **given)
-        except Exception as error:  # noqa: BLE001 - the test reads which
+        except Exception as error:  # noqa: BLE001 - the test checks it
             complete = [name for name, one in (into or {}).items() if (one == 1).all()]
             facts = type(error).__name__, str(error), complete, buckets
             return [*facts, time.monotonic() - begin]
     return ["", "", [], buckets, 0]
 
 
-# If a rank dies or stops in any bucket, the ranks that need it raise within the timeout, name the
-# message that was lost, and which parameters are partly written: all others are complete.
+# If a rank dies or stops in any bucket, the ranks that need it raise within the timeout. The error
+# names the lost message and the parameters that may be partly written. All others are complete.
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("number", range(6))
-def test_a_lost_rank(how, number, tmp_path):
-    timeout_s = late_s(5)
-    told = run_scene(
+def test_lost_rank_is_reported(how, number, tmp_path):
+    timeout_s = scaled_s(5)
+    found = run_scenario(
         tmp_path, refit_with_a_victim, 4, int(how), number, victims=[1], timeout_s=timeout_s
     )
-    for rank, (kind, text, complete, buckets, seconds) in told.items():
+    for rank, (kind, text, complete, buckets, seconds) in found.items():
         if rank == 0 and not kind:
             continue  # it had sent everything
         assert kind == "StateTransferError", text
         assert f"rank {rank} lost bucket " in text
         assert " bytes of " in text
-        assert seconds < timeout_s + late_s(2)
+        assert seconds < timeout_s + scaled_s(2)
         assert buckets > 3
         for name in {f"{layer}.w" for layer in range(6)} - {*complete} if rank > 1 else ():
             assert repr(name) in text.partition("perhaps partly written: ")[2]
-    assert {told[2][0], told[3][0]} == {"StateTransferError"}
+    assert {found[2][0], found[3][0]} == {"StateTransferError"}
 
 
-# KV heads are copied where there are fewer heads than ranks, as engines hold them.
+# If there are fewer KV heads than ranks, heads are copied, as inference engines do.
 @pytest.mark.full
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
 @pytest.mark.ranks(6, timeout=60)
-def test_heads(kv_heads):
-    rank, size = dist.get_rank(), 2
+def test_kv_heads_are_copied(kv_heads):
+    rank = dist.get_rank()
+    size = 2
     mapping = RankMapping.weights(RankLayout([2], ["fsdp"]), RankLayout([4], ["tp"], 2))
     q = torch.arange(8.0 * size * 3).reshape(8 * size, 3)
     k = 1000 + torch.arange(kv_heads * size * 3.0).reshape(-1, 3)
@@ -371,7 +389,8 @@ def test_heads(kv_heads):
         parts = {name: tensor.chunk(2)[rank] for name, tensor in whole.items()}
         transfer_state(mapping, parts, shards={"*": {"fsdp": 0}})
         return
-    at, each = rank - 2, max(1, kv_heads // 4)
+    at = rank - 2
+    each = max(1, kv_heads // 4)
     first = at * kv_heads // 4 // each * each if kv_heads >= 4 else at * kv_heads // 4
     own = slice(first * size, (first + each) * size)
     due = torch.cat([q.chunk(4)[at], k[own], -k[own]])

@@ -1,4 +1,4 @@
-"""Whole states on real gloo processes: every part arrives, and every rank learns of a failure."""
+"""Transfers of states on real gloo processes: results, buckets, failures and invalid arguments."""
 
 import contextlib
 import time
@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from busy import late_s
-from group_facts import world_anew
+from group_checks import restart_world
+from time_limits import scaled_s
 
 from hypercomm import RankLayout, RankMapping, transfer_state
 from hypercomm.errors import CreationError, LayoutError, PlanMismatchError, StateTransferError
@@ -19,7 +19,7 @@ SHARDS = {"*.qkv.weight": {"tp": 0}, "*.proj.weight": {"tp": 1}, "embedding": {"
 
 
 def whole_state(layers=3, hidden=24):
-    """All parameters, unsplit, equal on every rank: mixed dtypes, a scalar, an empty one."""
+    """Return all parameters, equal on every rank: several dtypes, a scalar, an empty tensor."""
     generator = torch.Generator().manual_seed(3)
 
     def random(*shape, dtype=torch.float32):
@@ -35,10 +35,11 @@ def whole_state(layers=3, hidden=24):
 
 
 def parts(whole, layout, rank):
-    """A rank's parts of the whole tensors, by torch's own chunks; None outside the layout."""
+    """Return a rank's parts of the whole tensors by torch.chunk, or None outside the layout."""
     if rank not in layout:
         return None
-    size, at = layout.size_of("tp", default=1), layout.coords(rank).get("tp", 0)
+    size = layout.size_of("tp", default=1)
+    at = layout.coords(rank).get("tp", 0)
     found = {}
     for name, tensor in whole.items():
         is_cut = name.endswith(("qkv.weight", "proj.weight", "embedding"))
@@ -48,24 +49,25 @@ def parts(whole, layout, rank):
 
 
 def strided(tensor):
-    """The same numbers, not contiguous."""
+    """Return an equal tensor that is not contiguous."""
     if tensor.ndim < 2:
         return torch.stack([tensor, tensor], -1)[..., 0]
     return tensor.t().contiguous().t()
 
 
-# Each rank receives torch's chunks: mixed dtypes, scalars, empty and strided tensors, in buckets of
-# any size, with and without checksums; names come in any order.
+# Each rank receives torch's chunks: several dtypes, scalars, empty and strided tensors, in buckets
+# of any size, with and without checksums, and with names in any order.
 @pytest.mark.full
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.ranks(6, timeout=120)
-def test_arrivals(verify):
-    rank, whole = dist.get_rank(), whole_state()
+def test_parts_match_torch_chunks(verify):
+    rank = dist.get_rank()
+    whole = whole_state()
     for text, other, offset, bucket_bytes, is_one_bucket in (
         ("tp=2,dp=2", "tp=2", 4, 1 << 20, True),
         ("tp=2,dp=2", "tp=2", 4, 1024, False),  # segments of a few elements
         ("tp=2,dp=2", "dp=2,tp=2", 0, 4096, False),  # all ranks are in both layouts
-        ("tp=2,dp=2", "tp=4", 2, 4096, False),  # some are
+        ("tp=2,dp=2", "tp=4", 2, 4096, False),  # some ranks are in both
         ("tp=3", "tp=2,dp=2", 2, 4096, False),
     ):
         source, target = RankLayout(text), RankLayout(other, rank_offset=offset)
@@ -91,10 +93,12 @@ def test_arrivals(verify):
 
 
 def small_move():
-    """A state from two ranks to two others: the call, the buffers, the names not yet arrived."""
-    rank, whole = dist.get_rank(), whole_state()
+    """Return a move from two ranks to two others, its buffers, and a list of missing names."""
+    rank = dist.get_rank()
+    whole = whole_state()
     source, target = RankLayout("tp=2"), RankLayout([2], ["tp"], 2)
-    mine, wanted = parts(whole, source, rank), parts(whole, target, rank) or {}
+    mine = parts(whole, source, rank)
+    wanted = parts(whole, target, rank) or {}
     into = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
 
     def move(**more):
@@ -111,8 +115,9 @@ def small_move():
 
 @contextlib.contextmanager
 def at_post(number, act):
-    """Call `act` with the sends of a bucket, before it is the one of that number to be posted."""
-    post, calls = module.post, []
+    """Call `act` with the sends of the `number`-th bucket, before it is posted."""
+    post = module.post
+    calls = []
 
     def acting(receives, sends, pg):
         calls.append(1)
@@ -124,10 +129,10 @@ def at_post(number, act):
         yield
 
 
-# One bit that changes on the way is detected; all ranks raise with the parameter and the ranks, and
-# from the bucket of the error on, everything arrives.
+# A bit that flips on the way is detected. All ranks raise with the parameter and the ranks. A
+# transfer from the bucket of the error on completes.
 @pytest.mark.ranks(4, timeout=120)
-def test_a_flipped_bit():
+def test_flipped_bit_is_detected():
     move, into, missing = small_move()
 
     def flip(sends):
@@ -137,20 +142,21 @@ def test_a_flipped_bit():
     with at_post(3, flip), pytest.raises(StateTransferError) as caught:
         move(verify=True)
     assert caught.value.bucket == 2
-    for words in (".weight' was damaged", "rank 1 and rank 3", "in bucket 2 of "):
-        assert words in str(caught.value)
+    for part in (".weight' was damaged", "rank 1 and rank 3", "in bucket 2 of "):
+        assert part in str(caught.value)
     for tensor in into.values():
         tensor.zero_()
     buckets = move(start=2, verify=True)
-    assert not into or 0 < len(missing()) < len(into)  # those of the first two buckets
+    assert not into or 0 < len(missing()) < len(into)  # the first two buckets are missing
     move(start=0, verify=True)
     assert missing() == []
     assert move(start=buckets, verify=True) == buckets
 
 
-# If communication fails, the error has the bucket to continue from; with it the rest arrives.
+# If communication fails, the error has the bucket to continue from, and the rest arrives from
+# there.
 @pytest.mark.ranks(4, timeout=120)
-def test_continuing():
+def test_transfer_continues_from_a_bucket():
     move, into, missing = small_move()
 
     def fail(_sends):
@@ -158,12 +164,12 @@ def test_continuing():
 
     with at_post(4, fail), pytest.raises(StateTransferError) as caught:
         move()
-    for words in (f"rank {dist.get_rank()} lost bucket 2 of ", "the cable was pulled"):
-        assert words in str(caught.value)
+    for part in (f"rank {dist.get_rank()} lost bucket 2 of ", "the cable was pulled"):
+        assert part in str(caught.value)
     assert caught.value.bucket == 2
     assert not into or len(missing()) > 5
-    dist.barrier()  # what follows stands for a job that was started again
-    world_anew()
+    dist.barrier()  # from here on, as in a restarted job
+    restart_world()
     move(start=caught.value.bucket)
     assert missing() == []
 
@@ -172,23 +178,22 @@ GOOD = {"b.weight": torch.ones(4, 2), "b.bias": torch.ones(4)}
 CUT = {"b.weight": torch.ones(2, 2), "b.bias": torch.ones(4)}
 
 
-# Whatever one rank gets wrong, or the two layouts disagree about, both ends raise before anything
-# is sent: the next call works.
+# If one rank passes wrong arguments, or source and target disagree, all ranks raise before anything
+# is sent. The next call works.
 @pytest.mark.full
 @pytest.mark.ranks(3, timeout=120)
-def test_wrong_arguments():
+def test_wrong_arguments_fail_all_ranks():
     rank = dist.get_rank()
     mapping = RankMapping("tp=1", RankLayout([2], ["tp"], 1), along=None)
 
     def move(state=GOOD, into=CUT, **more):
-        """Each of `more` is the value on all ranks, or a tuple of those at both ends."""
+        """Each of `more` is the value for all ranks, or a tuple of source's and target's value."""
         more = {"shards": {"*.weight": {"tp": 0}, "*": {}}, **more}
         at_end = {k: v[min(rank, 1)] if isinstance(v, tuple) else v for k, v in more.items()}
-        return transfer_state(
-            mapping, **({"state": state} if rank == 0 else {"into": into}), **at_end
-        )
+        ends = {"state": state} if rank == 0 else {"into": into}
+        return transfer_state(mapping, **ends, **at_end)
 
-    for words, more in (
+    for parts_of_message, more in (
         (("'a.scale'", "'b.bias'"), {"into": {**CUT, "a.scale": torch.ones(1)}}),
         (
             ("'b.weight'", "'c.weight'"),
@@ -205,8 +210,9 @@ def test_wrong_arguments():
     ):
         with pytest.raises(PlanMismatchError) as caught:
             move(**more)
-        assert all(word in str(caught.value) for word in ("nothing was sent", *words))
-    for words, at_fault, more in (
+        assert "nothing was sent" in str(caught.value)
+        assert all(part in str(caught.value) for part in parts_of_message)
+    for message, at_fault, more in (
         ("rank 0 needs state", 0, {"state": {}}),
         ("'lm_head' of shards", 0, {"shards": ({"*": {}, "lm_head": {}}, {"*": {}})}),
         ("state['b.weight']: the mapping cuts", 0, {"state": {**GOOD, "b.weight": torch.ones(())}}),
@@ -217,24 +223,25 @@ def test_wrong_arguments():
     ):
         with pytest.raises(LayoutError if min(rank, 1) == at_fault else CreationError) as caught:
             move(**more)
-        assert words in str(caught.value)
+        assert message in str(caught.value)
     with pytest.raises(LayoutError, match="start must be at most 1, got 9"):
         move(start=9)
     assert move() == 1
 
 
-# On a rank of both layouts, buffers must not overlap tensors that are sent; a parameter that stays
-# may stay in its memory.
+# On a rank of both layouts, buffers must not overlap tensors that are sent. A parameter that does
+# not move may be passed as its own buffer.
 @pytest.mark.full
 @pytest.mark.ranks(2, timeout=120)
-def test_a_rank_in_both():
-    rank, room = dist.get_rank(), torch.empty(6)
+def test_rank_in_both_layouts():
+    rank = dist.get_rank()
+    room = torch.empty(6)
     mine = {"a": torch.full((2,), float(rank)), "b": torch.arange(3.0)}
     room[:2] = mine["a"]
     mapping = RankMapping("tp=2", "tp=1,dp=2", along=None)
     shards = {"a": {"tp": 0}, "b": {}}
     near = {"a": room[1:5], "b": torch.zeros(3)}
-    for words, state, into in (
+    for message, state, into in (
         ("into['a'] overlaps state['a'] in memory, which is being", {**mine, "a": room[:2]}, near),
         ("into['a'] overlaps state['a'] in memory, which is being", {**mine, "a": room[3:5]}, near),
         ("rank 0 has 'b' in state, no rank has it in into", mine, {"a": torch.zeros(4)}),
@@ -246,7 +253,7 @@ def test_a_rank_in_both():
     ):
         with pytest.raises(LayoutError if into is near else PlanMismatchError) as caught:
             transfer_state(mapping, state, into=into, shards=shards)
-        assert words in str(caught.value)
+        assert message in str(caught.value)
     into = {"a": torch.zeros(4), "b": mine["b"]}
     transfer_state(mapping, mine, into=into, shards=shards)
     assert into["a"].tolist() == [0, 0, 1, 1]
@@ -260,7 +267,7 @@ ONE = torch.ones(2)
 
 
 @pytest.mark.parametrize(
-    ("words", "mapping", "state", "more"),
+    ("message", "mapping", "state", "more"),
     [
         ("mapping must be a RankMapping, got 'tp=1'", "tp=1", {"a": ONE}, {}),
         ("mapping must have along=None", RankMapping("dp=1", "dp=1"), {"a": ONE}, {}),
@@ -274,18 +281,18 @@ ONE = torch.ones(2)
         ("start must be at most 0, got 1", ALONE, {"a": ONE}, {"start": 1}),
     ],
 )
-def test_bad_calls(words, mapping, state, more):
+def test_invalid_arguments(message, mapping, state, more):
     into = {"a": torch.zeros(2)}
     with fake_world(1), pytest.raises(LayoutError) as caught:
         transfer_state(mapping, state, **{"into": into, **more})
-    assert words in str(caught.value)
+    assert message in str(caught.value)
     assert into["a"].tolist() == [0, 0]
 
 
-# Buffers that overlap each other or themselves are rejected: the bytes would depend on the order.
-# Views that only lie between each other's elements, and parts of one tensor, are not.
+# Buffers that overlap each other or themselves are rejected: the result would depend on the order.
+# Views whose elements interleave, and parts of one tensor, are accepted.
 @pytest.mark.parametrize(
-    ("words", "make"),
+    ("message", "make"),
     [
         ("into['a'] overlaps into['b']", lambda one: {"a": one[:3], "b": one[2:5]}),
         ("into['a'] overlaps into['b']", lambda one: {"a": one[:6:2], "b": one[4:7]}),
@@ -295,23 +302,23 @@ def test_bad_calls(words, mapping, state, more):
         ("", lambda one: {"a": one.as_strided((2, 2), (3, 2)), "b": one[1:2]}),
     ],
 )
-def test_buffers_that_overlap(words, make):
+def test_overlapping_buffers(message, make):
     into = make(torch.zeros(9))
     state = {name: torch.rand_like(one) for name, one in into.items()}
     with fake_world(1):
-        if words:
+        if message:
             with pytest.raises(LayoutError) as caught:
                 transfer_state(ALONE, state, into=into)
-            assert words in str(caught.value)
+            assert message in str(caught.value)
         else:
             transfer_state(ALONE, state, into=into)
             assert all(torch.equal(into[name], state[name]) for name in state)
 
 
-# A tensor of one element may have any stride, also as a part of a column.
+# A tensor of one element can have any stride, also as a part of a column.
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.ranks(3)
-def test_one_element(verify):
+def test_tensor_of_one_element(verify):
     rank = dist.get_rank()
     mapping = RankMapping("tp=1", RankLayout([2], ["tp"], 1), along=None)
     shards = {"column": {"tp": 0}, "*": {}}
@@ -323,13 +330,15 @@ def test_one_element(verify):
     state = whole if rank == 0 else None
     transfer_state(mapping, state, into=into, shards=shards, verify=verify)
     if rank:
-        assert [into["one"].item(), into["column"].item()] == [7.0, [1.0, 4.0][rank - 1]]
+        assert into["one"].item() == 7.0
+        assert into["column"].item() == [1.0, 4.0][rank - 1]
 
 
-# Ctrl-C before a rank has proposed anything fails the call on the others within seconds.
+# Ctrl-C on a rank before it has proposed anything fails the call on the others within seconds.
 @pytest.mark.ranks(3, timeout=60)
-def test_an_early_interrupt():
-    rank, begin = dist.get_rank(), time.monotonic()
+def test_early_interrupt_fails_all_ranks():
+    rank = dist.get_rank()
+    begin = time.monotonic()
     mapping = RankMapping("tp=1", RankLayout([2], ["tp"], 1), along=None)
 
     class Interrupting(dict):
@@ -341,17 +350,17 @@ def test_an_early_interrupt():
     with pytest.raises(KeyboardInterrupt if rank == 2 else CreationError) as caught:
         transfer_state(mapping, state, into=into)
     assert rank == 2 or "rank 2" in str(caught.value)
-    assert time.monotonic() - begin < late_s(5)
+    assert time.monotonic() - begin < scaled_s(5)
     into = {"w": torch.zeros(2)}
     transfer_state(mapping, state, into=into)
     assert rank == 0 or into["w"].tolist() == [1, 1]
 
 
-# After lost communication, the error advises rejoin() in a joined world. It names the message, its
-# size, and the parameters that are partly written.
-def test_advice():
+# After a communication error, the message recommends rejoin() in a joined world. It names the lost
+# message, its size, and the parameters that may be partly written.
+def test_error_of_a_lost_message():
     parts = {"trainer": 1, "engine": 1}
-    for world, words in (
+    for world, advice in (
         ({}, "initialise torch.distributed again"),
         ({"parts": parts}, "rejoin()"),
     ):
@@ -364,12 +373,12 @@ def test_advice():
                 transfer_state(mapping, into={"w": torch.zeros(3)}, world=joined)
         sender = "trainer rank 0 of 1" if world else "rank 0"
         partly = "perhaps partly written: 'w'"
-        for text in (words, f"12 bytes of 'w' from {sender}", partly, "no link"):
+        for text in (advice, f"12 bytes of 'w' from {sender}", partly, "no link"):
             assert text in str(caught.value)
 
 
-# A rank of neither layout does nothing.
-def test_outsiders():
+# On a rank in neither layout, the call returns None.
+def test_rank_in_neither_layout():
     away = RankMapping(RankLayout([1], ["tp"], 1), RankLayout([1], ["tp"], 2), along=None)
     with fake_world(3):
         assert transfer_state(away) is None

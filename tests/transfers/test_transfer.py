@@ -1,4 +1,4 @@
-"""Transfers on real gloo processes: any layouts against numpy, odd tensors, errors."""
+"""Transfers on real gloo processes: any layouts against numpy, unusual tensors, errors."""
 
 import contextlib
 import itertools
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from by_numpy import held, whole_of
+from numpy_oracle import held, whole_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -31,19 +31,22 @@ WORLD = 8
 
 
 def deliver(mapping, groups, *, verify):
-    """Transfer a tensor that counts its elements; whether the parts by numpy arrive here."""
-    rank, whole = dist.get_rank(), whole_of(mapping, times=2)
+    """Transfer a tensor that counts its elements. Return whether numpy's parts arrive here."""
+    rank = dist.get_rank()
+    whole = whole_of(mapping, times=2)
     mine, due = (
         torch.from_numpy(whole[np.ix_(*axes[rank])]) if rank in axes else None
         for axes in (held(mapping, whole.shape, is_source=end) for end in (True, False))
     )
-    for target in mapping.target_ranks:  # every rank makes every group, in one order
+    for target in mapping.target_ranks:  # every rank creates every group, in the same order
         siblings = mapping.broadcast_siblings(target)
         if mapping.leaders and len(siblings) > 1 and siblings not in groups:
             groups[siblings] = dist.new_group(list(siblings))
     is_member = mapping.leaders and due is not None
     group = groups.get(mapping.broadcast_siblings(rank)) if is_member else None
-    given = mine if mine is not None else None if due is None else torch.full_like(due, -1)
+    given = mine
+    if mine is None and due is not None:
+        given = torch.full_like(due, -1)
     got = transfer(mapping, given, group, verify=verify)
     if due is None:
         return got is None
@@ -51,7 +54,7 @@ def deliver(mapping, groups, *, verify):
 
 
 def random_layout(random):
-    """A layout of at most eight ranks, at any offset."""
+    """Return a layout of at most eight ranks, at any offset or of any ranks."""
     names = [str(name) for name in random.permutation(["tp", "cp", "dp", "pp"])]
     shape = [int(random.choice([1, 2, 2, 3, 4])) for _ in names]
     while math.prod(shape) > WORLD:
@@ -63,21 +66,24 @@ def random_layout(random):
 
 
 def random_mapping(random):
-    """A pair of layouts that can be mapped, colocated, beside each other or overlapping."""
+    """Return a mapping of two layouts that are equal, disjoint or overlapping."""
     while True:
-        shards = {"cp": int(random.choice([1, -1]))} | ({"tp": 1} if random.random() < 0.3 else {})
+        shards = {"cp": int(random.choice([1, -1]))}
+        if random.random() < 0.3:
+            shards["tp"] = 1
         along = None if random.random() < 0.2 else "dp"
         with contextlib.suppress(LayoutError):
             return RankMapping(random_layout(random), random_layout(random), along, shards=shards)
 
 
-# Whatever the layouts, each rank receives the parts that numpy's splits give, there and back, with
-# and without leaders that broadcast, verified or not; one after the other without a barrier.
+# For any layouts, each rank receives the parts that numpy computes, in both directions, with and
+# without leaders that broadcast, verified or not, one after the other without a barrier.
 @pytest.mark.full
 @pytest.mark.parametrize("count", [20, pytest.param(80, marks=pytest.mark.slow)])
 @pytest.mark.ranks(WORLD, timeout=240)
-def test_any_layouts(count):
-    random, groups = np.random.default_rng(7), {}  # torch may close one while a member connects
+def test_parts_match_numpy(count):
+    random = np.random.default_rng(7)
+    groups = {}  # kept, because torch may close a group while a member still connects
     for _ in range(count):
         drawn = random_mapping(random)
         for leaders, verify in itertools.product([False, True], repeat=2):
@@ -86,9 +92,10 @@ def test_any_layouts(count):
                 assert deliver(each, groups, verify=verify), each
 
 
-# Tensors of any dtype and strides arrive, empty ones too; a rank of neither layout does nothing.
+# Tensors of any dtype and strides arrive, also empty ones. On a rank in neither layout, the call
+# returns None.
 @pytest.mark.ranks(5)
-def test_odd_tensors():
+def test_dtypes_strides_and_empty_tensors():
     rank = dist.get_rank()
     mapping = RankMapping("dp=2", RankLayout([2], ["tp"], 2), batch_axis=-1, pipeline=None)
 
@@ -118,20 +125,21 @@ def test_odd_tensors():
 
 # If one rank rejects its arguments, all ranks raise and nothing is sent: the next transfer works.
 @pytest.mark.ranks(4)
-def test_wrong_arguments():
+def test_wrong_arguments_fail_all_ranks():
     rank = dist.get_rank()
     apart = RankMapping("dp=2", RankLayout([2], ["tp"], 2))
     led = attrs.evolve(apart, leaders=True)
     both = RankMapping("dp=4", "tp=2,dp=2")
     right = torch.arange(4.0).reshape(2, 2) if rank < 2 else torch.zeros(4, 2)
-    mine, shared = torch.full((2, 2), float(rank)), torch.zeros(6, 2)
+    mine = torch.full((2, 2), float(rank))
+    shared = torch.zeros(6, 2)
 
-    def rejected(words, at, mapping, tensor, *more, error=LayoutError, good=right, **options):
-        """Ranks from `at` on pass the wrong arguments, the others `good`."""
+    def rejected(message, at, mapping, tensor, *more, error=LayoutError, good=right, **options):
+        """Pass the wrong arguments on ranks from `at` on, and `good` on the others."""
         given = (tensor, *more) if rank >= at else (good,)
         with pytest.raises(error if rank >= at else CreationError) as caught:
             transfer(mapping, *given, **(options if rank >= at else {}))
-        assert words in str(caught.value)
+        assert message in str(caught.value)
         if rank < at:
             assert f"nothing was sent: rank {at} failed: LayoutError" in str(caught.value)
 
@@ -160,20 +168,25 @@ def test_wrong_arguments():
     rejected("got 3", 0, apart, right, verify=3, error=GroupOptionsError)
 
     got = transfer(apart, right)
-    assert got is None if rank < 2 else got.tolist() == [[0, 1], [2, 3]] * 2
+    if rank < 2:
+        assert got is None
+    else:
+        assert got.tolist() == [[0, 1], [2, 3], [0, 1], [2, 3]]
     shared[:2] = rank
-    got, shard = transfer(both, shared[:2], out=shared[2:]), rank // 2 * 2
-    assert got.tolist() == [[shard, shard]] * 2 + [[shard + 1, shard + 1]] * 2
+    got = transfer(both, shared[:2], out=shared[2:])
+    first = float(rank // 2 * 2)
+    second = first + 1
+    assert got.tolist() == [[first, first], [first, first], [second, second], [second, second]]
 
 
 # ---- rows ---------------------------------------------------------------------------------------
 
 
-# Sources with 3 and 2 rows and a buffer of 4, 5 or 6: five arrive, else all ranks raise before
-# anything is sent, and name two ranks and both sizes. The next transfer works.
+# Sources with 3 and 2 rows and a buffer of 4, 5 or 6 rows: five rows arrive, otherwise all ranks
+# raise before anything is sent. The error names two ranks and both sizes. The next transfer works.
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.ranks(3)
-def test_rows_that_differ(verify):
+def test_rows_must_match(verify):
     rank = dist.get_rank()
     with GridSet.tile(encoder="dp=2", llm="dp=1") as grids:
         mine = torch.full((3 - rank, 2), rank + 1.0)
@@ -185,14 +198,14 @@ def test_rows_that_differ(verify):
                 continue
             with pytest.raises(PlanMismatchError) as caught:
                 grids.transfer("encoder", "llm", given, verify=verify)
-            for words in ("nothing was sent", "rank 0 has (3, 2)", f"rank 2 has ({rows}, 2)"):
-                assert words in str(caught.value)
+            for part in ("nothing was sent", "rank 0 has (3, 2)", f"rank 2 has ({rows}, 2)"):
+                assert part in str(caught.value)
             assert rank < 2 or given.isnan().all()
 
 
-# With `rows` on all ranks no shapes are exchanged; a rank whose tensor has other rows raises.
+# With `rows` on all ranks, no shapes are exchanged. A rank whose tensor has other rows raises.
 @pytest.mark.ranks(3)
-def test_given_rows():
+def test_rows_are_given():
     rank = dist.get_rank()
     with GridSet.tile(encoder="dp=2", llm="dp=1") as grids, mock.patch.object(module, "gather"):
         given = torch.full((3 - rank, 2), rank + 1.0) if rank < 2 else torch.zeros(5, 2)
@@ -201,7 +214,7 @@ def test_given_rows():
             assert got is None if rank < 2 else got[:, 0].tolist() == [1, 1, 1, 2, 2]
         back = grids.transfer("llm", "encoder", given, rows=[3, 2])
         assert back is None if rank == 2 else back[:, 0].tolist() == ([1, 1, 1], [2, 2])[rank]
-        for rows, words in (
+        for rows, message in (
             ([4, 1], f"rank {rank} must {'send' if rank < 2 else 'receive into'} a tensor"),
             ([3, 2, 0], "rows must have the length of each of 2 shards"),
             ([3, -2], "each of rows must be at least 0, got -2"),
@@ -212,15 +225,16 @@ def test_given_rows():
                 continue  # the sums are equal
             with pytest.raises(LayoutError) as caught:
                 grids.transfer("encoder", "llm", given, rows=rows)
-            assert words in str(caught.value)
+            assert message in str(caught.value)
 
 
-# Any lengths of shards, on any axes that are cut, arrive as numpy puts them together; a rank of
-# both stages gets the lengths of its buffer, or torch's chunks.
+# For any lengths of shards on any axes that are cut, the parts match numpy. A rank in both stages
+# gets the lengths of its buffer.
 @pytest.mark.full
 @pytest.mark.ranks(6, timeout=120)
-def test_any_lengths():
-    rank, random = dist.get_rank(), np.random.default_rng(11)
+def test_any_lengths_of_shards():
+    rank = dist.get_rank()
+    random = np.random.default_rng(11)
     for _ in range(60):
         sizes = [int(random.choice([1, 2, 3, 6])) for _ in range(2)]
         source, target = (
@@ -253,14 +267,14 @@ def test_any_lengths():
 
 
 def lone(rank):
-    """A layout of one rank."""
+    """Return a layout of one rank."""
     return RankLayout([1], ["dp"], rank)
 
 
-# With verify, all ranks raise if they differ or if one rejects its arguments, and nothing was sent:
-# the next transfer is right.
+# With verify, all ranks raise if they differ or if one rank passes wrong arguments. Nothing is
+# sent, and the next transfer works.
 @pytest.mark.ranks(3)
-def test_mismatches():
+def test_verify_finds_differences():
     rank = dist.get_rank()
     two = RankLayout([2], ["dp"], 1)
     mapping, other = RankMapping(lone(0), two), RankMapping(lone(0), two, batch_axis=1)
@@ -269,18 +283,18 @@ def test_mismatches():
     whole = torch.arange(4.0).reshape(2, 2)
     given = whole if rank == 0 else torch.zeros(1, 2)
 
-    def differs(mapping, tensor, *words, groups=None, error=PlanMismatchError):
+    def differs(mapping, tensor, *parts, groups=None, error=PlanMismatchError):
         with pytest.raises(error) as caught:
             transfer(mapping, tensor, groups, verify=True)
-        assert all(each in str(caught.value) for each in ("nothing was sent", *words))
+        assert all(part in str(caught.value) for part in ("nothing was sent", *parts))
 
     odd = torch.zeros(1, 2, dtype=torch.int32) if rank == 1 else given
     differs(mapping, odd, "(2, 2) of torch.float32", "(1, 2) of torch.int32")
     odd = torch.zeros(1, 3) if rank == 1 else given
     differs(mapping, odd, "(1, 3) on rank 1", "(1, 2) on rank 2")
-    square = whole if rank == 0 else torch.zeros(1 + (rank == 2), 2 - (rank == 2))
+    square = [whole, torch.zeros(1, 2), torch.zeros(2, 1)][rank]
     differs(other if rank == 2 else mapping, square, "ranks differ")
-    led_given = whole if rank == 0 else torch.zeros(2, 2 + (rank == 2))
+    led_given = [whole, torch.zeros(2, 2), torch.zeros(2, 3)][rank]
     differs(led, led_given, "(2, 2) on rank 1", "(2, 3) on rank 2", groups=pair)
     if rank == 2:
         with pytest.raises(LayoutError, match=r"tensor must be a torch\.Tensor, got None"):
@@ -291,11 +305,11 @@ def test_mismatches():
     assert got is None if rank == 0 else got.tolist() == [whole[rank - 1].tolist()]
 
 
-# Ranks that expect another rank at the other end raise immediately, and ranks that wait for each
-# other in different transfers raise within a second; all of them complete the next transfer.
+# Ranks that expect different mappings raise immediately. Ranks that wait for each other in
+# different transfers raise within a second. All of them complete the next transfer.
 @pytest.mark.full
 @pytest.mark.ranks(3)
-def test_ends_that_differ():
+def test_verify_finds_different_mappings():
     rank = dist.get_rank()
     right, wrong = RankLayout([2], ["tp"]), RankLayout([2], ["tp"], ranks=[1, 0])
 
@@ -306,8 +320,8 @@ def test_ends_that_differ():
     begin = time.monotonic()
     with pytest.raises(PlanMismatchError) as caught:
         move(wrong if rank == 2 else right, lone(2))
-    for words in ("tp=2 at 0 -> dp=1 at 2", "tp=2 on ranks 1, 0 -> dp=1 at 2"):
-        assert words in str(caught.value)
+    for part in ("tp=2 at 0 -> dp=1 at 2", "tp=2 on ranks 1, 0 -> dp=1 at 2"):
+        assert part in str(caught.value)
     assert move(right, lone(2)) == ([5, 5] if rank == 2 else None)
     circle = [(0, 2), (1, 0), (2, 1)]
     with pytest.raises(PlanMismatchError) as caught:
@@ -322,9 +336,10 @@ def test_ends_that_differ():
 # ---- one process --------------------------------------------------------------------------------
 
 
-# By default the environment says whether transfers are verified; other values of it are rejected.
-def test_verify_by_the_environment(monkeypatch):
-    mapping, asked = RankMapping("dp=1", "dp=1"), []
+# By default HYPERCOMM_VERIFY decides whether transfers are verified. Invalid values are rejected.
+def test_default_of_verify(monkeypatch):
+    mapping = RankMapping("dp=1", "dp=1")
+    asked = []
     monkeypatch.setattr(module, "consent", lambda *_, **__: asked.append(1))
     with fake_world(1):
         for text, verify, times in (
@@ -342,9 +357,11 @@ def test_verify_by_the_environment(monkeypatch):
             transfer(mapping, torch.zeros(1))
 
 
-# A single rank sends nothing and receives a new tensor. Without a job, or a mapping, it raises.
-def test_one_rank():
-    mapping, tensor = RankMapping("dp=1", "dp=1"), torch.arange(3)
+# A single rank sends nothing and returns a new tensor. Without a job, or without a mapping, it
+# raises.
+def test_transfer_on_one_rank():
+    mapping = RankMapping("dp=1", "dp=1")
+    tensor = torch.arange(3)
     with pytest.raises(NotInitializedError):
         transfer(mapping, tensor)
     with fake_world(1):

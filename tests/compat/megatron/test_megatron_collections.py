@@ -1,15 +1,15 @@
-"""Collections of process groups, against Megatron's: fields, states, grids, optimizer and DDP."""
+"""Process group collections, against Megatron's: fields, states, grids, optimizer and DDP."""
 
 import contextlib
 import dataclasses
 import itertools
 from types import SimpleNamespace
 
-import megatron_facts as facts
+import megatron_comparison as comparison
 import pytest
 import torch.distributed as dist
-from megatron_facts import ours, theirs
-from oracle import process_groups_config as their_config
+from megatron_comparison import ours, theirs
+from megatron_oracle import process_groups_config as their_config
 
 from hypercomm import HyperCommGrid
 from hypercomm.compat.megatron import ParallelState, version
@@ -21,15 +21,38 @@ from hypercomm.compat.megatron.process_groups_config import (
 from hypercomm.errors import UnknownFieldError
 from hypercomm.testing import fake_world
 
-# Megatron's own, and those that its releases brought, in the order of the newest.
+# The fields of the installed Megatron. EVERY has the fields of all releases, in the newest order.
 FIELDS = tuple(field.name for field in dataclasses.fields(their_config.ProcessGroupCollection))
 TWINS = ("dp_cp_ag", "expt_dp_ag")
 FIELDS = tuple(name for name in FIELDS if name not in TWINS)
 EVERY = (
-    *("tp", "pp", "mp", "embd", "pos_embd", "cp", "tp_cp", "hcp", "ep", "expt_tp", "tp_ep"),
-    *("tp_ep_pp", "tp_ep_pp_with_egtp_remat", "tp_dp_cp", "dp", "dp_cp", "dp_cp_gtp_remat"),
-    *("dp_cp_ag", "gtp_remat", "expt_gtp_remat", "expt_dp", "expt_dp_gtp_remat", "expt_dp_ag"),
-    *("intra_dp_cp", "intra_expt_dp", "inter_dist_opt", "intra_dist_opt"),
+    "tp",
+    "pp",
+    "mp",
+    "embd",
+    "pos_embd",
+    "cp",
+    "tp_cp",
+    "hcp",
+    "ep",
+    "expt_tp",
+    "tp_ep",
+    "tp_ep_pp",
+    "tp_ep_pp_with_egtp_remat",
+    "tp_dp_cp",
+    "dp",
+    "dp_cp",
+    "dp_cp_gtp_remat",
+    "dp_cp_ag",
+    "gtp_remat",
+    "expt_gtp_remat",
+    "expt_dp",
+    "expt_dp_gtp_remat",
+    "expt_dp_ag",
+    "intra_dp_cp",
+    "intra_expt_dp",
+    "inter_dist_opt",
+    "intra_dist_opt",
 )
 HIDES_NONE = "unset_is_none" in version.changes()
 UNKNOWN = ("dpcp", "dp-cp", "TP", "virtual_pipeline_model_parallel_size", "_tp", "size")
@@ -46,7 +69,7 @@ SIZES = {
     "pp": {"pp": 4, "create_gloo_process_groups": False},
 }
 MATRIX = {
-    label: {facts.LONG.get(name, name): size for name, size in sizes.items()}
+    label: {comparison.LONG.get(name, name): size for name, size in sizes.items()}
     for label, sizes in SIZES.items()
 }
 RANKS = (0, 5, 15)
@@ -54,13 +77,13 @@ RANKS = (0, 5, 15)
 
 @contextlib.contextmanager
 def state_of(module, rank, arguments):
-    """A Megatron that is initialised as one rank of 16."""
-    with fake_world(WORLD_SIZE, rank), facts.gloo_made_fake(module):
+    """Initialise a Megatron as one rank of 16."""
+    with fake_world(WORLD_SIZE, rank), comparison.gloo_made_fake(module):
         try:
             module.initialize_model_parallel(**arguments)
             yield
         finally:
-            facts.forget(module)
+            comparison.forget(module)
 
 
 def class_of(module):
@@ -69,37 +92,37 @@ def class_of(module):
 
 
 def ranks_of_fields(collection, names=FIELDS):
-    """The ranks of each group of a collection."""
-    return {name: facts.plain(getattr(collection, name, None)) for name in names}
+    """Return the ranks of each group of a collection."""
+    return {name: comparison.plain(getattr(collection, name, None)) for name in names}
 
 
 # ---- fields -------------------------------------------------------------------------------------
 
 
-# The fields are all of Megatron's releases, in its order.
-def test_fields():
+# The collection has the fields of all releases of Megatron, in their order.
+def test_fields_match_megatron():
     names = [field.name for field in dataclasses.fields(ProcessGroupCollection)]
     assert names == list(EVERY)
     assert [name for name in names if name in FIELDS] == list(FIELDS)
 
 
-# A field that was not set is None, in an empty collection and beside others; in Megatron 0.16 it is
-# an AttributeError, so that hasattr() tells.
+# A field that was not set is None, whether other fields were set or not. In Megatron 0.16, reading
+# it raises AttributeError, so hasattr() is false.
 @pytest.mark.parametrize("name", EVERY)
-def test_unset_is_none(name):
+def test_unset_fields(name):
     other = "tp" if name != "tp" else "pp"
     collections = ProcessGroupCollection(), ProcessGroupCollection(**{other: object()})
     for release in ("0.17.0", "0.20"):
-        with facts.following(release):
-            assert [getattr(collection, name) for collection in collections] == [None] * 2
-    with facts.following("0.16.1"):
+        with comparison.following(release):
+            assert all(getattr(collection, name) is None for collection in collections)
+    with comparison.following("0.16.1"):
         assert not any(hasattr(collection, name) for collection in collections)
         with pytest.raises(ValueError, match=f"field '{name}' was not set.*0.16.1.*'{other}'"):
             getattr(collections[1], name)
 
 
-# An unknown name is an error at construction, reading and asking the state for it; the
-# error names it and the fields.
+# An unknown name raises at construction, on reading, and in a request to a state. The error has the
+# name and the fields.
 @pytest.mark.parametrize("name", UNKNOWN)
 @pytest.mark.parametrize(
     "use",
@@ -111,14 +134,14 @@ def test_unset_is_none(name):
         lambda name: ProcessGroupCollection.use_mpu_process_groups(["tp", name]),
         lambda name: ProcessGroupCollection.from_state(ParallelState(), [name]),
     ],
-    ids=["init", "init beside", "read", "mpu", "mpu beside", "state"],
+    ids=["init", "init with others", "read", "mpu", "mpu with others", "state"],
 )
-def test_unknown_names(use, name):
+def test_unknown_names_raise(use, name):
     with pytest.raises(UnknownFieldError, match=rf"'{name}'.*'tp'.*'intra_dist_opt'"):
         use(name)
 
 
-# A collection shows the fields that were set, with their sizes, in the order of the fields.
+# repr() has the fields that were set, with their sizes, in the order of the fields.
 @pytest.mark.parametrize(
     ("names", "text"),
     [
@@ -129,19 +152,19 @@ def test_unknown_names(use, name):
         (["hcp"], "ProcessGroupCollection(hcp([2, 8]))"),
     ],
 )
-def test_repr(names, text):
+def test_repr_of_a_collection(names, text):
     with fake_world(WORLD_SIZE), HyperCommGrid([2, 8], ["tp", "dp"]) as grid:
         tp, dp = grid.create_pg("tp"), grid.create_pg("dp")
         groups = {"tp": tp, "dp": dp, "embd": None, "hcp": [tp, dp]}
         collection = ProcessGroupCollection(**{name: groups[name] for name in names})
         assert repr(collection) == text
-        # Megatron's may ask a list for its size; that of 0.16 shows what was set to None.
+        # Megatron's repr() fails for a list, and in 0.16 it shows fields that were set to None.
         if "hcp" not in names and (HIDES_NONE or "embd" not in names):
             chosen = {name: groups[name] for name in names}
             assert repr(their_config.ProcessGroupCollection(**chosen)) == text
 
 
-# ---- of a state ---------------------------------------------------------------------------------
+# ---- collections of a state ---------------------------------------------------------------------
 
 
 def mpu_groups(module, rank, arguments, required=None):
@@ -150,15 +173,15 @@ def mpu_groups(module, rank, arguments, required=None):
         return ranks_of_fields(collection, FIELDS if required is None else required)
 
 
-# Every field has the ranks that Megatron's has, None included.
+# Every field has the same ranks as Megatron's, or None.
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("arguments", MATRIX.values(), ids=MATRIX)
-def test_use_mpu_process_groups(arguments, rank):
+def test_use_mpu_process_groups_matches_megatron(arguments, rank):
     assert mpu_groups(ours, rank, arguments) == mpu_groups(theirs, rank, arguments)
 
 
-# The collection of a state of its own is the same, however its groups come to be; the default
-# state stays empty.
+# The collection of a separate state is the same, also with share="identical". The default state
+# stays empty.
 @pytest.mark.parametrize("way", [{}, {"share": "identical"}], ids=str)
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("arguments", MATRIX.values(), ids=MATRIX)
@@ -178,7 +201,7 @@ def test_collection_of_a_state(arguments, rank, way):
             assert groups[0] == groups[1] == groups[2]
 
 
-# ---- of grids -----------------------------------------------------------------------------------
+# ---- collections of grids -----------------------------------------------------------------------
 
 DENSE = {
     "tp": "tp",
@@ -202,7 +225,7 @@ EXPERT = {
 
 
 def grids():
-    """The dense and the expert grid of 16 ranks, as in MATRIX["experts"] but for the instances."""
+    """Return a dense and an expert grid of 16 ranks, as MATRIX["experts"] with one instance."""
     dense = HyperCommGrid([2, 1, 4, 2], ["tp", "cp", "dp", "pp"])
     return dense, HyperCommGrid([1, 4, 2, 2], ["tp", "ep", "dp", "pp"])
 
@@ -216,9 +239,9 @@ def create_all(dense, expert):
         dense.create_pg("pp", name=name, derive=lambda groups, pick=pick: groups.pick(pick))
 
 
-# The collection of two grids has the ranks that Megatron finds for the same sizes.
+# The collection of two grids has the ranks that Megatron computes for the same sizes.
 @pytest.mark.parametrize("rank", range(WORLD_SIZE))
-def test_from_grids(rank):
+def test_from_grid_matches_megatron(rank):
     sizes = MATRIX["experts"] | {"num_distributed_optimizer_instances": 1}
     expected = mpu_groups(theirs, rank, sizes)
     with fake_world(WORLD_SIZE, rank):
@@ -228,16 +251,16 @@ def test_from_grids(rank):
             collection = ProcessGroupCollection.from_grid(dense, expert)
             names = [*DENSE, *EXPERT, "embd", "pos_embd"]
             assert ranks_of_fields(collection, names) == {key: expected[key] for key in names}
-            assert {name for name in FIELDS if getattr(collection, name, None) is None} == {
-                *(() if rank < 8 else ("pos_embd",)),
-                *("hcp", "inter_dist_opt", "intra_dist_opt"),
-                *({"gtp_remat", "expt_gtp_remat"} & set(FIELDS)),
-            }
+            absent = {"hcp", "inter_dist_opt", "intra_dist_opt"}
+            absent |= {"gtp_remat", "expt_gtp_remat"} & set(FIELDS)
+            if rank >= 8:
+                absent.add("pos_embd")
+            assert {name for name in FIELDS if getattr(collection, name, None) is None} == absent
 
 
-# The grids that a state is made of give the collection of the state.
+# from_grid() with the grids of a state gives the collection of the state.
 @pytest.mark.parametrize("arguments", MATRIX.values(), ids=MATRIX)
-def test_from_the_grids_of_a_state(arguments):
+def test_from_grid_with_the_grids_of_a_state(arguments):
     with fake_world(WORLD_SIZE, 5), ParallelState.create(**arguments) as state:
         collection = ProcessGroupCollection.from_grid(state.grids["dense"], state.grids["expert"])
         names = [name for name in FIELDS if name != "hcp"]
@@ -246,7 +269,8 @@ def test_from_the_grids_of_a_state(arguments):
         )
 
 
-# A group fills the fields of exactly its dims, and fields of the expert grid come from there only.
+# A group fills the fields of exactly its dims. Fields for experts are filled from the expert grid
+# only.
 @pytest.mark.parametrize(
     ("dense_dims", "expert_dims", "filled"),
     [
@@ -260,7 +284,7 @@ def test_from_the_grids_of_a_state(arguments):
         (["tp-cp-dp-pp"], ["ep-pp"], ""),
     ],
 )
-def test_from_grid_fills_what_exists(dense_dims, expert_dims, filled):
+def test_from_grid_uses_existing_groups(dense_dims, expert_dims, filled):
     with fake_world(WORLD_SIZE):
         dense, expert = grids()
         with dense, expert:
@@ -275,22 +299,26 @@ def test_from_grid_fills_what_exists(dense_dims, expert_dims, filled):
                 assert without[with_gtp] is getattr(collection, name, None)
 
 
-# A field of plain groups takes that of the dims, whatever others are called; a field of derived
-# groups takes the one of its name, and so does one all of whose dims the grid lacks.
-def test_from_grid_names():
+# A field over dims uses the group without a name over these dims. A field of derived groups uses
+# the group with its name, and so does a field over dims that the grid does not have.
+def test_from_grid_uses_named_groups():
     with fake_world(WORLD_SIZE), HyperCommGrid([2, 8], ["tp", "dp"]) as grid:
-        plain, _ = grid.create_pg("dp"), grid.create_pg("dp", name="dp_cp")
-        grid.create_pg("tp", name="gloo"), grid.create_pg("dp", name="tp")
+        plain = grid.create_pg("dp")
+        grid.create_pg("dp", name="dp_cp")
+        grid.create_pg("tp", name="gloo")
+        grid.create_pg("dp", name="tp")
         alone = grid.create_pg("tp", name="cp", derive=lambda groups: groups.chunks(1))
         embd, pos = (grid.create_pg("tp", name=name) for name in ("embd", "pos_embd"))
         collection = ProcessGroupCollection.from_grid(grid)
-        assert (collection.dp, collection.dp_cp) == (plain, plain)
+        assert collection.dp is plain
+        assert collection.dp_cp is plain
         assert collection.cp is alone
-        assert (collection.embd, collection.pos_embd) == (embd, pos)
+        assert collection.embd is embd
+        assert collection.pos_embd is pos
         assert getattr(collection, "tp", None) is None
 
 
-# ---- for an optimizer, for DDP ------------------------------------------------------------------
+# ---- setup for an optimizer and for DDP ---------------------------------------------------------
 
 DATA = ("dp", "dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "inter_dist_opt")
 NEEDED = {
@@ -310,7 +338,7 @@ def model_of(cp_size, ddp_config):
 
 
 def set_up(module, what, collection, cp_size, ddp_config, gloo=False):
-    """The groups by key, as ranks; or the error."""
+    """Return the ranks of the groups by key, or the error."""
     kind = class_of(module)
     collection = None if collection is None else kind(**collection)
     model = model_of(cp_size, ddp_config)
@@ -322,11 +350,11 @@ def set_up(module, what, collection, cp_size, ddp_config, gloo=False):
             found = kind.setup_process_groups_for_ddp(collection, config, ddp_config)
     except Exception as error:  # noqa: BLE001 - whatever Megatron raises
         return error
-    return {key: facts.plain(group) for key, group in found.items()}
+    return {key: comparison.plain(group) for key, group in found.items()}
 
 
-def assert_alike(found, expected):
-    """The same keys and groups, or an error that is caught as Megatron's."""
+def assert_same(found, expected):
+    """Assert equal keys and groups, or an error that code for Megatron's error catches."""
     if isinstance(expected, Exception):
         assert isinstance(found, type(expected)), f"{expected!r} was {found!r}"
     else:
@@ -341,11 +369,11 @@ def ddp_configs():
         )
 
 
-# The groups of a state, for states with one and two instances, with gloo twins and without.
+# The groups of a state match, with one or two optimizer instances, with and without gloo groups.
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("what", NEEDED)
 @pytest.mark.parametrize("arguments", MATRIX.values(), ids=MATRIX)
-def test_set_up_from_a_state(arguments, what, rank):
+def test_setup_from_a_state_matches_megatron(arguments, what, rank):
     found = {}
     for module in (ours, theirs):
         with state_of(module, rank, arguments):
@@ -355,28 +383,28 @@ def test_set_up_from_a_state(arguments, what, rank):
                 for gloo in (False, True)
             ]
     for ours_, theirs_ in zip(found[ours], found[theirs], strict=True):
-        assert_alike(ours_, theirs_)
+        assert_same(ours_, theirs_)
 
 
 @pytest.fixture
 def some_groups():
-    """One group for each field, of different ranks, so that no two can be taken for each other."""
+    """Create a different group for each field, so that a mix-up is found."""
     with fake_world(WORLD_SIZE):
-        yield {name: dist.new_group([0, 1 + place]) for place, name in enumerate(FIELDS[:15])} | {
-            name: dist.new_group([0, place, 15]) for place, name in enumerate(FIELDS[15:], 1)
-        }
+        pairs = {name: dist.new_group([0, 1 + at]) for at, name in enumerate(FIELDS[:15])}
+        triples = {name: dist.new_group([0, at, 15]) for at, name in enumerate(FIELDS[15:], 1)}
+        yield pairs | triples
 
 
-# Of a collection that lacks any one, any two, nearly all or all fields: the same groups or errors.
-# An empty collection is no None, which stands for the state.
+# For a collection without any one, any two, nearly all or all fields, the groups or errors match.
+# An empty collection is different from None, which means the state.
 @pytest.mark.parametrize("gloo", [False, True])
 @pytest.mark.parametrize("cp_size", [None, 1, 2])
 @pytest.mark.parametrize("what", NEEDED)
-def test_set_up_from_a_collection(what, cp_size, gloo, some_groups):
+def test_setup_from_a_collection_matches_megatron(what, cp_size, gloo, some_groups):
     fields = NEEDED[what]
     lacking = [*itertools.chain.from_iterable(itertools.combinations(fields, n) for n in (0, 1, 2))]
     lacking += [tuple(name for name in fields if name != only) for only in (*fields, None)]
-    refused, accepted = 0, 0
+    rejected = accepted = 0
     for lacks, config in itertools.product(
         lacking, [*ddp_configs(), *([None] if what == "optimizer" else [])]
     ):
@@ -384,15 +412,15 @@ def test_set_up_from_a_collection(what, cp_size, gloo, some_groups):
         found, expected = (
             set_up(module, what, given, cp_size, config, gloo) for module in (ours, theirs)
         )
-        assert_alike(found, expected)
-        refused += isinstance(expected, Exception)
+        assert_same(found, expected)
+        rejected += isinstance(expected, Exception)
         accepted += isinstance(expected, dict)
-    assert refused > 0
+    assert rejected > 0
     assert accepted > 0 or (what, gloo) == ("optimizer", True)
 
 
-# A model without a configuration, where it is needed, is the error that Megatron raises; a
-# configuration of None is looked for further inside.
+# A model without a configuration raises Megatron's error if one is needed. If its configuration is
+# None, the inner module is searched.
 @pytest.mark.parametrize(
     "model",
     [
@@ -407,7 +435,7 @@ def test_set_up_from_a_collection(what, cp_size, gloo, some_groups):
     ],
     ids=["none", "none inside", "of None", "inside", "list"],
 )
-def test_set_up_looks_for_the_configuration(model, some_groups):
+def test_setup_finds_the_configuration(model, some_groups):
     results = []
     for module in (ours, theirs):
         given = class_of(module)(
@@ -415,15 +443,15 @@ def test_set_up_looks_for_the_configuration(model, some_groups):
         )
         try:
             found = given.setup_process_groups_for_optimizer(given, [model], False)
-            results.append({key: facts.plain(group) for key, group in found.items()})
+            results.append({key: comparison.plain(group) for key, group in found.items()})
         except Exception as error:  # noqa: BLE001 - whatever Megatron raises
             results.append(error)
-    assert_alike(*results)
+    assert_same(*results)
 
 
-# DDP's expert group of one rank is made where none is given, and is of the calling rank.
+# For DDP without an expert group, a group of the calling rank is created.
 @pytest.mark.parametrize("given", [{}, {"expt_dp": None}])
-def test_ddp_makes_an_expert_group(given):
+def test_setup_for_ddp_creates_an_expert_group(given):
     with fake_world(WORLD_SIZE, 5):
         groups = dict.fromkeys(("dp", "tp", "pp", "ep"), dist.group.WORLD) | given
         config = SimpleNamespace(
@@ -438,24 +466,27 @@ def test_ddp_makes_an_expert_group(given):
 
 @pytest.fixture
 def modules():
-    encoder, llm = ProcessGroupCollection(), ProcessGroupCollection()
+    encoder = ProcessGroupCollection()
+    llm = ProcessGroupCollection()
     return encoder, llm, MultiModuleProcessGroupCollection({"encoder": encoder, "llm": llm}, "llm")
 
 
-# It is a dict of collections, but that it iterates over the collections.
-def test_modules_are_like_a_dict(modules):
+# It behaves like a dict of collections, apart from iteration, which yields the collections.
+def test_modules_behave_like_a_dict(modules):
     encoder, llm, both = modules
     assert len(both) == 2
-    assert (both["encoder"], both["llm"]) == (encoder, llm)
+    assert both["encoder"] is encoder
+    assert both["llm"] is llm
     assert list(both) == list(both.values()) == [encoder, llm]
     assert list(both.keys()) == ["encoder", "llm"]
     assert list(both.items()) == [("encoder", encoder), ("llm", llm)]
     assert both.get_module_collection("encoder") is encoder
-    assert (both.module_pgs, both.language_model_module_name) == (dict(both.items()), "llm")
+    assert both.module_pgs == dict(both.items())
+    assert both.language_model_module_name == "llm"
 
 
-# An unknown module is a ValueError, or a KeyError in brackets; both name those that there are.
-def test_unknown_module(modules):
+# An unknown module is a ValueError, or a KeyError for []. Both errors name the existing modules.
+def test_unknown_modules_raise(modules):
     both = modules[2]
     with pytest.raises(ValueError, match=r"'decoder'.*encoder.*llm"):
         both.get_module_collection("decoder")
@@ -463,20 +494,20 @@ def test_unknown_module(modules):
         both["decoder"]
 
 
-# There is at least one module, and the language model is one of them.
+# There must be at least one module, and the language model must be one of them.
 @pytest.mark.parametrize(
     ("names", "language_model"), [([], None), ([], "llm"), (["encoder"], "llm"), (["llm"], "")]
 )
-def test_wrong_modules(names, language_model):
+def test_invalid_modules_raise(names, language_model):
     with pytest.raises(ValueError, match=r"module"):
         MultiModuleProcessGroupCollection(
             {name: ProcessGroupCollection() for name in names}, language_model
         )
 
 
-# A class of this metaclass has a size that is set by a method, as in Megatron.
+# In a class with this metaclass, one attribute can only be set through a method, as in Megatron.
 @pytest.mark.parametrize("module", [our_config, their_config])
-def test_helper(module):
+def test_helper_metaclass(module):
     class Helper(metaclass=module.ProcessGroupHelperMeta):
         other = 1
 

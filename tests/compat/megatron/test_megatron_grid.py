@@ -1,10 +1,10 @@
-"""Megatron's hyper_comm_grid: the names of its groups, and a mocked torch.distributed."""
+"""Megatron's hyper_comm_grid: keys of groups, and its use with a mocked torch.distributed."""
 
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from oracle import hyper_comm_grid as theirs
+from megatron_oracle import hyper_comm_grid as theirs
 
 import hypercomm
 from hypercomm.compat.megatron import hyper_comm_grid as ours
@@ -20,7 +20,7 @@ if hasattr(theirs.HyperCommGrid, "register_view"):
 
 @pytest.fixture(params=MODULES, name="grid")
 def grid_of_either(request, monkeypatch):
-    """A grid with a view, ours or Megatron's: each test says what both do."""
+    """Return a grid with a view, hypercomm's or Megatron's: both must pass the tests."""
     monkeypatch.setenv("WORLD_SIZE", "8")
     grid = MODULES[request.param].HyperCommGrid(SHAPE, NAMES)
     grid.register_view(*VIEW)
@@ -29,18 +29,19 @@ def grid_of_either(request, monkeypatch):
 
 @pytest.fixture(name="created")
 def subgroups():
-    """torch.distributed's function for groups, mocked, as Megatron's own tests do."""
+    """Mock torch's function that creates groups, as Megatron's tests do."""
     with mock.patch("torch.distributed.new_subgroups_by_enumeration") as function:
         function.side_effect = lambda *_, **__: (mock.MagicMock(spec=dist.ProcessGroup), None)
         yield function
 
 
-# Without a default group the mocked function is all that is asked, with what the caller gave.
-def test_mocked(grid, created):
+# Without a default group, only the mocked function is called, with the caller's arguments.
+def test_mocked_creation(grid, created):
     options = object()
     with mock.patch("torch.distributed.get_rank", side_effect=AssertionError("nobody to ask")):
         group = grid.create_pg(["pp", "tp"], pg_options=options, group_desc="mine")
-        shared, own = grid.create_pg("pp", view="expert"), grid.create_pg("ep", view="expert")
+        shared = grid.create_pg("pp", view="expert")
+        own = grid.create_pg("ep", view="expert")
     calls = [(call.args, call.kwargs) for call in created.call_args_list]
     assert calls == [
         (
@@ -56,8 +57,8 @@ def test_mocked(grid, created):
     assert grid.get_pg("ep", view="expert") is own
 
 
-# Assigned groups are found, and destroyed with the grid if the rank is a member, each once.
-def test_groups_that_are_assigned(grid):
+# Groups assigned to `_pgs` are found, and destroyed once with the grid if the rank is a member.
+def test_assigned_groups(grid):
     member, other = (mock.MagicMock(spec=dist.ProcessGroup) for _ in range(2))
     non_member = dist.GroupMember.NON_GROUP_MEMBER
     grid._pgs = {"tp": member, "dp": non_member, "pp": None, "dp-tp": member, "pp-tp": other}
@@ -69,10 +70,10 @@ def test_groups_that_are_assigned(grid):
     assert grid._pgs == {}
 
 
-# Legacy code matches these words in what Megatron raises; they are in ours too.
+# Code for Megatron matches these parts of error messages. hypercomm's errors have them, too.
 @pytest.mark.usefixtures("created")
 @pytest.mark.parametrize(
-    ("call", "kind", "words"),
+    ("call", "kind", "message"),
     [
         (lambda grid: grid.get_pg("tp"), KeyError, "Process group for.*hasn't been created"),
         (
@@ -89,18 +90,19 @@ def test_groups_that_are_assigned(grid):
         ),
     ],
 )
-def test_words(grid, call, kind, words):
-    with pytest.raises(kind, match=words) as caught:
+def test_error_messages_match_megatron(grid, call, kind, message):
+    with pytest.raises(kind, match=message) as caught:
         call(grid)
     assert isinstance(caught.value, HyperCommError) == isinstance(grid, hypercomm.HyperCommGrid)
 
 
-# In a job, groups are the grid's own, under Megatron's keys, the view in those of a view's own.
-def test_in_a_job():
+# In a job, the grid's groups are listed under Megatron's keys, also groups of a view.
+def test_keys_in_a_job():
     with fake_world(8, rank=3), ours.HyperCommGrid(SHAPE, NAMES) as grid:
         assert isinstance(grid, hypercomm.HyperCommGrid)
         grid.register_view(*VIEW)
-        group, own = grid.create_pg(["tp", "dp"]), grid.create_pg("ep", view="expert")
+        group = grid.create_pg(["tp", "dp"])
+        own = grid.create_pg("ep", view="expert")
         shared = grid.create_pg("pp", view="expert")
         grid.create_pg("dp", name="second")
         keys = {"dp-tp": group, ("expert", ("ep",)): own, "pp": shared}
@@ -109,16 +111,16 @@ def test_in_a_job():
         assert not {group, own, shared} & set(dist.distributed_c10d._world.pg_map)
 
 
-# The private names that Megatron's own tests read: dims in reversed order, and a view's fields.
-def test_private_names(grid):
+# The private names that Megatron's tests use: dims in reversed order, and the fields of a view.
+def test_private_names_match_megatron(grid):
     assert grid._order_dims_for(["a", "b", "c"], ["a", "c"]) == (["c", "a"], "c-a")
     assert grid._order_dims_for(["ab", "a"], "a") == (["a"], "a")
     view = grid._views["expert"]
     assert (view.name, view.shape, view.dim_names, view.shared_dims) == VIEW
 
 
-# As in Megatron, what the environment says of the world wins; what is no size is left to others.
-def test_world_size(monkeypatch):
+# As in Megatron, WORLD_SIZE in the environment wins over the live job, if it is a number.
+def test_sources_of_the_world_size(monkeypatch):
     with fake_world(8):
         monkeypatch.setenv("WORLD_SIZE", "2")
         with pytest.raises(RuntimeError, match=r"over sized.*the world has 2"):
@@ -130,10 +132,10 @@ def test_world_size(monkeypatch):
     assert ours.HyperCommGrid(layout, world_size=8)._pgs == {}
 
 
-# Programs match the words of these errors, in Megatron's as in ours.
+# Errors about views have the same parts as Megatron's, which programs match.
 @pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (([2, 2], ["ep", "dp"]), "the grid size is 8"),
         (([2, 2], ["ep", "dp"]), "but the grid size"),
@@ -149,19 +151,19 @@ def test_world_size(monkeypatch):
         (([4, 2], ["tp", "pp"], ["tp"]), "different membership across views"),
     ],
 )
-def test_errors_of_views(module, arguments, words, monkeypatch):
+def test_errors_of_views_match_megatron(module, arguments, message, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     grid = module.HyperCommGrid(SHAPE, NAMES)
-    if words is None:
+    if message is None:
         grid.register_view("other", *arguments)
     else:
-        with pytest.raises(ValueError, match=words) as caught:
+        with pytest.raises(ValueError, match=message) as caught:
             grid.register_view("other", *arguments)
         assert module is theirs or isinstance(caught.value, HyperCommError)
 
 
-# A group in which the rank is not is None, or torch's marker.
-def test_members():
+# For a group without this rank, torch returns None or a marker. Neither is a member's group.
+def test_is_process_group_member():
     with fake_world(4, 1):
         assert ours._is_process_group_member(dist.new_group([0, 1]))
         assert not ours._is_process_group_member(dist.new_group([2, 3]))

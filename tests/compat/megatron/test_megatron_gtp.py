@@ -1,14 +1,14 @@
-"""GTP, by arithmetic: which ranks every group has, of a state, of grids, and on real ranks.
+"""GTP: the ranks of every group, by arithmetic, for states and grids.
 
-Where megatron-core knows GTP, test_megatron_state.py compares drawn sizes with it, too.
+If megatron-core has GTP, test_megatron_state.py also compares drawn sizes with it.
 """
 
-import megatron_facts as facts
+import megatron_comparison as comparison
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron_facts import plain
+from megatron_comparison import plain
 
 from hypercomm import errors, megatron_grids
 from hypercomm.compat.megatron import ParallelState, parallel_state, version
@@ -20,7 +20,7 @@ from hypercomm.compat.megatron.process_groups_config import (
 from hypercomm.testing import fake_world
 
 DENSE, EXPERT = ("pp", "dp", "cp", "gtp", "tp"), ("pp", "dp", "gtp", "ep", "tp")
-"""The dims, the slowest first: GTP peers are behind tp, those of experts behind ep."""
+"""Dims, the slowest first. GTP peers are next to tp, and for experts next to ep."""
 
 MODEL = "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL"
 
@@ -51,14 +51,14 @@ GROUPS = [
     (None, "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", EXPERT, "dp gtp"),
     ("intra_dist_opt", "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", EXPERT, "dp gtp ep tp pp"),
 ]
-"""The field, the global, and the dims of each group, and all dims of its layers."""
+"""Field, global, all dims of its layers, and the dims of the group."""
 
 DIMS = {name: (dims, wanted) for _, name, dims, wanted in GROUPS}
 FIELDS = {field: name for field, name, _, _ in GROUPS if field is not None}
 PRESET = {DENSE: {"gtp": "gtp_remat"}, EXPERT: {"tp": "expt_tp", "gtp": "expt_gtp_remat"}}
-"""The arguments of `megatron_grids` that have another name than the dim."""
+"""Arguments of `megatron_grids` that have another name than the dim."""
 
-LONG = facts.LONG | {"gtp_remat": "gtp_remat_size", "expt_gtp_remat": "expert_gtp_remat_size"}
+LONG = comparison.LONG | {"gtp_remat": "gtp_remat_size", "expt_gtp_remat": "expert_gtp_remat_size"}
 
 BOTH = {
     "tensor_model_parallel_size": 2,
@@ -74,13 +74,13 @@ INSTANCES = {"num_distributed_optimizer_instances": 2}
 
 @pytest.fixture(params=["0.16.1", "0.19.2"], name="release")
 def in_a_release(request):
-    """Any version may be asked for sizes above 1, and then means the same."""
-    with facts.following(request.param):
+    """Follow a release. GTP sizes above 1 mean the same in each."""
+    with comparison.following(request.param):
         yield request.param
 
 
 def members(arguments, world_size, rank, name):
-    """The ranks of one rank's group, by numpy alone."""
+    """Return the ranks of one rank's group, by numpy alone."""
     dims, wanted = DIMS[name]
     sizes = {dim: arguments.get(LONG.get(PRESET[dims].get(dim, dim)), 1) for dim in dims}
     sizes["dp"] = world_size // np.prod([sizes[dim] for dim in dims if dim != "dp"])
@@ -110,9 +110,9 @@ def sizes_with_gtp(draw):
     return world_size, draw(st.integers(0, world_size - 1)), arguments
 
 
-# Every group of a state has the ranks that its dims say, and so do sizes, ranks and lists.
+# Every group, size, rank and list of a state matches the arithmetic.
 @given(sizes_with_gtp())
-def test_state(drawn):
+def test_state_matches_numpy(drawn):
     world_size, rank, arguments = drawn
     with fake_world(world_size, rank), ParallelState.create(**arguments) as state:
         for name in DIMS:
@@ -133,9 +133,9 @@ def test_state(drawn):
             assert parallel_state.get_data_parallel_rank(with_gtp_remat=False) == same.index(rank)
 
 
-# A collection of the state and one of grids with these sizes have the same ranks.
+# A collection of the state and one of grids with the same sizes match the arithmetic.
 @given(sizes_with_gtp())
-def test_collections(drawn):
+def test_collections_match_numpy(drawn):
     world_size, rank, arguments = drawn
     expected = {field: members(arguments, world_size, rank, FIELDS[field]) for field in FIELDS}
     expected = {field: ranks for field, ranks in expected.items() if len(ranks) > 1}
@@ -149,9 +149,10 @@ def test_collections(drawn):
             assert {name: plain(vars(found)[name]) for name in expected} == expected
 
 
-# With peers of the dense layers there are no gloo twins; with those of experts, none of experts.
+# With GTP peers for dense layers, there are no gloo groups. With GTP peers for experts only,
+# experts have no gloo groups.
 @pytest.mark.usefixtures("release")
-def test_gloo_twins():
+def test_gloo_groups_with_gtp():
     with fake_world(8), ParallelState.create(gtp_remat_size=2) as state:
         assert state.read("_DATA_PARALLEL_GROUP_GLOO") is None
         assert state.read("_EXPERT_DATA_PARALLEL_GROUP_GLOO") is None
@@ -165,8 +166,8 @@ def test_gloo_twins():
         assert state.read("_EXPERT_DATA_PARALLEL_GROUP_GLOO") is None
 
 
-# What an optimizer and DDP are told of the peers, whatever release is followed.
-def test_set_up(release):
+# The setup for an optimizer has the GTP groups, whichever release is followed.
+def test_setup_for_an_optimizer(release):
     del release
     chunk = type("Chunk", (), {})()
     with fake_world(8, 5):
@@ -181,7 +182,8 @@ def test_set_up(release):
             assert found["intra_dp_cp_group_gloo"] is None
             peers = parallel_state.get_gtp_weight_remat_group()
             assert resolve_gtp_remat_group(None, is_expert=False) is peers
-            empty, own = ProcessGroupCollection(), ProcessGroupCollection(expt_gtp_remat=None)
+            empty = ProcessGroupCollection()
+            own = ProcessGroupCollection(expt_gtp_remat=None)
             assert resolve_gtp_remat_group(empty, is_expert=False) is peers
             assert resolve_gtp_remat_group(own, is_expert=True) is None
         finally:
@@ -189,9 +191,9 @@ def test_set_up(release):
         assert not ProcessGroupCollection.is_gtp_remat_active({"gtp_remat_group": None})
 
 
-# What 0.19 refuses about GTP is refused with its error types, and leaves nothing behind.
+# Arguments that 0.19 rejects raise its error types, and create nothing.
 @pytest.mark.parametrize(
-    ("arguments", "error", "words"),
+    ("arguments", "error", "message"),
     [
         ({"gtp_remat_size": 2, **INSTANCES}, AssertionError, "one optimizer instance only"),
         ({"expert_gtp_remat_size": 2, **INSTANCES}, AssertionError, "one optimizer instance only"),
@@ -216,9 +218,9 @@ def test_set_up(release):
     ],
 )
 @pytest.mark.usefixtures("release")
-def test_refused(arguments, error, words):
+def test_invalid_gtp_arguments(arguments, error, message):
     with fake_world(8):
-        with pytest.raises(error, match=words) as caught:
+        with pytest.raises(error, match=message) as caught:
             parallel_state.initialize_model_parallel(**arguments)
         assert isinstance(caught.value, errors.HyperCommError)
         assert not parallel_state.is_initialized()
@@ -226,8 +228,8 @@ def test_refused(arguments, error, words):
         parallel_state.destroy_model_parallel()
 
 
-# A generator enumerates the peers, and asks for its own size.
-def test_generator(release):
+# RankGenerator enumerates the GTP peers. get_gtp_ranks() must be called with the generator's size.
+def test_rank_generator_with_gtp(release):
     generator = parallel_state.RankGenerator(
         tp=2, ep=1, dp=1, pp=1, cp=1, order="tp-gtp_remat", gtp_remat=2
     )

@@ -1,8 +1,8 @@
-"""install(), each time in a fresh interpreter: the order of imports decides its outcome."""
+"""install(), each time in a new process, because the order of imports decides the outcome."""
 
 import textwrap
 
-import fresh_programs
+import forked_programs
 import pytest
 
 QUICK = """
@@ -10,7 +10,7 @@ import sys, torch, warnings
 warnings.simplefilter("ignore")
 torch.compile = lambda function=None, **_: function or (lambda given: given)
 """
-"""Megatron compiles some functions when it is imported, which loads inductor: two seconds."""
+"""Megatron compiles functions during its import, which would load inductor (2 s)."""
 HIDE = """
 import sys
 from importlib.machinery import PathFinder
@@ -57,7 +57,7 @@ def held_by_megatron():
 
 def run(*parts):
     program = "\n".join([QUICK, *map(textwrap.dedent, parts)])
-    return fresh_programs.run(program)
+    return forked_programs.run(program)
 
 
 def succeeds(*parts):
@@ -65,9 +65,9 @@ def succeeds(*parts):
     assert done.returncode == 0, done.stderr
 
 
-# After install() Megatron's own modules are imported with ours in place of the three.
+# After install(), Megatron's other modules are imported with hypercomm's three modules.
 @pytest.mark.full
-def test_before_megatron():
+def test_install_before_megatron():
     succeeds(
         OURS,
         "install(); install()",
@@ -83,8 +83,8 @@ def test_before_megatron():
     )
 
 
-# Without megatron-core the three modules can be imported, and nothing else.
-def test_without_megatron():
+# Without megatron-core, the three modules can be imported, but no others.
+def test_install_without_megatron():
     succeeds(
         HIDE,
         OURS,
@@ -99,7 +99,7 @@ def test_without_megatron():
 
 
 # After an import of megatron.core, install() raises and changes nothing.
-def test_too_late():
+def test_install_after_megatron_raises():
     succeeds(
         """
         import types
@@ -118,10 +118,10 @@ def test_too_late():
     )
 
 
-# A warning is issued once if megatron.core was imported without install(), and else not at all.
+# If megatron.core was imported without install(), there is one warning. Otherwise there is none.
 @pytest.mark.full
 @pytest.mark.parametrize("way", ["none", "theirs", "ours"])
-def test_a_state_of_their_own(way):
+def test_warning_without_install(way):
     succeeds(
         OURS,
         f"way = {way!r}",

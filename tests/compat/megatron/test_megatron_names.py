@@ -1,4 +1,4 @@
-"""The names, signatures and free functions of Megatron's parallel_state, and the bad calls."""
+"""Names, signatures and free functions of Megatron's parallel_state, and invalid calls."""
 
 import contextlib
 import inspect
@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron_facts import GLOBALS, LONG, following, forget, ours, plain, read_globals, theirs
+from megatron_comparison import GLOBALS, LONG, following, forget, ours, plain, read_globals, theirs
 
 from hypercomm import errors
 from hypercomm.compat.megatron import ParallelState
@@ -21,8 +21,8 @@ from hypercomm.testing import fake_world
 
 
 @pytest.fixture(autouse=True)
-def no_state_is_left():
-    """Empty both states, whatever a test did."""
+def destroy_states():
+    """Destroy both states after each test."""
     yield
     ours.destroy_model_parallel()
     forget(theirs)
@@ -35,18 +35,25 @@ functions = [
 ]
 
 
-# Every function of Megatron's is here, with its arguments and their defaults. Those that stand at
-# other places in other releases can only be given by name: at a place they would mean another.
+# hypercomm has every function of Megatron, with its arguments and defaults. Arguments whose
+# position differs between releases are keyword-only, because a position would be ambiguous.
 MOVED = {
-    *("hybrid_context_parallel", "create_all_gather_group", "gtp_remat_size"),
-    *("expert_gtp_remat_size", "rank_offset", "local_world_size", "with_gtp_remat"),
-    *("partial_data_parallel", "partial_expert_data_parallel", "independent_all_gather"),
+    "hybrid_context_parallel",
+    "create_all_gather_group",
+    "gtp_remat_size",
+    "expert_gtp_remat_size",
+    "rank_offset",
+    "local_world_size",
+    "with_gtp_remat",
+    "partial_data_parallel",
+    "partial_expert_data_parallel",
+    "independent_all_gather",
 }
 NEVER_MOVED = {"get_data_parallel_group_gloo", "get_expert_data_parallel_group_gloo"}
 
 
 @pytest.mark.parametrize("name", functions)
-def test_signatures(name):
+def test_signatures_match_megatron(name):
     def shape(function, at_places):
         return [
             (parameter.name, parameter.default)
@@ -54,7 +61,8 @@ def test_signatures(name):
             if name in NEVER_MOVED or (parameter.name in MOVED) != at_places
         ]
 
-    mine, megatrons = getattr(ours, name), getattr(theirs, name)
+    mine = getattr(ours, name)
+    megatrons = getattr(theirs, name)
     assert shape(mine, True)[: len(shape(megatrons, True))] == shape(megatrons, True)
     assert dict(shape(megatrons, False)).items() <= dict(shape(mine, False)).items()
     assert mine.__name__ in {name, "inject_gtp"}
@@ -63,15 +71,16 @@ def test_signatures(name):
 
 @st.composite
 def generators(draw):
-    """Draw the arguments of a RankGenerator, some of them wrong."""
+    """Draw the arguments of a RankGenerator, sometimes invalid ones."""
     sizes = {name: draw(st.sampled_from([1, 1, 2, 3])) for name in ("tp", "ep", "dp", "pp", "cp")}
     order = "-".join(draw(st.lists(st.sampled_from(list(sizes)), unique=True, min_size=2)))
     return {**sizes, "order": order, "rank_offset": draw(st.integers(0, 9))}
 
 
-# A RankGenerator has Megatron's attributes, masks and ranks, or is refused as Megatron refuses it.
+# A RankGenerator has the same attributes, masks and ranks as Megatron's, or raises the same error
+# type.
 @given(generators(), st.lists(st.sampled_from(["tp", "ep", "dp", "pp", "cp"]), min_size=1))
-def test_rank_generator(arguments, dims):
+def test_rank_generator_matches_megatron(arguments, dims):
     token = "-".join(dims)
     try:
         expected = theirs.RankGenerator(**arguments)
@@ -88,9 +97,9 @@ def test_rank_generator(arguments, dims):
     assert found.get_ranks(token) == expected.get_ranks(token)
 
 
-# The enumeration by masks is Megatron's, also for a part of the ranks and for no dim at all.
+# Enumeration by masks matches Megatron's, also for a part of the ranks and for an empty mask.
 @given(st.data())
-def test_masked_groups(data):
+def test_masked_groups_match_megatron(data):
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     mask = data.draw(st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes)))
     world_size = data.draw(st.integers(1, 64))
@@ -104,9 +113,9 @@ def test_masked_groups(data):
         assert found == expected
 
 
-# A group from create_group is listed, before and after the others, and so are all-gather twins: a
-# change of all timeouts reaches them.
-def test_timeouts():
+# update_pg_timeout() without a group changes all groups, including groups from create_group, before
+# and after initialisation, and all-gather groups.
+def test_update_pg_timeout_reaches_all_groups():
     with (
         fake_world(4),
         mock.patch("hypercomm.process_groups.torch_internals.set_timeout") as change,
@@ -133,8 +142,8 @@ def test_timeouts():
             ours.update_pg_timeout(timedelta(seconds=3))
 
 
-# The all-gather twins have the ranks of dp-cp and of expert dp, are groups of their own, are the
-# same at the second call, and go with the state.
+# The all-gather groups are separate groups with the ranks of dp-cp and of expert dp. A second call
+# returns the same, and they are destroyed with the state.
 def test_all_gather_groups():
     with fake_world(16, rank=3):
         with pytest.raises(RuntimeError, match="initialize_model_parallel"):
@@ -149,14 +158,15 @@ def test_all_gather_groups():
         with pytest.raises(ValueError, match="timeout"):
             ours.create_all_gather_groups(timeout=timedelta(seconds=7))
         held = ProcessGroupCollection.use_mpu_process_groups(["dp_cp_ag", "expt_dp_ag"])
-        assert (held.dp_cp_ag, held.expt_dp_ag) == twins
+        assert held.dp_cp_ag is dense
+        assert held.expt_dp_ag is expert
         ours.destroy_model_parallel()
         assert not {dense, expert} & set(dist.distributed_c10d._world.pg_map)
 
 
-# DeepSpeed takes the module as `mpu`: model parallel is tensor times pipeline, and the name that
-# sends it down another path is missing.
-def test_deepspeed():
+# DeepSpeed accepts the module as `mpu`: model parallel is tensor times pipeline parallel. A name
+# that would make DeepSpeed use another code path is missing.
+def test_module_as_deepspeed_mpu():
     with fake_world(16, rank=13):
         ours.initialize_model_parallel(2, 4)
         assert ours.get_model_parallel_world_size() == 8
@@ -167,11 +177,11 @@ def test_deepspeed():
         ours.destroy_model_parallel()
 
 
-# The sequence-parallel names are those of context parallel, with the ranks that Megatron-DeepSpeed
-# gives them where there is no other parallelism: the world is an array over (dp, sp).
+# The sequence-parallel names are aliases of context parallel. The expected ranks are those of
+# Megatron-DeepSpeed without other parallelism: the world is an array over (dp, sp).
 @pytest.mark.parametrize("cp", [1, 2, 4])
 @pytest.mark.parametrize("rank", [0, 5, 7])
-def test_sequence_parallel(rank, cp):
+def test_sequence_parallel_names(rank, cp):
     world = np.arange(8).reshape(-1, cp)
     with fake_world(8, rank):
         assert not ours.sequence_parallel_is_initialized()
@@ -217,12 +227,13 @@ BAD = [
 ]
 
 
-# A bad call names the value; it leaves no global and no group behind, and the correct call after
-# it succeeds.
+# An invalid argument raises with its value and creates nothing, neither globals nor groups. A valid
+# call works afterwards.
 @pytest.mark.parametrize(("arguments", "kind"), BAD, ids=str)
-def test_bad_initialisation(arguments, kind):
+def test_invalid_arguments(arguments, kind):
     with fake_world(16, rank=3):
-        rest, groups = read_globals(ours), set(dist.distributed_c10d._world.pg_map)
+        rest = read_globals(ours)
+        groups = set(dist.distributed_c10d._world.pg_map)
         with pytest.raises(kind) as caught:
             ours.initialize_model_parallel(
                 **{LONG.get(key, key): arguments[key] for key in arguments}
@@ -237,8 +248,8 @@ def test_bad_initialisation(arguments, kind):
         ours.destroy_model_parallel()
 
 
-# Gloo getters say why there are none, as do those of options that were not given.
-def test_missing_groups_say_why():
+# Getters of groups that were not requested, also of gloo groups, name the missing option.
+def test_getters_of_missing_groups_say_why():
     with (
         fake_world(8),
         ParallelState.create(
@@ -260,8 +271,8 @@ def test_missing_groups_say_why():
         assert ours.get_embedding_group(check_initialized=False) is None
 
 
-# A rank outside the model has no lists of groups either.
-def test_outside():
+# A rank outside the model has no lists of groups.
+def test_rank_outside_the_model():
     arguments = {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 2]}
     with fake_world(8, rank=6):
         ours.initialize_model_parallel(
@@ -274,7 +285,7 @@ def test_outside():
             ours.get_tensor_model_parallel_rank()
 
 
-# The development branch has groups of each power of 2 of neighbours, from the smallest size on.
+# As in Megatron's development branch, there is a group per power of 2, from the smallest size on.
 @pytest.mark.parametrize("least", [1, 2, 4])
 @pytest.mark.parametrize("replaced", [False, True])
 def test_dynamic_context_parallel(least, replaced):
@@ -282,9 +293,9 @@ def test_dynamic_context_parallel(least, replaced):
     expected = {
         size: tuple(ranks[2 // size * size :][:size]) for size in (1, 2, 4) if size >= least
     }
-    honest = ours.create_group
+    real_create_group = ours.create_group
     with fake_world(16, 5):
-        patch = mock.patch.object(ours, "create_group", side_effect=honest)
+        patch = mock.patch.object(ours, "create_group", side_effect=real_create_group)
         with patch if replaced else contextlib.nullcontext():
             ours.initialize_model_parallel(
                 2,
@@ -309,7 +320,7 @@ def test_dynamic_context_parallel(least, replaced):
             ours.get_dynamic_data_context_parallel_groups(group_size=2)
 
 
-# The functions that create such groups can be called on their own; every rank is in one of a size.
+# The functions that create such groups can be called directly. Every rank is in one group per size.
 def test_groups_by_size():
     for rank in range(6):
         with fake_world(6, rank):
@@ -329,7 +340,7 @@ def test_groups_by_size():
             assert ours.create_hierarchical_groups(rank, [4, 5], [2]) == ([], []) or rank > 3
 
 
-# Arguments without a name have the order of the release that is followed.
+# Positional arguments have the order of the release that is followed.
 @pytest.mark.parametrize(
     ("release", "flags"),
     [
@@ -337,7 +348,7 @@ def test_groups_by_size():
         ("0.19.2", ("with_gtp_remat", "partial_data_parallel")),
     ],
 )
-def test_arguments_by_place(release, flags):
+def test_positional_arguments(release, flags):
     sizes = {"num_distributed_optimizer_instances": 2, "context_parallel_size": 2}
     with following(release), fake_world(16, 3):
         ours.initialize_model_parallel(**sizes, create_all_gather_group=True)

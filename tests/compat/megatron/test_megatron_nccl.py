@@ -1,4 +1,4 @@
-"""NCCL options, SHARP, UCC, the environment, failed initialisations; the memory buffer."""
+"""NCCL options, SHARP, UCC, environment variables, failed initialisations, memory buffers."""
 
 import contextlib
 import functools
@@ -9,14 +9,14 @@ from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
 
-import megatron_facts as facts
+import megatron_comparison as comparison
 import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from group_facts import tables as registered
-from megatron_facts import ours, theirs
-from oracle import utils as their_utils
+from group_checks import tables as registered
+from megatron_comparison import ours, theirs
+from megatron_oracle import utils as their_utils
 from torch._C._distributed_c10d import Backend, FakeProcessGroup
 
 from hypercomm.compat.megatron import version
@@ -25,12 +25,12 @@ from hypercomm.testing import fake_world
 
 WORLD_SIZE, RANK = 16, 5
 COLLNET = "NCCL_COLLNET_ENABLE"
-HELPER = "_new_process_group_helper"  # where torch creates one group, for Megatron and for us
+HELPER = "_new_process_group_helper"  # torch creates every group through this function
 
-# Everything that makes further groups, for 16 ranks: dp 4, cp 2, expert dp 2 in 2 instances.
 WITH_PEERS = ("gtp_remat_dp", "gtp_remat_dp_cp", "ep_gtp_remat_dp", "tp_ep_gtp_remat_pp")
-"""Keys of groups that there are with GTP peers only."""
+"""Keys of groups that exist only with GTP peers."""
 
+# A configuration of 16 ranks with every kind of group: dp 4, cp 2, expert dp 2 in 2 instances.
 ALL_GROUPS = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 2,
@@ -43,18 +43,40 @@ ALL_GROUPS = {
     "create_all_gather_group": True,
     "create_gloo_process_groups": False,
 }
-# The names that Megatron's initialize_model_parallel gives to get_nccl_options.
+# The keys with which Megatron's initialize_model_parallel calls get_nccl_options.
 KEYS = (
-    *("dp_cp", "intra_dp_cp", "dp", "cp", "hcp", "mp", "tp", "pp", "embd", "pos_embd"),
-    *("tp_dp_cp", "tp_dp", "tp_cp", "ep", "ep_tp", "tp_ep_mp", "tp_ep_pp", "ep_dp"),
-    *("intra_ep_dp", "inter_ep_dp", "intra_dist_opt_instance"),
-    *("gtp_remat", "gtp_remat_dp", "gtp_remat_dp_cp"),
-    *("expt_gtp_remat", "tp_ep_gtp_remat_pp", "ep_gtp_remat_dp"),
+    "dp_cp",
+    "intra_dp_cp",
+    "dp",
+    "cp",
+    "hcp",
+    "mp",
+    "tp",
+    "pp",
+    "embd",
+    "pos_embd",
+    "tp_dp_cp",
+    "tp_dp",
+    "tp_cp",
+    "ep",
+    "ep_tp",
+    "tp_ep_mp",
+    "tp_ep_pp",
+    "ep_dp",
+    "intra_ep_dp",
+    "inter_ep_dp",
+    "intra_dist_opt_instance",
+    "gtp_remat",
+    "gtp_remat_dp",
+    "gtp_remat_dp_cp",
+    "expt_gtp_remat",
+    "tp_ep_gtp_remat_pp",
+    "ep_gtp_remat_dp",
 )
 
 
 class NcclOptions(FakeProcessGroup.Options):
-    """Stands for ProcessGroupNCCL.Options; the fake backend takes it, and it records."""
+    """Replaces ProcessGroupNCCL.Options with options that torch's fake backend accepts."""
 
     def __init__(self, is_high_priority_stream=False):
         super().__init__()
@@ -63,13 +85,13 @@ class NcclOptions(FakeProcessGroup.Options):
 
 
 class NcclConfig:
-    """Stands for NCCL's, which has these attributes and no others."""
+    """Replaces NCCL's config, which has these attributes and no others."""
 
     __slots__ = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
 
 
-def shown(options):
-    """What was asked of NCCL, as a value."""
+def as_value(options):
+    """Return the NCCL options that were set, as a value for comparison."""
     if not hasattr(options, "config"):
         return None
     config = options.config
@@ -79,16 +101,16 @@ def shown(options):
 
 @pytest.fixture
 def with_nccl(monkeypatch):
-    """A torch that looks as if it was built with NCCL."""
+    """Make torch look as if it was built with NCCL."""
     if FakeProcessGroup.Options is Backend.Options:
-        pytest.skip("the fake backend of this torch has no options, and is handed none")
+        pytest.skip("the fake backend of this torch accepts no options")
     stub = SimpleNamespace(Options=NcclOptions)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", stub, raising=False)
 
 
 @contextlib.contextmanager
 def without_nccl():
-    """A torch that looks as if it was built without NCCL."""
+    """Make torch look as if it was built without NCCL."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(dist, "ProcessGroupNCCL", raising=False)
         yield
@@ -96,7 +118,7 @@ def without_nccl():
 
 @pytest.fixture(autouse=True)
 def _environment():
-    """Put the environment back after each test."""
+    """Restore the environment after each test."""
     with mock.patch.dict(os.environ):
         os.environ.pop(COLLNET, None)
         yield
@@ -105,18 +127,19 @@ def _environment():
 @contextlib.contextmanager
 def created_groups():
     """Record each group of this rank: its description, ranks, options and environment."""
-    c10d, groups = dist.distributed_c10d, []
-    honest = c10d._new_process_group_helper
+    c10d = dist.distributed_c10d
+    groups = []
+    real_helper = c10d._new_process_group_helper
 
-    @functools.wraps(honest)
+    @functools.wraps(real_helper)
     def helper(group_size, group_rank, ranks, *args, **options):
-        made = honest(group_size, group_rank, ranks, *args, **options)
+        made = real_helper(group_size, group_rank, ranks, *args, **options)
         if made[0] is not dist.GroupMember.NON_GROUP_MEMBER:
             groups.append(
                 SimpleNamespace(
                     group_desc=options["group_desc"],
                     ranks=tuple(sorted(ranks)),
-                    options=shown(options["backend_options"]),
+                    options=as_value(options["backend_options"]),
                     environment=dict(os.environ),
                 )
             )
@@ -128,19 +151,19 @@ def created_groups():
 
 @contextlib.contextmanager
 def job(module, rank=RANK):
-    """A fake world in which a Megatron may be initialised; it is empty afterwards."""
-    with fake_world(WORLD_SIZE, rank), facts.gloo_made_fake(module):
+    """Enter a fake world in which a Megatron can be initialised. Destroy its state afterwards."""
+    with fake_world(WORLD_SIZE, rank), comparison.gloo_made_fake(module):
         try:
             yield
         finally:
-            facts.forget(module)
+            comparison.forget(module)
 
 
 def groups_of(module, rank=RANK, **arguments):
-    """The groups that an initialisation creates."""
+    """Return the groups that an initialisation creates."""
     with job(module, rank), created_groups() as groups:
-        module.initialize_model_parallel(**facts.taken_by(module, arguments))
-    # Newer Megatrons create this one beside that of the same ranks without peers; ours share it.
+        module.initialize_model_parallel(**comparison.taken_by(module, arguments))
+    # Newer Megatrons create this group twice, with and without peers. hypercomm shares one.
     return [group for group in groups if not group.group_desc.endswith("WITH_EGTP")]
 
 
@@ -157,7 +180,7 @@ def error_of(module, **arguments):
 
 
 @pytest.fixture
-def file(tmp_path):
+def write_file(tmp_path):
     def write(content):
         path = tmp_path / "nccl.yaml"
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -166,17 +189,17 @@ def file(tmp_path):
     return write
 
 
-# A file that is not yaml is refused with its name by yaml, and runs no code.
+# A file that is not YAML raises yaml's error with the file name, and runs no code.
 @pytest.mark.parametrize(
     "content", ["dp: {", b"\xff\xfe\x00", "dp: !!python/object/apply:os.getcwd []"]
 )
 @pytest.mark.usefixtures("with_nccl")
-def test_files_that_are_no_yaml(content, file):
+def test_files_that_are_not_yaml(content, write_file):
     with job(ours), pytest.raises(yaml.YAMLError, match=r"nccl\.yaml"):
-        ours.initialize_model_parallel(nccl_communicator_config_path=file(content))
+        ours.initialize_model_parallel(nccl_communicator_config_path=write_file(content))
 
 
-# A file whose yaml is not a mapping of groups to NCCL options is refused.
+# A YAML file that is not a mapping of groups to NCCL options is rejected.
 @pytest.mark.parametrize(
     ("content", "named"),
     [
@@ -188,19 +211,19 @@ def test_files_that_are_no_yaml(content, file):
     ],
 )
 @pytest.mark.usefixtures("with_nccl")
-def test_wrong_files(content, named, file):
+def test_files_without_nccl_options(content, named, write_file):
     with job(ours):
         before = registered()
         with pytest.raises(ConfigurationError, match=named):
-            ours.initialize_model_parallel(nccl_communicator_config_path=file(content))
+            ours.initialize_model_parallel(nccl_communicator_config_path=write_file(content))
         assert registered() == before
         assert not ours.is_initialized()
 
 
-# Megatron's callers catch a RuntimeError if yaml is not installed.
+# If yaml is not installed, the error is a RuntimeError, as in Megatron.
 @pytest.mark.usefixtures("with_nccl")
-def test_errors_as_callers_catch_them(file, monkeypatch):
-    path = file("dp: {max_ctas: 8}")
+def test_missing_yaml_is_a_runtime_error(write_file, monkeypatch):
+    path = write_file("dp: {max_ctas: 8}")
     monkeypatch.setitem(sys.modules, "yaml", None)
     assert type(error_of(theirs, nccl_communicator_config_path=path)) is RuntimeError
     found = error_of(ours, nccl_communicator_config_path=path)
@@ -208,11 +231,12 @@ def test_errors_as_callers_catch_them(file, monkeypatch):
     assert "pip install 'hypercomm[nccl-config]'" in str(found)
 
 
-# Every key of Megatron's reaches its groups, and those only, with every kind of group there.
+# Every key sets the options of its groups and no others, as in Megatron, with every kind of group.
 @pytest.mark.usefixtures("with_nccl")
-def test_each_key_reaches_its_groups(file):
-    arguments = facts.taken_by(theirs, ALL_GROUPS)
-    path = file("\n".join(f"{key}: {{max_ctas: {place}}}" for place, key in enumerate(KEYS, 1)))
+def test_each_key_sets_options_of_its_groups(write_file):
+    arguments = comparison.taken_by(theirs, ALL_GROUPS)
+    lines = [f"{key}: {{max_ctas: {place}}}" for place, key in enumerate(KEYS, 1)]
+    path = write_file("\n".join(lines))
     found, expected = (
         Counter(
             (group.ranks, group.options)
@@ -229,8 +253,8 @@ def test_each_key_reaches_its_groups(file):
     }
 
 
-# All options of a file reach NCCL as Megatron passes them; a group without any gets none. Equal
-# groups of one rank are one group.
+# All options of a file are passed to NCCL as Megatron passes them. A group without options gets
+# none. hypercomm creates equal groups of one rank once, so only larger groups are counted.
 @pytest.mark.usefixtures("with_nccl")
 @pytest.mark.parametrize("rank", [0, 15])
 @pytest.mark.parametrize(
@@ -247,9 +271,9 @@ def test_each_key_reaches_its_groups(file):
         (None, []),
     ],
 )
-def test_options_are_megatrons(content, high_priority, rank, file):
+def test_nccl_options_match_megatron(content, high_priority, rank, write_file):
     arguments = {
-        "nccl_communicator_config_path": content and file(content),
+        "nccl_communicator_config_path": content and write_file(content),
         "high_priority_stream_groups": high_priority,
         "pipeline_model_parallel_size": 2,
         "tensor_model_parallel_size": 2,
@@ -275,15 +299,15 @@ SHARP = [
     (REPLICAS, lambda rank: (rank % 8, rank % 8 + 8)),
     ({}, None),
 ]
-"""dp is 8 ranks apart by 2; the replicas are the ranks at one place of both of its halves."""
+"""dp has 8 ranks in steps of 2. A replica group has one rank of each half, at the same position."""
 
 
-# Megatron of 0.19 and 0.20 fails with use_sharp: it asks for a group that it has not set yet.
+# Megatron 0.19 and 0.20 fail with use_sharp: they read a group that they have not set yet.
 WITH_SHARP = [ours] if "gtp_remat" in version.changes() else [ours, theirs]
 
 
 def sharp_of(module, rank, arguments, sizes):
-    """The groups, and each barrier: its ranks, device and environment."""
+    """Return the groups, and the ranks, device and environment of each barrier."""
     barriers = []
 
     def barrier(group=None, device_ids=None):
@@ -301,11 +325,12 @@ def sharp_of(module, rank, arguments, sizes):
     return groups, barriers
 
 
-# The group of Megatron's choice meets in one barrier with SHARP enabled; the switch is off after.
+# One barrier of the same group as in Megatron runs with SHARP enabled. SHARP is disabled
+# afterwards.
 @pytest.mark.parametrize("preset", [None, "0", "1"])
 @pytest.mark.parametrize("rank", [0, 5, 15])
 @pytest.mark.parametrize(("arguments", "ranks"), SHARP)
-def test_sharp_barriers(arguments, ranks, rank, preset):
+def test_sharp_barrier_matches_megatron(arguments, ranks, rank, preset):
     sizes = {**INSTANCES, "tensor_model_parallel_size": 2}
     found = []
     for module in WITH_SHARP:
@@ -313,14 +338,14 @@ def test_sharp_barriers(arguments, ranks, rank, preset):
             os.environ[COLLNET] = preset
         found.append(sharp_of(module, rank, arguments, sizes)[1])
         assert COLLNET not in os.environ
-    # Megatron repeats the barrier for each further group, of which this rank is no member.
+    # Megatron repeats the barrier for each further group of other ranks.
     assert len(found[0]) <= 1
     assert all(barrier == found[0][0] for barrier in found[-1])
     assert bool(found[0]) == bool(found[-1])
     assert found[0] == ([(tuple(ranks(rank)), [3], "1")] if ranks else [])
 
 
-# What Megatron refuses about SHARP we refuse, and leave the environment alone.
+# SHARP arguments that Megatron rejects raise here, too, and do not change the environment.
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -333,7 +358,7 @@ def test_sharp_barriers(arguments, ranks, rank, preset):
         {"sharp_enabled_group": "dp_replica", **INSTANCES},
     ],
 )
-def test_sharp_refused(arguments):
+def test_invalid_sharp_arguments(arguments):
     assert type(error_of(theirs, **arguments)) is AssertionError
     os.environ[COLLNET] = "1"
     before = dict(os.environ)
@@ -347,21 +372,26 @@ def test_sharp_refused(arguments):
 
 UCC = {"pipeline_model_parallel_comm_backend": "ucc", "pipeline_model_parallel_size": 2}
 UCC_NAMES = (
-    *("TORCH_UCC_BLOCKING_WAIT", "UCC_EC_CUDA_STREAM_TASK_MODE", "UCX_TLS"),
-    *("NSYS_UCP_COMM_PARAMS", "UCX_RNDV_THRESH", "UCX_NET_DEVICES", "UCC_CL_BASIC_TLS"),
+    "TORCH_UCC_BLOCKING_WAIT",
+    "UCC_EC_CUDA_STREAM_TASK_MODE",
+    "UCX_TLS",
+    "NSYS_UCP_COMM_PARAMS",
+    "UCX_RNDV_THRESH",
+    "UCX_NET_DEVICES",
+    "UCC_CL_BASIC_TLS",
 )
 
 
 @pytest.fixture
 def with_ucc(monkeypatch):
-    """A torch that looks as if it was built with every backend; a fake world runs none."""
+    """Make torch look as if it was built with every backend. A fake world uses none of them."""
     monkeypatch.setattr(dist, "is_backend_available", lambda _: True)
     for name in UCC_NAMES:
         monkeypatch.delenv(name, raising=False)
 
 
 def environments(arguments, preset):
-    """For ours and Megatron's: the environment while the pipeline's group is made, and after."""
+    """Yield for both modules the environment during the pipeline group's creation, and after it."""
     for module in (ours, theirs):
         with mock.patch.dict(os.environ, preset):
             groups = groups_of(module, **arguments)
@@ -369,7 +399,7 @@ def environments(arguments, preset):
             yield pipeline.environment, dict(os.environ)
 
 
-# What UCC reads is what Megatron sets: some only by default, some always; it stays.
+# The variables for UCC are set as Megatron sets them: some as defaults, some always. They stay set.
 @pytest.mark.usefixtures("with_ucc")
 @pytest.mark.parametrize(
     "preset",
@@ -380,16 +410,16 @@ def environments(arguments, preset):
         dict.fromkeys(UCC_NAMES, "mine"),
     ],
 )
-def test_ucc_environment(preset):
+def test_ucc_environment_matches_megatron(preset):
     found, expected = environments(UCC, preset)
     assert found == expected
     assert found[0]["UCX_RNDV_THRESH"] == "0"
     assert found[1]["UCX_TLS"] == preset.get("UCX_TLS", "ib,cuda_copy")
 
 
-# One hardware queue is refused, as by Megatron, and nothing has changed.
+# One hardware queue is rejected, as in Megatron, and nothing changes.
 @pytest.mark.usefixtures("with_ucc")
-def test_ucc_with_one_queue():
+def test_ucc_with_one_queue_raises():
     with mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1"):
         before = dict(os.environ)
         assert isinstance(error_of(theirs, **UCC), AssertionError)
@@ -416,40 +446,42 @@ def failing_barrier():
 
 @contextlib.contextmanager
 def failing_creation(number, error):
-    """Let the creation of the n-th group fail."""
-    c10d, calls = dist.distributed_c10d, itertools.count(1)
-    honest = c10d._new_process_group_helper
+    """Make the creation of the n-th group fail."""
+    c10d = dist.distributed_c10d
+    calls = itertools.count(1)
+    real_helper = c10d._new_process_group_helper
 
-    @functools.wraps(honest)
+    @functools.wraps(real_helper)
     def helper(*args, **options):
         if next(calls) == number:
             raise error
-        return honest(*args, **options)
+        return real_helper(*args, **options)
 
     with mock.patch.object(c10d, HELPER, helper):
         yield
 
 
 def assert_recovers(error, arguments, fault):
-    """A failed initialisation leaves no trace, and the next one is as if it were the first."""
+    """Assert that a failed initialisation changes nothing, and that the next one succeeds."""
     os.environ[COLLNET] = "0"
     with job(ours):
-        before, environment = registered(), dict(os.environ)
+        before = registered()
+        environment = dict(os.environ)
         with pytest.raises(error), fault:
             ours.initialize_model_parallel(**arguments)
         assert registered() == before
         assert dict(os.environ) == environment
-        assert all(not getattr(ours, name) for name in facts.GLOBALS)
+        assert all(not getattr(ours, name) for name in comparison.GLOBALS)
         assert not ours.is_initialized()
         assert ours.get_context_parallel_group(check_initialized=False) is None
         ours.initialize_model_parallel(**ALL_GROUPS)
-        found = {**facts.ask(ours), **facts.read_globals(ours)}
+        found = {**comparison.ask(ours), **comparison.read_globals(ours)}
     with job(theirs):
-        theirs.initialize_model_parallel(**facts.taken_by(theirs, ALL_GROUPS))
-        assert found == {**facts.ask(theirs), **facts.read_globals(theirs)}
+        theirs.initialize_model_parallel(**comparison.taken_by(theirs, ALL_GROUPS))
+        assert found == {**comparison.ask(theirs), **comparison.read_globals(theirs)}
 
 
-# ... where a function of the caller's raises, an option is refused late, or SHARP's barrier fails.
+# Initialisation recovers if a caller's function raises, an option is invalid, or a barrier fails.
 @pytest.mark.usefixtures("with_ucc")
 @pytest.mark.parametrize(
     ("error", "arguments", "fault"),
@@ -463,22 +495,23 @@ def assert_recovers(error, arguments, fault):
     ],
     ids=["embedding", "position embedding", "ucc", "options", "sharp dp", "sharp dp_replica"],
 )
-def test_recovers(error, arguments, fault):
+def test_recovers_from_an_error(error, arguments, fault):
     assert_recovers(error, arguments, fault())
 
 
-# ... where the creation of any group fails, or is interrupted.
+# Initialisation recovers if the creation of any group fails or is interrupted.
 @pytest.mark.parametrize("error", [OfTheTestError(), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("number", [1, 9, sum("gtp" not in key for key in KEYS)])
-def test_recovers_from_a_creation(number, error):
+def test_recovers_from_a_failed_creation(number, error):
     assert_recovers(type(error), ALL_GROUPS, failing_creation(number, error))
 
 
 # ---- memory buffers -----------------------------------------------------------------------------
 
 
-# The state has a buffer from initialisation to destruction; a second one is refused, as Megatron's.
-# The symmetric buffer is Megatron's own, of the tensor parallel group, and must be asked for.
+# A state has a memory buffer from initialisation to destruction. A second buffer raises, as in
+# Megatron. The symmetric buffer is Megatron's class, for the tensor parallel group, on request
+# only.
 @pytest.mark.parametrize("kind", ["memory", "symmetric_memory"])
 def test_global_memory_buffers(kind, monkeypatch):
     theirs_kind = mock.Mock(side_effect=lambda *_: object())

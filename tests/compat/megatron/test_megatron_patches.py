@@ -1,4 +1,4 @@
-"""Programs that replace functions of Megatron's parallel_state: a replaced function acts."""
+"""Programs that replace functions of Megatron's parallel_state: the replacements take effect."""
 
 import ast
 import collections
@@ -11,9 +11,9 @@ from unittest import mock
 import cloudpickle
 import pytest
 import torch.distributed as dist
-from group_facts import all_reduce_of
-from group_facts import tables as registered
-from megatron_facts import TAKEN, forget, gloo_made_fake, ours, plain, read_globals, theirs
+from group_checks import all_reduce_of
+from group_checks import tables as registered
+from megatron_comparison import TAKEN, forget, gloo_made_fake, ours, plain, read_globals, theirs
 
 from hypercomm.compat.megatron import ParallelState
 from hypercomm.launch import run_ranks
@@ -35,12 +35,12 @@ SIZES = {
     "dynamic_context_parallel": True,
 }
 SIZES = {name: value for name, value in SIZES.items() if name in TAKEN}
-"""A configuration that reaches the functions of the Megatron that is installed."""
+"""A configuration that uses the functions of the installed Megatron."""
 
 
 @pytest.fixture(autouse=True)
-def no_state_is_left():
-    """Empty both states, whatever a test did."""
+def destroy_states():
+    """Destroy both states after each test."""
     yield
     ours.destroy_model_parallel()
     forget(theirs)
@@ -50,7 +50,7 @@ def no_state_is_left():
 
 
 def pairs_of(module):
-    """Pairs of public names, the first of which uses the second, in the source of a module."""
+    """List the pairs of public names in a module's source where the first uses the second."""
     body = ast.parse(Path(module.__file__).read_text(encoding="utf-8")).body
     nodes = {node.name: node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     public = {name: node for name, node in nodes.items() if not name.startswith("_")}
@@ -77,11 +77,11 @@ CALLS = {
     "is_rank_in_embedding_group": FLAGS,
     "initialize_model_parallel": [SIZES, {**SIZES, "high_priority_stream_groups": ["dp"]}],
 }
-"""Arguments with which a function reaches what it uses; default: none."""
+"""Arguments with which a function calls the functions that it uses. Default: no arguments."""
 
 
 class ReplacedError(Exception):
-    """Raised by each function that a test puts in the place of another one."""
+    """Raised by the replacement of a function."""
 
 
 def raise_replaced(*_, **__):
@@ -95,8 +95,8 @@ def call(module, name, arguments):
         getattr(module, name)(**arguments)
 
 
-def acts(module, outer, inner, rank):
-    """Whether a replaced function changes the result of one that uses it."""
+def takes_effect(module, outer, inner, rank):
+    """Return whether replacing `inner` changes the result of `outer`."""
     for arguments in CALLS.get(outer, [{}]):
         is_creation = outer == "initialize_model_parallel"
         with fake_world(WORLD_SIZE, rank), gloo_made_fake(module), warnings.catch_warnings():
@@ -117,18 +117,19 @@ def acts(module, outer, inner, rank):
     return False
 
 
-# A function that Megatron's functions find replaced, ours find replaced too, and an error in it
-# leaves our state unchanged. The pairs are read from Megatron's source.
-def test_replaced_functions_act():
+# A replacement that takes effect in Megatron takes effect in hypercomm, too. An error in it leaves
+# hypercomm's state unchanged. The pairs are read from Megatron's source.
+def test_replacements_take_effect_as_in_megatron():
     assert len(PAIRS) > 45
-    effective = [pair for pair in PAIRS if any(acts(theirs, *pair, rank) for rank in (0, 15))]
+    ranks = (0, 15)
+    effective = [p for p in PAIRS if any(takes_effect(theirs, *p, rank) for rank in ranks)]
     assert len(effective) > 40
-    lacking = [pair for pair in effective if not any(acts(ours, *pair, rank) for rank in (0, 15))]
+    lacking = [p for p in effective if not any(takes_effect(ours, *p, rank) for rank in ranks)]
     assert lacking == []
 
 
-# A getter returns what a replaced one returns, not only calls it.
-def test_values_of_replaced_getters():
+# A getter uses the return value of a replaced getter.
+def test_getters_use_values_of_replaced_getters():
     with fake_world(WORLD_SIZE, 5):
         ours.initialize_model_parallel(**SIZES)
         five = mock.Mock(size=lambda: 5, rank=lambda: 3)
@@ -137,7 +138,7 @@ def test_values_of_replaced_getters():
             assert ours.get_context_parallel_rank() == 3
         with mock.patch.object(ours, "get_data_parallel_group", return_value=five):
             assert ours.get_data_parallel_world_size() == 5
-            ours._MPU_DATA_PARALLEL_WORLD_SIZE = 6  # what was set wins, as in Megatron
+            ours._MPU_DATA_PARALLEL_WORLD_SIZE = 6  # an override wins, as in Megatron
             assert ours.get_data_parallel_world_size() == 6
         with mock.patch.object(ours, "get_pipeline_model_parallel_rank", return_value=1):
             assert not ours.is_pipeline_first_stage()
@@ -146,12 +147,12 @@ def test_values_of_replaced_getters():
         assert ours.get_context_parallel_world_size() == 2
 
 
-# ---- what frameworks replace --------------------------------------------------------------------
+# ---- replacements in real frameworks ------------------------------------------------------------
 
 
-# Primus replaces the functions that choose the ranks with embeddings, before it initialises.
+# Primus replaces the functions that choose the ranks with embeddings, before initialisation.
 @pytest.mark.parametrize("module", [ours, theirs])
-def test_ranks_with_embeddings(module):
+def test_replaced_embedding_ranks(module):
     with (
         fake_world(8),
         gloo_made_fake(module),
@@ -166,16 +167,16 @@ def test_ranks_with_embeddings(module):
 
 
 def created_with(module, rank, arguments):
-    """The groups that a replaced `create_group` is asked for; the globals; what is left."""
+    """Return the calls of a replaced `create_group`, the globals, and whether nothing is left."""
     calls = collections.Counter()
     with fake_world(WORLD_SIZE, rank):
         before = registered()
-        honest = module.create_group
+        real_create_group = module.create_group
 
-        # As ms-swift does: a positional timeout, and the rest as it is given.
+        # As in ms-swift: a positional timeout, and other arguments passed on.
         def create_group(ranks=None, timeout=None, *args, **kwargs):
             calls[tuple(sorted(ranks)), kwargs.get("backend")] += 1
-            return honest(ranks, timeout, *args, **{**kwargs, "backend": None})
+            return real_create_group(ranks, timeout, *args, **{**kwargs, "backend": None})
 
         with mock.patch.object(module, "create_group", create_group):
             module.initialize_model_parallel(**arguments)
@@ -184,8 +185,8 @@ def created_with(module, rank, arguments):
         return calls, found, registered() == before
 
 
-# ms-swift wraps create_group: it is called for every group of every rank, as Megatron calls it, and
-# the state has the groups that it returns.
+# ms-swift wraps create_group: it is called for every group of every rank, as in Megatron, and the
+# state has the groups that it returns.
 @pytest.mark.parametrize("rank", [0, 11])
 @pytest.mark.parametrize(
     "changes",
@@ -196,7 +197,7 @@ def created_with(module, rank, arguments):
     ],
     ids=["hierarchy", "gloo", "instances"],
 )
-def test_create_group(rank, changes):
+def test_replaced_create_group(rank, changes):
     arguments = {**SIZES, **changes}
     calls, found, is_clean = created_with(ours, rank, arguments)
     expected_calls, expected, _ = created_with(theirs, rank, arguments)
@@ -205,16 +206,16 @@ def test_create_group(rank, changes):
     assert is_clean
 
 
-# MindSpeed wraps get_nccl_options: it is called for the keys that Megatron calls it for, and each
-# group gets the options that it returns.
-def test_options():
+# MindSpeed wraps get_nccl_options: it is called with the same keys as in Megatron, and each group
+# gets the options that it returns.
+def test_replaced_get_nccl_options():
     given = {ours: {}, theirs: {}}
     for module, options in given.items():
-        honest = module.create_group
+        real_create_group = module.create_group
 
-        def create_group(*args, honest=honest, options=options, **kwargs):
+        def create_group(*args, real=real_create_group, options=options, **kwargs):
             options[kwargs["group_desc"]] = kwargs.pop("pg_options", None)
-            return honest(*args, **kwargs)
+            return real(*args, **kwargs)
 
         with (
             fake_world(WORLD_SIZE),
@@ -228,8 +229,8 @@ def test_options():
     assert same.keys() == given[theirs].keys()
 
 
-# Options that gloo does not take are left out, with a warning in the log.
-def test_options_without_effect(caplog):
+# NCCL options for a gloo group are ignored, with a warning in the log.
+def test_nccl_options_are_ignored_on_gloo(caplog):
     def get_nccl_options(key, _):
         return "options" if key == "tp" else None
 
@@ -243,12 +244,12 @@ def test_options_without_effect(caplog):
         dist.destroy_process_group()
 
 
-# A replaced generator decides the ranks of each group.
+# A replaced RankGenerator determines the ranks of each group.
 @pytest.mark.parametrize("module", [ours, theirs])
-def test_generator(module):
-    honest = module.RankGenerator
+def test_replaced_rank_generator(module):
+    real_generator = module.RankGenerator
 
-    class Moved(honest):
+    class Moved(real_generator):
         def get_ranks(self, token):
             return [sorted(rank * 3 % 8 for rank in ranks) for ranks in super().get_ranks(token)]
 
@@ -263,16 +264,18 @@ def test_generator(module):
         forget(module)
 
 
-# A replaced function that fails in the middle leaves no group, no global and no listed group.
-def test_a_failing_function():
+# A replaced function that fails half-way leaves no group and no global.
+def test_failing_replacement_leaves_nothing():
     with fake_world(8, 3):
-        before, rest = registered(), read_globals(ours)
-        honest, left = ours.create_group, iter(range(9))
+        before = registered()
+        rest = read_globals(ours)
+        real_create_group = ours.create_group
+        left = iter(range(9))
 
         def create_group(*args, **kwargs):
             if next(left, None) is None:
                 raise ReplacedError
-            return honest(*args, **{**kwargs, "backend": None})
+            return real_create_group(*args, **{**kwargs, "backend": None})
 
         with (
             mock.patch.object(ours, "create_group", create_group),
@@ -286,8 +289,8 @@ def test_a_failing_function():
         assert ours.get_tensor_model_parallel_world_size() == 2
 
 
-# A group that a replaced function took from elsewhere is not the state's to destroy.
-def test_groups_of_others_stay():
+# A group that a replaced function took from the user is not destroyed with the state.
+def test_groups_of_the_user_are_not_destroyed():
     with fake_world(4):
         own = dist.new_group([0, 1])
         with mock.patch.object(ours, "create_group", return_value=own):
@@ -298,19 +301,20 @@ def test_groups_of_others_stay():
 
 
 def reduce_over_created():
-    """Initialise with a wrapped `create_group`, and reduce over some groups."""
+    """Initialise with a wrapped `create_group`, and sum over some groups."""
     from hypercomm.compat.megatron import parallel_state
 
-    before, honest = registered(), parallel_state.create_group
+    before = registered()
+    real_create_group = parallel_state.create_group
 
     def create_group(*args, **kwargs):
-        return honest(*args, **kwargs)
+        return real_create_group(*args, **kwargs)
 
     parallel_state.create_group = create_group
     try:
         parallel_state.initialize_model_parallel(2, context_parallel_size=2)
     finally:
-        parallel_state.create_group = honest
+        parallel_state.create_group = real_create_group
     bit = 2 ** dist.get_rank()
     sums = [
         all_reduce_of(bit, parallel_state.get_tensor_model_parallel_group()),
@@ -323,16 +327,17 @@ def reduce_over_created():
     return sums, registered() == before
 
 
-# The same on real ranks: with gloo twins, and with groups that the grid adds later.
-def test_create_group_on_ranks():
+# The same on real ranks, with gloo groups and with groups that are created later.
+def test_replaced_create_group_on_ranks():
     for rank, (sums, is_clean) in enumerate(run_ranks(reduce_over_created, 4)):
-        tp, cp = 0b11 << rank // 2 * 2, 0b101 << rank % 2
+        tp = 0b11 << rank // 2 * 2
+        cp = 0b101 << rank % 2
         assert sums == [tp, cp, cp, cp]
         assert is_clean
 
 
-# The states of `create` and `use` are hypercomm's own: replaced functions of Megatron's do not act.
-def test_states_of_their_own():
+# States from ParallelState.create do not use Megatron's functions, so replacements have no effect.
+def test_separate_states_ignore_replacements():
     with (
         fake_world(8),
         mock.patch.object(ours, "create_group", raise_replaced),
@@ -342,11 +347,11 @@ def test_states_of_their_own():
         assert ours.get_tensor_model_parallel_world_size() == 4
 
 
-# ---- names that are lacking ---------------------------------------------------------------------
+# ---- unknown names ------------------------------------------------------------------------------
 
 
-# The error for a name that does not exist has the nearest one, however it is asked for.
-def test_the_nearest_name():
+# The error for an unknown name suggests the most similar one, for functions, globals and patches.
+def test_unknown_name_suggests_a_similar_one():
     with pytest.raises(AttributeError, match="nearest name is 'get_tensor_model_parallel_group'"):
         _ = ours.get_tensor_model_paralel_group
     with pytest.raises(AttributeError, match="nearest name is '_TENSOR_MODEL_PARALLEL_GROUP'"):
@@ -358,8 +363,8 @@ def test_the_nearest_name():
     assert not hasattr(ours, "__wrapped__")
 
 
-# Each getter has a type: an int, a process group, ranks, or whether something is the case.
-def test_types():
+# Every getter has a return type.
+def test_getters_have_return_types():
     for name, function in inspect.getmembers(ours, inspect.isfunction):
         if name.startswith(("get_", "is_", "has_")) and name != "get_nccl_options":
             returned = inspect.signature(function, eval_str=False).return_annotation

@@ -1,4 +1,4 @@
-"""Megatron's names on real gloo processes; the oracle says which ranks each group has."""
+"""Megatron's names on real gloo processes. The oracle gives the ranks of each group."""
 
 import gc
 import re
@@ -10,9 +10,9 @@ from functools import partial
 import cloudpickle
 import pytest
 import torch.distributed as dist
-from group_facts import all_reduce_of, given_back, settle, threads_and_files
-from group_facts import tables as registered
-from megatron_facts import state_of, theirs
+from group_checks import all_reduce_of, settle, threads_and_files, wait_for_release
+from group_checks import tables as registered
+from megatron_comparison import state_of, theirs
 
 from hypercomm.compat.megatron import ParallelState, parallel_state
 from hypercomm.compat.megatron.state import GLOBALS
@@ -22,7 +22,7 @@ from hypercomm.launch import run_ranks
 # This module imports megatron.core, which ranks must not do before install().
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-# Every kind of group: instances, hierarchy, embedding ends, experts with other sizes, twins.
+# Every kind of group: instances, hierarchy, embedding ends, experts with other sizes, gloo groups.
 DENSE = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 2,
@@ -45,7 +45,7 @@ _DP_CP = "_DATA_PARALLEL_GROUP_WITH_CP"
 
 
 def expected_sums(arguments, rank, world_size=8):
-    """The sum of 2**member over each group that Megatron puts a rank in, by its global."""
+    """Map each global to the sum of 2**member over the group that Megatron gives a rank."""
     sums = {}
     for name, value in state_of(theirs, world_size, rank, arguments).items():
         if not name.startswith("_"):
@@ -57,7 +57,7 @@ def expected_sums(arguments, rank, world_size=8):
                 sums[f"{name}{place}"] = sum(2**member for member in group)
     if arguments.get("create_all_gather_group"):  # newer releases have no such global
         sums.setdefault(f"{_DP_CP}_AG", sums[_DP_CP])
-    for name in list(sums):  # without GTP peers, what has them is what has none
+    for name in list(sums):  # without GTP peers, groups with peers equal groups without
         for end in ("_WITH_GTP_REMAT", "_WITH_EGTP"):
             if name + end in GLOBALS:
                 sums.setdefault(name + end, sums[name])
@@ -65,7 +65,7 @@ def expected_sums(arguments, rank, world_size=8):
 
 
 def groups_of(state):
-    """Each group that a state holds, by the name of its global; those in lists by their place."""
+    """Yield each group of a state with the name of its global, and its key or index in lists."""
     for name in sorted(set(state.values) - {"_global_process_group_list"}):
         value = state.read(name)
         items = enumerate(value) if isinstance(value, list) else [("", value)]
@@ -76,21 +76,22 @@ def groups_of(state):
 
 
 def sums_over_every_group(state):
-    """The sum of 2**rank over each group: its binary digits say which ranks took part."""
+    """Return the sum of 2**rank over each group. Its binary digits show which ranks took part."""
     return {name: all_reduce_of(2 ** dist.get_rank(), group) for name, group in groups_of(state)}
 
 
 def cycles(count, arguments):
-    """Initialise, all-reduce over every group and destroy, many times; what is left over."""
-    state, sums = parallel_state.current.default, []
+    """Initialise, sum over every group and destroy, many times. Return sums and resources."""
+    state = parallel_state.current.default
+    sums = []
     for cycle in range(count + 1):
         parallel_state.initialize_model_parallel(**arguments)
         sums.append(sums_over_every_group(state))
         created = len(registered()[0])
         parallel_state.destroy_model_parallel()
-        dist.barrier()  # nobody counts while a peer still closes its connections
+        dist.barrier()  # do not count while a peer still closes its connections
         gc.collect()
-        if cycle == 0:  # torch makes some threads and files at the first collective
+        if cycle == 0:  # torch starts some threads and opens files at the first collective
             settle()
             before = registered(), threads_and_files()
     return {
@@ -98,17 +99,17 @@ def cycles(count, arguments):
         "always the same": all(each == sums[0] for each in sums),
         "created": created - len(before[0][0]),
         "before": before[1],
-        "after": given_back(before[1]),
+        "after": wait_for_release(before[1]),
         "registered": registered() == before[0],
     }
 
 
-# Over and over: initialise with gloo twins, all-reduce over every group, destroy. What Megatron
-# puts into a group takes part in its sums; groups, threads and files are back where they started.
+# Initialise with gloo groups, sum over every group and destroy, many times. The members are
+# Megatron's, and groups, threads and files are released.
 @pytest.mark.full
 @pytest.mark.parametrize("count", [3, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("arguments", [DENSE, EXPERTS])
-def test_cycles(arguments, count):
+def test_cycles_leak_nothing(arguments, count):
     found = run_ranks(partial(cycles, count, arguments), 8, timeout=300)
     for rank, cycle in enumerate(found):
         assert cycle["sums"] == expected_sums(arguments, rank)
@@ -123,18 +124,18 @@ UNEVEN = {
     "hybrid_context_parallel": True,
     "create_gloo_process_groups": False,
 }
-"""On 10 ranks the last hybrid group of 4 has only two ranks."""
+"""On 10 ranks, the last hybrid group of size 4 has only two ranks."""
 
 
 def sums_once(arguments):
-    """The sum over every group of one configuration."""
+    """Return the sum over every group of one configuration."""
     parallel_state.initialize_model_parallel(**arguments)
     sums = sums_over_every_group(parallel_state.current.default)
     parallel_state.destroy_model_parallel()
     return sums
 
 
-# Hybrid groups of several sizes communicate.
+# Hybrid groups communicate even if the last one is smaller.
 @pytest.mark.full
 def test_uneven_hybrid_groups():
     for rank, sums in enumerate(run_ranks(partial(sums_once, UNEVEN), 10, timeout=120)):
@@ -144,7 +145,7 @@ def test_uneven_hybrid_groups():
 
 
 def two_states():
-    """Two configurations in one process: in turns, nested, and each in a thread of its own."""
+    """Use two configurations in one process: alternating, nested, and one per thread."""
     wide = ParallelState.create(tensor_model_parallel_size=4, create_gloo_process_groups=False)
     narrow = ParallelState.create(tensor_model_parallel_size=2, create_gloo_process_groups=False)
 
@@ -154,7 +155,8 @@ def two_states():
             2 ** dist.get_rank(), parallel_state._TENSOR_MODEL_PARALLEL_GROUP
         )
 
-    answers, in_threads = [], {}
+    answers = []
+    in_threads = {}
     with wide, narrow:
         for _ in range(3):
             for state in (wide, narrow):
@@ -175,17 +177,17 @@ def two_states():
     return answers, in_threads, parallel_state.is_initialized()
 
 
-# Two states live side by side: `use` switches, nests, and is each thread's own.
-def test_two_states():
+# Two states exist at the same time. `use` blocks alternate, nest, and are separate in each thread.
+def test_two_states_on_ranks():
     for rank, (answers, in_threads, default) in enumerate(run_ranks(two_states, 4)):
         wide, narrow = (4, 0b1111), (2, 0b11 << rank // 2 * 2)
-        assert answers == [wide, narrow] * 3 + [narrow]
+        assert answers == [*([wide, narrow] * 3), narrow]
         assert in_threads == {"w": wide, "n": narrow}
         assert not default
 
 
 def shared(arguments):
-    """With share="identical" there is one group for each distinct set of ranks."""
+    """Count the groups that share="identical" creates, and sum over them."""
     before = len(registered()[0])
     with ParallelState.create(**arguments, share="identical") as state:
         sets = {
@@ -200,8 +202,8 @@ def shared(arguments):
     return len(sets), created, alone, sums, len(registered()[0]) - before
 
 
-# With share="identical" a rank has one group for each distinct set of ranks, and one more for the
-# group that exists to overlap.
+# With share="identical", a rank has one group for each distinct set of ranks, and one more: the
+# all-gather group, which must be separate so that it can overlap with others.
 @pytest.mark.parametrize("arguments", [pytest.param(DENSE, marks=pytest.mark.full), EXPERTS])
 def test_share_identical(arguments):
     found = run_ranks(partial(shared, arguments), 8)
@@ -215,10 +217,11 @@ def test_share_identical(arguments):
 
 
 def one_rank_differs(times):
-    """Rank 1 asks for tp=4 in place of tp=2; then all ask for tp=2; the same several times."""
+    """Call with tp=4 on rank 1 and tp=2 elsewhere, then with tp=2 on all ranks, several times."""
     found = []
     for _ in range(times):
-        before, began = registered(), time.monotonic()
+        before = registered()
+        began = time.monotonic()
         with pytest.raises(PlanMismatchError):
             parallel_state.initialize_model_parallel(4 if dist.get_rank() == 1 else 2)
         took = time.monotonic() - began
@@ -232,10 +235,10 @@ def one_rank_differs(times):
     return found
 
 
-# After a mistake on one rank all ranks raise within a second, of a timeout of 30 minutes, and the
-# next call by all succeeds. The machine may stop all processes for a while: the quickest counts.
+# After a mistake on one rank, all ranks raise within a second, although the timeout is 30 minutes,
+# and the next call succeeds. The fastest of three tries counts, because the machine may pause.
 @pytest.mark.alone
-def test_one_rank_differs():
+def test_mistake_on_one_rank_fails_all():
     found = run_ranks(partial(one_rank_differs, 3), 4)
     assert min(max(took for took, _, _ in ranks) for ranks in zip(*found, strict=True)) < 1
     for rank, tries in enumerate(found):
@@ -243,14 +246,15 @@ def test_one_rank_differs():
 
 
 def one_rank_late(late):
-    """A creation that one rank comes too late for fails everywhere; then all try it again."""
-    before, rank = registered(), dist.get_rank()
+    """Create with a rank that joins too late, which fails on all ranks. Then try again."""
+    before = registered()
+    rank = dist.get_rank()
     if rank == late:
         dist.barrier()
     try:
         parallel_state.initialize_model_parallel(2, distributed_timeout_minutes=1 / 60)
-    except RuntimeError as error:  # our CreationError, or gloo in the late rank
-        said = str(error)
+    except RuntimeError as error:  # CreationError, or gloo's error on the late rank
+        message = str(error)
     if rank != late:
         dist.barrier()
     left = registered() == before and not parallel_state.is_initialized()
@@ -258,15 +262,15 @@ def one_rank_late(late):
     parallel_state.initialize_model_parallel(2)
     total = all_reduce_of(2**rank, parallel_state.get_data_parallel_group())
     parallel_state.destroy_model_parallel()
-    return said, left, total
+    return message, left, total
 
 
-# A rank that comes too late is named, nothing is left behind, and a second try works.
+# A rank that joins too late is named, nothing is left, and a second try succeeds.
 @pytest.mark.full
-def test_a_late_rank():
+def test_late_rank_is_named():
     found = run_ranks(partial(one_rank_late, 3), 4)
-    for rank, (said, left, total) in enumerate(found):
+    for rank, (message, left, total) in enumerate(found):
         assert left
         assert total == 0b101 << rank % 2
-        assert rank == 3 or re.search(r"rank 3 .* did not join.* waited \d+\.\d s", said)
+        assert rank == 3 or re.search(r"rank 3 .* did not join.* waited \d+\.\d s", message)
     assert "rank 3 (tp=1, cp=0, ep=0, dp=1, pp=0)" in found[1][0]

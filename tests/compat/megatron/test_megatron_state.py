@@ -1,12 +1,12 @@
-"""Our parallel_state against megatron-core's: every group, rank, getter and error type."""
+"""parallel_state against megatron-core's: every group, rank, getter and error type."""
 
 import math
 
 import pytest
-from effort import examples
+from example_counts import examples
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
-from megatron_facts import TAKEN, forget, gloo_made_fake, ours, read_globals, state_of, theirs
+from megatron_comparison import TAKEN, forget, gloo_made_fake, ours, read_globals, state_of, theirs
 
 from hypercomm.testing import fake_world
 
@@ -36,12 +36,13 @@ def divisors(number):
 
 @st.composite
 def configurations(draw):
-    """Draw a world of 1 to 512 ranks and arguments for it, most of which fit."""
+    """Draw a world of 1 to 512 ranks and arguments for it, most of them valid."""
     world_size = draw(
         st.sampled_from([1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 72, 96, 128, 256, 384, 512])
         | st.integers(1, 512)
     )
-    rest, sizes = world_size, {}
+    rest = world_size
+    sizes = {}
     names = ["tensor_model", "pipeline_model", "context"]
     has_gtp = TAKES_GTP and draw(st.booleans())
     for name in draw(st.permutations([*names, "gtp"] if has_gtp else names)):
@@ -75,25 +76,25 @@ def configurations(draw):
 
 
 def ranks_to_ask(world_size, data):
-    """Every rank of a small world, some of a large one."""
+    """Return every rank of a small world, or some ranks of a large one."""
     if world_size <= 8:
         return range(world_size)
     drawn = data.draw(st.lists(st.integers(0, world_size - 1), min_size=2, max_size=3, unique=True))
     return {0, world_size - 1, *drawn}
 
 
-# Each group, list of ranks, size, rank, stage and flag is Megatron's; what Megatron refuses, we
-# refuse with an error that its callers catch.
+# Each group, list of ranks, size, rank, stage and flag is the same as in Megatron. If Megatron
+# raises, hypercomm raises an error that code for Megatron's error catches.
 @pytest.mark.full
 @settings(max_examples=examples(200))
 @given(configurations(), st.data())
-def test_a_state_is_megatrons(configuration, data):
+def test_state_matches_megatron(configuration, data):
     world_size, arguments = configuration
     for rank in ranks_to_ask(world_size, data):
         expected = state_of(theirs, world_size, rank, arguments)
         found = state_of(ours, world_size, rank, arguments)
         if isinstance(expected, Exception):
-            event("refused")
+            event("rejected")
             assert isinstance(found, type(expected)), f"{expected!r} was {found!r}"
             return
         event("accepted")
@@ -104,7 +105,7 @@ def test_a_state_is_megatrons(configuration, data):
 
 @st.composite
 def broken_configurations(draw):
-    """Draw arguments that may be refused for one reason or another, all sizes positive."""
+    """Draw arguments with positive sizes that are often invalid, for one of several reasons."""
     world_size = draw(st.sampled_from([12, 16, 24, 48]) | st.integers(1, 64))
     size = st.sampled_from([1, 1, 2, 2, 3, 4])
     arguments = {
@@ -129,17 +130,17 @@ def broken_configurations(draw):
     return world_size, arguments
 
 
-# Whatever is wrong, our error is caught by whoever catches Megatron's, and nothing is left; what
-# Megatron accepts, we accept.
+# For any invalid arguments, the error is caught by code for Megatron's error, and nothing is left.
+# If Megatron accepts the arguments, hypercomm does, too.
 @settings(max_examples=examples(400))
 @given(broken_configurations())
 @example((6, {"tensor_model_parallel_size": 2, "hybrid_context_parallel": True}))
-def test_refusals_are_megatrons(configuration):
+def test_errors_match_megatron(configuration):
     world_size, arguments = configuration
     expected = state_of(theirs, world_size, 0, arguments)
     before = read_globals(ours)
     if TAKES_GTP and "tp" not in arguments.get("order", "tp").split("-"):
-        event("an order without tp")  # 0.19 finds "tp" in "gtp_remat", and then not as a dim
+        event("an order without tp")  # 0.19 finds "tp" in "gtp_remat", and then fails
         return
     found = state_of(ours, world_size, 0, arguments)
     assert read_globals(ours) == before
@@ -151,7 +152,7 @@ def test_refusals_are_megatrons(configuration):
         assert found == expected
 
 
-# Hybrid groups are neighbours of each power of 2 below half of the ranks; the last may be smaller.
+# Hybrid groups are neighbours, of each power of 2 below half of the ranks. The last may be smaller.
 @pytest.mark.parametrize("world_size", [10, 14, 20])
 def test_uneven_hybrid_groups(world_size):
     sizes = {10: [2, 4], 14: [2, 4], 20: [2, 4, 8]}[world_size]
@@ -170,7 +171,7 @@ def test_uneven_hybrid_groups(world_size):
             assert theirs_found["_HYBRID_DP_CP_GROUPS"] == expected
 
 
-# Sizes that do not fit are that error in a state that is initialised, too.
+# Sizes that do not fit raise that error even if the state is initialised already.
 @pytest.mark.parametrize("module", [ours, theirs])
 def test_sizes_are_checked_first(module):
     with fake_world(8), gloo_made_fake(module):
@@ -184,7 +185,7 @@ RANK_CALLS = ("src_rank", "first_rank", "last_rank", "next_rank", "prev_rank", "
 
 
 def shift(value, offset):
-    """What lists ranks, with all of them moved."""
+    """Add an offset to all ranks in a value."""
     if isinstance(value, dict):
         return {key: shift(item, offset) for key, item in value.items()}
     if isinstance(value, list | tuple | set):
@@ -192,11 +193,11 @@ def shift(value, offset):
     return value + offset if isinstance(value, int) else value
 
 
-# A model that begins at another rank, or has fewer ranks than the job, is Megatron's model of its
-# own size, shifted; ranks outside have no groups.
+# A model that starts at another rank, or has fewer ranks than the job, equals Megatron's model of
+# its size, shifted by the offset. Ranks outside have no groups.
 @settings(max_examples=examples(60))
 @given(configurations(), st.integers(0, 9), st.integers(0, 9), st.data())
-def test_offsets_shift(configuration, offset, spare, data):
+def test_offset_shifts_all_ranks(configuration, offset, spare, data):
     world_size, arguments = configuration
     rank = data.draw(st.integers(0, world_size - 1))
     place = {"rank_offset": offset, "local_world_size": world_size}

@@ -1,13 +1,13 @@
-"""The release of megatron-core that is followed, and a megatron-core that is newer or broken."""
+"""The release of megatron-core that is followed, and newer or broken installations."""
 
 import textwrap
 
-import fresh_programs
+import forked_programs
 import pytest
 import torch.distributed as dist
-from megatron_facts import following, ours, plain, theirs
-from oracle import core as their_core
-from oracle import hyper_comm_grid, process_groups_config
+from megatron_comparison import following, ours, plain, theirs
+from megatron_oracle import core as their_core
+from megatron_oracle import hyper_comm_grid, process_groups_config
 
 from hypercomm.compat.megatron import ParallelState, version
 from hypercomm.compat.megatron import hyper_comm_grid as our_grid
@@ -18,13 +18,14 @@ from hypercomm.testing import fake_world
 INSTALLED = ".".join(their_core.__version__.split(".")[:3])
 
 
-# The version is that of the megatron-core that can be imported, until another is set.
-def test_version():
+# The followed version is the installed one, until another one is set.
+def test_followed_version():
     assert version.get() == INSTALLED
     with following("0.17"):
         assert version.get() == "0.17.0"
         with following("0.20.1"):
-            assert (version.get(), version.current()) == ("0.20.1", (0, 20, 1))
+            assert version.get() == "0.20.1"
+            assert version.current() == (0, 20, 1)
         assert version.get() == "0.17.0"
     version.set("0.18.2")
     assert version.get() == "0.18.2"
@@ -37,7 +38,7 @@ def test_version():
 
 
 @pytest.mark.parametrize("wrong", ["", "0.x", "1.2.3.4", "9.9", "0.21", "0.15.3"])
-def test_no_version(wrong):
+def test_unknown_versions_raise(wrong):
     with pytest.raises(ConfigurationError):
         version.set(wrong)
     with pytest.raises(ConfigurationError), following(wrong):
@@ -45,8 +46,8 @@ def test_no_version(wrong):
     assert version.get() == INSTALLED
 
 
-# Differences between releases: the default data parallel group, and the numbers of get_all_ranks.
-def test_changes():
+# Releases differ in the default data parallel group and in the number of values in get_all_ranks().
+def test_differences_between_releases():
     with fake_world(8):
         for release, numbers, name in [
             ("0.16.1", 5, "_DATA_PARALLEL_GROUP"),
@@ -66,8 +67,8 @@ def test_changes():
                 assert ours.get_gtp_weight_remat_world_size() == (numbers == 6)
 
 
-# Since Megatron-LM pull request 6868 context parallel ranks are closer than GTP peers. The groups
-# below follow from strides: tp 2, then cp and gtp_remat in the release's order.
+# Since Megatron-LM pull request 6868, context parallel ranks are closer than GTP peers. The
+# expected groups follow from strides: tp 2, then cp and gtp_remat in the order of the release.
 @pytest.mark.parametrize(
     ("release", "cp", "gtp"),
     [("0.19.2", [0, 4], [0, 2]), ("0.20.0", [0, 2], [0, 4])],
@@ -78,12 +79,12 @@ def test_order_of_cp_and_gtp_remat(release, cp, gtp):
         assert state.values["_CONTEXT_PARALLEL_GLOBAL_RANKS"] == cp
         assert state.values["_GTP_WEIGHT_REMAT_GLOBAL_RANKS"] == gtp
         assert state.values["_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"] == [0, 1]
-    named = sizes | {"order": "tp-gtp_remat-cp-ep-dp-pp"}  # an order that names it is kept
+    named = sizes | {"order": "tp-gtp_remat-cp-ep-dp-pp"}  # an explicit order is kept
     with following(release), fake_world(16), ParallelState.create(**named) as state:
         assert state.values["_GTP_WEIGHT_REMAT_GLOBAL_RANKS"] == [0, 2]
 
 
-# Ours has every public name of the megatron-core that is installed.
+# hypercomm has every public name of the installed megatron-core.
 @pytest.mark.parametrize(
     ("module", "own"),
     [(theirs, ours), (process_groups_config, our_config), (hyper_comm_grid, our_grid)],
@@ -117,7 +118,7 @@ FAKE = {
 
 @pytest.fixture(name="folder")
 def fake_megatron(tmp_path):
-    """A megatron-core of the future."""
+    """Write a megatron-core of a future release."""
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
     for name, text in FAKE.items():
@@ -139,13 +140,13 @@ assert parallel_state.__name__ == "hypercomm.compat.megatron.parallel_state"
 
 def run(folder):
     begin = f"import sys, warnings; sys.path.insert(0, {str(folder.parents[1])!r})"
-    done = fresh_programs.run(f"{begin}\n{INSTALL}")
+    done = forked_programs.run(f"{begin}\n{INSTALL}")
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
-# A newer megatron-core is followed with one warning, which lists the names that ours lacks.
-def test_newer(folder):
+# A newer megatron-core gives one warning, which lists the names that hypercomm lacks.
+def test_newer_megatron_warns(folder):
     warned, release = run(folder)
     assert release == "0.99.1"
     assert warned.count("newer than the newest that hypercomm knows, 0.20") == 1
@@ -153,23 +154,24 @@ def test_newer(folder):
     assert lacking == set(warned.rpartition(": ")[2].rstrip("']\"").split(", "))
 
 
-# A package that cannot be imported counts as missing.
-def test_a_broken_package(folder):
+# A package that cannot be imported is treated as missing.
+def test_broken_package_is_treated_as_missing(folder):
     (folder.parent / "__init__.py").write_text("raise RuntimeError('needs a GPU')")
     begin = f"import sys; sys.path.insert(0, {str(folder.parents[1])!r})"
     program = (
         "from hypercomm.compat.megatron import install, version\nprint(version.get())\ninstall()"
     )
-    done = fresh_programs.run(f"{begin}\n{program}")
-    assert (done.returncode, done.stdout) == (0, "0.20.0\n"), done.stderr
+    done = forked_programs.run(f"{begin}\n{program}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "0.20.0\n", done.stderr
 
 
-# If a part of megatron-core is missing or unreadable, ours works nevertheless.
+# If a part of megatron-core is missing or cannot be parsed, hypercomm still works.
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("file", "text", "found"),
     [
-        ("__init__.py", None, INSTALLED),  # that is no package, so another is found
+        ("__init__.py", None, INSTALLED),  # not a package any more, so the installed one is found
         ("package_info.py", None, "0.20.0"),
         ("package_info.py", "MAJOR = (", "0.20.0"),
         ("package_info.py", "MAJOR = 0\nMINOR = 16", "0.16.0"),
@@ -177,7 +179,7 @@ def test_a_broken_package(folder):
         ("process_groups_config.py", "def (", "0.99.1"),
     ],
 )
-def test_half_an_install(folder, file, text, found):
+def test_incomplete_megatron(folder, file, text, found):
     (folder / file).unlink()
     if text is not None:
         (folder / file).write_text(text)

@@ -1,14 +1,14 @@
-"""Megatron's grids as presets: every group against megatron-core's parallel_state as an oracle."""
+"""Megatron's grids as presets: every group against megatron-core's parallel_state."""
 
 import functools
 
-import megatron_facts as facts
+import megatron_comparison as comparison
 import numpy as np
 import pytest
-from effort import examples
+from example_counts import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from megatron_facts import FIELDS, LONG, TheirCollection, megatrons_fields, theirs
+from megatron_comparison import FIELDS, LONG, TheirCollection, megatrons_fields, theirs
 
 from hypercomm import GridSet, HyperCommGrid, RankLayout, megatron_grids
 from hypercomm.compat.megatron import collections_of
@@ -24,7 +24,7 @@ from hypercomm.testing import fake_world
 
 
 def ranks_of_fields(collection):
-    return {name: facts.plain(getattr(collection, name, None)) for name in FIELDS}
+    return {name: comparison.plain(getattr(collection, name, None)) for name in FIELDS}
 
 
 sizes = st.sampled_from([1, 2, 4])
@@ -32,7 +32,7 @@ sizes = st.sampled_from([1, 2, 4])
 
 @st.composite
 def models(draw):
-    """Draw a world, sizes and an order that Megatron accepts, with pp last or where it may be."""
+    """Draw a world, sizes and an order that Megatron accepts, often with pp last."""
     order = draw(st.permutations(["tp", "cp", "ep", "dp", "pp"]))
     if draw(st.booleans()):
         order = [dim for dim in order if dim != "pp"] + ["pp"]
@@ -43,10 +43,10 @@ def models(draw):
     return world_size, draw(st.integers(0, world_size - 1)), arguments
 
 
-# Every field of the collection has the ranks that Megatron's has, for any sizes, order and rank.
+# Every field of the collection has the same ranks as Megatron's, for any sizes, order and rank.
 @given(models())
 @settings(max_examples=examples(150))
-def test_collections_are_megatrons(model):
+def test_collections_match_megatron(model):
     world_size, rank, arguments = model
     wanted = megatrons_fields(world_size, rank, **arguments)
     assume(wanted is not None)
@@ -54,7 +54,7 @@ def test_collections_are_megatrons(model):
         assert ranks_of_fields(create_megatron_pgs(grids)["training"]) == wanted
 
 
-# Megatron's names of the sizes give the same grids as the short ones, also for inference.
+# Megatron's long names of the sizes give the same grids as the short ones, also for inference.
 @given(models(), st.data())
 @settings(max_examples=examples(100))
 def test_long_names(model, data):
@@ -76,11 +76,11 @@ def test_long_names(model, data):
         assert twins[label].view("expert").layout == grid.view("expert").layout
 
 
-# After a reshape, of sizes or of their order, every field is Megatron's at the new sizes.
+# After a reshape to other sizes or another order, every field matches Megatron's at the new sizes.
 @pytest.mark.full
 @given(models(), models(), st.data())
 @settings(max_examples=examples(100))
-def test_reshaped(before, after, data):
+def test_reshaped_collections_match_megatron(before, after, data):
     world_size, rank, arguments = before
     others = after[2]
     others["order"] = data.draw(st.sampled_from([arguments["order"], others["order"]]))
@@ -104,15 +104,16 @@ OPTIONS = {
 }
 
 
-# Megatron's options change the groups as they change Megatron's, also after a reshape.
+# Megatron's options change the groups as in Megatron, also after a reshape.
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("rank", [0, 5, 14, 31])
 @pytest.mark.parametrize(
     "order", ["tp-cp-ep-dp-pp", pytest.param("tp-cp-ep-pp-dp", marks=pytest.mark.full)]
 )
-def test_options(option, rank, order):
+def test_options_match_megatron(option, rank, order):
     options = {option: OPTIONS[option]}
-    first, then = {"tp": 1, "cp": 4, "pp": 2, "ep": 4}, {"tp": 2, "cp": 4, "pp": 2, "ep": 4}
+    first = {"tp": 1, "cp": 4, "pp": 2, "ep": 4}
+    then = {"tp": 2, "cp": 4, "pp": 2, "ep": 4}
     asked = functools.partial(megatrons_collection, 32, rank, options, order=order)
     wanted = [asked(**first), asked(**then)]
     with fake_world(32, rank), megatron_grids(**first, order=order) as grids:
@@ -125,36 +126,36 @@ def test_options(option, rank, order):
 
 
 EVERY = (*FIELDS, "hcp", "inter_dist_opt", "dp_cp_ag")
-"""Also what only some options make; all-gather twins are in no collection of older Megatrons."""
+"""Includes groups that only some options create. Older Megatrons have no field for dp_cp_ag."""
 
 
 def everything(collection):
-    return {name: facts.plain(getattr(collection, name, None)) for name in EVERY}
+    return {name: comparison.plain(getattr(collection, name, None)) for name in EVERY}
 
 
 def megatrons_collection(world_size, rank, options, **sizes):
-    """Every field of Megatron's collection with some of its options."""
+    """Return every field of Megatron's collection with some of its options."""
     named = {LONG[name]: value for name, value in sizes.items()}
-    with fake_world(world_size, rank), facts.gloo_made_fake(theirs):
+    with fake_world(world_size, rank), comparison.gloo_made_fake(theirs):
         try:
-            theirs.initialize_model_parallel(**named, **facts.taken_by(theirs, options))
+            theirs.initialize_model_parallel(**named, **comparison.taken_by(theirs, options))
             collection = TheirCollection.use_mpu_process_groups()
             every = everything(collection)
             has_twin = options.get("create_all_gather_group", False)
             return every | {"dp_cp_ag": every["dp_cp"] if has_twin else None}
         finally:
-            facts.forget(theirs)
+            comparison.forget(theirs)
 
 
-# Experts have a second all-gather group of their own.
+# Experts have a separate all-gather group.
 def test_all_gather_group_of_experts():
     with fake_world(32, 5), megatron_grids(cp=4, pp=2, ep=4) as grids:
         found = create_megatron_pgs(grids, create_all_gather_group=True)["training"]
-        assert facts.plain(found.expt_dp_ag) == facts.plain(found.expt_dp)
+        assert comparison.plain(found.expt_dp_ag) == comparison.plain(found.expt_dp)
         assert found.expt_dp_ag is not found.expt_dp
 
 
-# Options that do not fit are refused before anything is created, by name.
+# Invalid options raise before anything is created, and the error names the option.
 @pytest.mark.parametrize(
     ("options", "error"),
     [
@@ -167,15 +168,15 @@ def test_all_gather_group_of_experts():
         ({"tensor_parallel": 2}, TypeError),
     ],
 )
-def test_refused_options(options, error):
+def test_invalid_options(options, error):
     with fake_world(8), megatron_grids(tp=2, cp=2) as grids:
         with pytest.raises(error, match=[*options][-1].split("_")[0]):
             create_megatron_pgs(grids, **options)
         assert not grids["training"].pgs
 
 
-# Experts may call their dims as Megatron does, share them with the dense layers or not, and have
-# some only: each field has the ranks that numpy finds, and the lacking ones are of one rank.
+# Expert dims may have Megatron's names, may be shared with the dense layers, and may be incomplete:
+# each field has the ranks that numpy computes, and a field without dims has one rank.
 @pytest.mark.parametrize("rank", range(8))
 @pytest.mark.parametrize(
     ("sizes", "names", "shared"),
@@ -205,12 +206,14 @@ def test_names_of_expert_dims(rank, sizes, names, shared):
             group = ranks[
                 tuple(slice(None) if of else at for of, at in zip(own, where, strict=True))
             ]
-            assert facts.plain(getattr(collection, field)) == tuple(sorted(group.ravel().tolist()))
-        assert facts.plain(collection.cp) == (rank,)
+            assert comparison.plain(getattr(collection, field)) == tuple(
+                sorted(group.ravel().tolist())
+            )
+        assert comparison.plain(collection.cp) == (rank,)
 
 
-# A grid with no dim of Megatron's is refused by name, as is a view.
-def test_no_dims_of_megatrons():
+# A grid without a dim of Megatron is rejected with its layout, and so is a view.
+def test_grids_without_megatrons_dims():
     with (
         fake_world(8),
         HyperCommGrid([2, 2, 2], ["tensor", "data", "pipe"]) as grid,
@@ -223,8 +226,8 @@ def test_no_dims_of_megatrons():
             megatron_requests(grid)
 
 
-# An optimizer instance is all ranks whose place among the replicas is in one part, however the
-# replicas lie: on one stride, on two, or listed.
+# An optimizer instance has all ranks whose position among the replicas is in one part, whether the
+# replicas have one stride or two, or are listed.
 @pytest.mark.parametrize(
     "layout",
     [
@@ -235,7 +238,7 @@ def test_no_dims_of_megatrons():
     ids=str,
 )
 @pytest.mark.parametrize("instances", [2, 4])
-def test_whole_instances(layout, instances):
+def test_optimizer_instances(layout, instances):
     grid = HyperCommGrid(layout, world_size=19)
     options = {"num_distributed_optimizer_instances": instances}
     (asked,) = (
@@ -255,7 +258,7 @@ def test_whole_instances(layout, instances):
     assert all(rank in found.of(rank) for rank in layout.ranks)
 
 
-# Wrong sizes, orders and choices are refused.
+# Invalid sizes, orders and names raise.
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -271,6 +274,6 @@ def test_whole_instances(layout, instances):
         ({"inference": {"tp": 3}}, WorldSizeError),
     ],
 )
-def test_refusals(arguments, error):
+def test_invalid_sizes_and_orders(arguments, error):
     with pytest.raises(error):
         megatron_grids(**{"world_size": 16, **arguments})

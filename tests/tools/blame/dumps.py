@@ -1,4 +1,4 @@
-"""Flight recorder dumps as NCCL's watchdog writes them, made by hand."""
+"""Makes flight recorder dumps as NCCL's watchdog writes them."""
 
 import pickle
 
@@ -10,12 +10,12 @@ STATES = {"done": "completed", "runs": "started", "queued": "scheduled"}
 
 
 def blame(folder, layout=None):
-    """The verdict on the dumps of a folder."""
+    """Return the verdict on the dumps of a folder."""
     return Verdict(read_folder(folder, layout and RankLayout(layout)))
 
 
 class Dumps:
-    """Dumps of a job of some ranks: `call` for each collective, `write` at the end."""
+    """The dumps of a job: `call` adds a collective of a rank, `write` writes all dumps."""
 
     def __init__(self, ranks):
         self.ranks = range(ranks)
@@ -23,11 +23,11 @@ class Dumps:
         self.entries = {rank: [] for rank in self.ranks}
 
     def group(self, name, dims, ranks):
-        """Make a group."""
+        """Add a group."""
         self.groups[name] = (name, dims, list(ranks))
 
     def call(self, rank, group, op="all_reduce", sizes=(4,), dtype="Float", state="done", **more):
-        """Let one rank call a collective of a group."""
+        """Add a collective of a group to the dump of one rank."""
         name, desc, _ = self.groups[group]
         entries = self.entries[rank]
         number = sum(e["process_group"] == (name, desc) for e in entries) + 1
@@ -53,14 +53,14 @@ class Dumps:
         )
 
     def message(self, rank, group, way, peer, **more):
-        """Let one rank send to, or receive from, another, by their places in the group."""
+        """Add a message to or from a peer, given by its position in the group."""
         own = self.groups[group][2].index(rank)
         arrow = "->" if way == "send" else "<-"
         count = sum(e["is_p2p"] for e in self.entries[rank]) + 1
         self.call(rank, group, f"{way} {own}{arrow}{peer}", is_p2p=True, p2p_seq_id=count, **more)
 
     def content(self, rank):
-        """What the dump of a rank holds."""
+        """Return the content of the dump of a rank."""
         config = {
             name: {"name": name, "desc": desc, "ranks": str(ranks)}
             for name, desc, ranks in self.groups.values()
@@ -69,7 +69,7 @@ class Dumps:
         return {"version": "2.10", "pg_config": config, "entries": self.entries[rank]}
 
     def write(self, folder, but=()):
-        """Write the dumps, and return the folder."""
+        """Write the dumps of all ranks except `but`, and return the folder."""
         for rank in self.ranks:
             if rank not in but:
                 content = pickle.dumps(self.content(rank), protocol=2)
@@ -78,8 +78,9 @@ class Dumps:
 
 
 def job(tp=2, dp=2, calls=1):
-    """tp=2,dp=2 with as many calls over each group, all of which have ended."""
-    dumps, layout = Dumps(tp * dp), RankLayout([tp, dp], ["tp", "dp"])
+    """Return the dumps of tp=2,dp=2 with some completed calls over each group."""
+    dumps = Dumps(tp * dp)
+    layout = RankLayout([tp, dp], ["tp", "dp"])
     for dims in layout.dim_names:
         for index, ranks in enumerate(layout.groups(dims)):
             dumps.group(f"{dims}{index}", dims, ranks)

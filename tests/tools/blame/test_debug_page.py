@@ -1,4 +1,4 @@
-"""The page of torch's debug server: what it says about ranks of which one hangs."""
+"""The page of torch's debug server while one rank hangs, while calls complete, and at the end."""
 
 import html
 import re
@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from launched import rank_free
 from ports import free_port
+from processes import launcher_free
 
 from hypercomm import HyperCommGrid
 from hypercomm.errors import ToolError
@@ -31,7 +31,7 @@ def show(store):
         pass
     print(found, flush=True)
     store.set("seen", "1")
-    while not store.check(["watched"]):  # calls go on
+    while not store.check(["watched"]):  # calls still complete
         found = page()
     print("<h3>running</h3>", found, flush=True)
     store.set("read", "1")
@@ -56,7 +56,7 @@ def main():
         dist.barrier()
         if rank == 0:
             store.set("watched", "1")
-        while not store.check(["read"]):  # a wait would keep the thread from the store
+    while not store.check(["read"]):  # wait() would block the other thread's use of the store
             time.sleep(0.05)
     dist.barrier()
     if rank == 0:
@@ -70,17 +70,17 @@ if __name__ == "__main__":
 """
 
 
-# Rank 3 has not entered the all_reduce over dp of ranks 1 and 3: it is named, and each rank has its
-# coordinates and its last call. While calls go on, nobody is named. No process is aborted at the
-# end.
+# Rank 3 has not entered the all_reduce over dp of ranks 1 and 3, so it is named. Each rank has its
+# coordinates and last call on the page. While calls complete, no rank is named. No process is
+# aborted at the end.
 @pytest.mark.full
-def test_one_rank_hangs(tmp_path):
+def test_page_names_the_hanging_rank(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     command = [*torchrun, str(program), str(free_port()), str(tmp_path / "watch")]
     done = subprocess.run(
-        command, env=rank_free(), capture_output=True, text=True, timeout=100, check=False
+        command, env=launcher_free(), capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     page, running, over = re.split("<h3>\\w+</h3>", html.unescape(done.stdout))
@@ -97,8 +97,8 @@ def test_one_rank_hangs(tmp_path):
     assert ranks["1"][5].startswith(f"{program}:")
 
 
-# Where torch has no such pages, as in torch 2.10.
-def test_torch_has_no_pages(monkeypatch, tmp_path):
+# Without torch's debug server, as in torch 2.10, debug_page() raises.
+def test_torch_without_a_debug_server(monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "hypercomm.blame.debug_page", raising=False)
     monkeypatch.setitem(sys.modules, "hypercomm.process_groups.torch_internals.debug_server", None)
     with fake_world(4):

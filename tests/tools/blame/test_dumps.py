@@ -1,4 +1,4 @@
-"""Files that are no dumps, broken, hostile, or of several jobs."""
+"""Files that are not dumps, broken or malicious dumps, and dumps of several jobs."""
 
 import json
 import pickle
@@ -17,7 +17,7 @@ class Evil:
 
 
 def waiting(folder):
-    """Write dumps of three ranks that wait, and return those."""
+    """Write the dumps of three ranks that wait, and return them."""
     dumps = Dumps(3)
     for rank in range(3):
         dumps.call(rank, "WORLD", state="runs")
@@ -25,28 +25,35 @@ def waiting(folder):
     return dumps
 
 
-# A dump that is cut off, or holds what it must not, is named, and the others are judged: nobody is
-# blamed for it, and no code in it runs.
+# A dump that cannot be read is named, and the other dumps are analysed. No rank is blamed because
+# of it, and code in it does not run.
 @pytest.mark.parametrize(
     "content",
     [
-        *[b"", b"{", b"what is this", b"[1]", b"\x80\x02].", pickle.dumps({"entries": []})[:9]],
-        *[pickle.dumps(Evil()), b"[" * 100_000 + b"]" * 100_000],
+        b"",
+        b"{",
+        b"what is this",
+        b"[1]",
+        b"\x80\x02].",
+        pickle.dumps({"entries": []})[:9],
+        pickle.dumps(Evil()),
+        b"[" * 100_000 + b"]" * 100_000,
     ],
     ids=range(8),
 )
-def test_unreadable(tmp_path, capsys, content):
+def test_unreadable_dumps(tmp_path, capsys, content):
     waiting(tmp_path)
     (tmp_path / "nccl_trace_rank_2").write_bytes(content)
     verdict = blame(tmp_path)
-    assert (verdict.culprits, verdict.findings[0].kind) == ((), "unreadable")
+    assert verdict.culprits == ()
+    assert verdict.findings[0].kind == "unreadable"
     assert "nccl_trace_rank_2 cannot be read as a dump: " in str(verdict)
     assert verdict.evidence.unreadable.keys() == {2}
     assert capsys.readouterr().out == ""
 
 
 def changed(content, field, value):
-    """A dump with another value in one field, wherever the field is."""
+    """Return a dump with another value in one field, wherever the field is."""
     if isinstance(content, dict):
         return {
             key: value if key == field else changed(inner, field, value)
@@ -55,13 +62,24 @@ def changed(content, field, value):
     return [changed(inner, field, value) for inner in content] if type(content) is list else content
 
 
-# Any field of another kind: the same.
+# A dump with a field of a wrong type is unreadable, too.
 @pytest.mark.parametrize("value", [10**5000, [["a"]], None], ids=range(3))
-def test_fields_of_other_kinds(tmp_path, value):
+def test_fields_of_wrong_types(tmp_path, value):
     dumps = waiting(tmp_path)
     for field in (
-        *("pg_config", "name", "desc", "ranks", "entries", "record_id", "process_group"),
-        *("collective_seq_id", "profiling_name", "input_sizes", "input_dtypes", "state", "line"),
+        "pg_config",
+        "name",
+        "desc",
+        "ranks",
+        "entries",
+        "record_id",
+        "process_group",
+        "collective_seq_id",
+        "profiling_name",
+        "input_sizes",
+        "input_dtypes",
+        "state",
+        "line",
     ):
         content = changed(dumps.content(1), field, value)
         (tmp_path / "nccl_trace_rank_1").write_bytes(pickle.dumps(content))
@@ -70,8 +88,8 @@ def test_fields_of_other_kinds(tmp_path, value):
         assert list(verdict.evidence.unreadable) == [1], field
 
 
-# A rank that describes a group otherwise means the same group: its name and ranks are the same.
-def test_another_description(tmp_path):
+# A group with another description on one rank is still the same group, by its name and ranks.
+def test_group_with_another_description(tmp_path):
     dumps = job()
     for rank in (0, 1):
         dumps.call(rank, "tp0", state="runs")
@@ -81,36 +99,37 @@ def test_another_description(tmp_path):
     assert [one.kind for one in blame(tmp_path).findings] == ["stuck"]
 
 
-def test_large_files(tmp_path):
+def test_large_files_are_not_read(tmp_path):
     waiting(tmp_path)
     with (tmp_path / "nccl_trace_rank_2").open("wb") as file:
         file.truncate(10**9)
     assert "it is larger than 64 MiB" in blame(tmp_path).evidence.unreadable[2]
 
 
-# What a terminal would obey is not printed.
-def test_control_characters(tmp_path):
+# Control characters are not printed.
+def test_control_characters_are_replaced(tmp_path):
     dumps = Dumps(2)
     for rank in range(2):
         dumps.call(rank, "WORLD", op="all\x1b[31mreduce", state="runs")
     assert "all?[31mreduce" in str(blame(dumps.write(tmp_path)))
 
 
-# A file that is not named as a dump is left out. What has ended on some ranks says nothing of
-# those without a dump.
-def test_missing_dumps(tmp_path):
+# A file without the name of a dump is ignored. Calls that are complete on some ranks do not show
+# anything about ranks without a dump.
+def test_missing_dumps_are_unclear(tmp_path):
     folder = job().write(tmp_path, but=[0, 1, 3])
     for name in ("core.1", "core.4711", "stderr.1"):
         (folder / name).write_bytes(b"\x7fELF")
     verdict = blame(folder)
     (finding,) = verdict.findings
-    assert (verdict.outcome, verdict.culprits) == ("unclear", ())
+    assert verdict.outcome == "unclear"
+    assert verdict.culprits == ()
     assert (finding.kind, finding.involved) == ("no dump", (0, 1, 3))
     assert (verdict.evidence.world_size, verdict.evidence.unreadable) == (4, {})
 
 
-# Folders that cannot be judged: the message names the files or the folder.
-def test_folders(tmp_path):
+# A folder that cannot be analysed raises, with the files or the folder in the message.
+def test_invalid_folders(tmp_path):
     with pytest.raises(ToolError, match=r"cannot read the folder '.*/none': .*No such file"):
         blame(tmp_path / "none")
     (tmp_path / "log.txt").write_text("")

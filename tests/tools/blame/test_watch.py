@@ -1,9 +1,10 @@
-"""A watch in one process: what it writes down, what it leaves as it was, and what it rejects."""
+"""A watch in one process: what it records, that it restores torch, and invalid calls."""
 
 import contextlib
 import json
 import pickle
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,19 +18,21 @@ from hypercomm.testing import fake_world
 
 
 @pytest.fixture
-def grid():
+def grid() -> Iterator[HyperCommGrid]:
     with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4") as made:
         made.register_view("expert", [4, 2], ["ep", "edp"])
         yield made
 
 
-def methods():
+def methods_of_process_group():
     return dict(vars(dist.ProcessGroup))
 
 
-# Two threads start a watch at the same time: the second is rejected, and nothing stays replaced.
+# If two threads start a watch at the same time, the second raises, and torch is restored.
 def test_two_threads_start_a_watch(grid, tmp_path, monkeypatch):
-    before, both, results = methods(), threading.Barrier(2), []
+    before = methods_of_process_group()
+    both = threading.Barrier(2)
+    results = []
     write_text = Path.write_text
 
     def write_together(path, text):
@@ -54,17 +57,19 @@ def test_two_threads_start_a_watch(grid, tmp_path, monkeypatch):
     for result in results:
         if not isinstance(result, ToolError):
             result.stop()
-    assert methods() == before
+    assert methods_of_process_group() == before
 
 
-def why(watch):
+def reason_of(watch):
     return json.loads(watch.file.read_text())["hypercomm"]["why"]
 
 
-# Every call of torch.distributed that communicates is seen, with its name, shapes and dtype.
+# Every call of torch.distributed that communicates is recorded, with its name, shapes and dtype.
 @pytest.mark.filterwarnings("ignore:`torch.distributed.:FutureWarning")
-def test_all_calls(grid, tmp_path):
-    before, one, pair = methods(), torch.ones(2, 3), [torch.ones(1), torch.ones(1)]
+def test_all_calls_are_recorded(grid, tmp_path):
+    before = methods_of_process_group()
+    one = torch.ones(2, 3)
+    pair = [torch.ones(1), torch.ones(1)]
     tp = grid.create_pg("tp")
     with grid.watch(60, tmp_path) as watch:
         dist.all_reduce(one, group=tp)
@@ -79,7 +84,7 @@ def test_all_calls(grid, tmp_path):
         dist.send(one, 4, group=tp)
         dist.recv(one, 4, group=tp)
         dist.send(one, 4, group=tp)
-    assert methods() == before
+    assert methods_of_process_group() == before
     record = json.loads(watch.file.read_text())
     (name,) = (name for name, group in record["pg_config"].items() if group["desc"] == "tp")
     assert record["pg_config"][name]["ranks"] == "[4, 5]"
@@ -89,16 +94,16 @@ def test_all_calls(grid, tmp_path):
     names += ["send 1->0", "recv 1<-0", "send 1->0"]
     assert [entry["profiling_name"] for entry in entries] == [f"fake:{name}" for name in names]
     assert [entry["collective_seq_id"] for entry in entries] == [*range(1, 10), 0, 0, 0]
-    assert [entry["p2p_seq_id"] for entry in entries] == [0] * 9 + [1, 1, 2]
+    assert [entry["p2p_seq_id"] for entry in entries] == [*([0] * 9), 1, 1, 2]
     assert (entries[4]["input_sizes"], entries[4]["output_sizes"]) == ([[2, 3]], [[4, 3]])
     assert all(entry["process_group"] == [name, "tp"] for entry in entries)
-    assert {entry["frames"][0]["name"] for entry in entries} == {"test_all_calls"}
+    assert {entry["frames"][0]["name"] for entry in entries} == {"test_all_calls_are_recorded"}
     assert record["hypercomm"]["counts"][name] == {"": 9, "send 1->0": 2, "recv 0->1": 1}
     assert record["hypercomm"]["layouts"].keys() == {"", "expert"}
 
 
-# The last 500 calls are kept, with their numbers; of all others it is known how many there were.
-def test_ring(grid, tmp_path):
+# The last 500 calls are kept, with their numbers. Of older calls, the count is kept.
+def test_last_calls_are_kept(grid, tmp_path):
     tp, dp = grid.create_pgs(["tp", "dp"])
     with grid.watch(60, tmp_path):
         dist.barrier(group=dp)
@@ -114,33 +119,33 @@ def test_ring(grid, tmp_path):
     assert record.counts[by_title["dp"], ""] == 1
 
 
-# It writes when nothing moves, and what it wrote goes once something does. Groups that their user
-# has destroyed are left out.
-def test_standstill(grid, tmp_path):
+# If no call completes for a while, the watch writes its file, and removes it once calls complete
+# again. Groups that were destroyed are not in the file.
+def test_file_is_written_while_calls_hang(grid, tmp_path):
     tp, dp = grid.create_pgs(["tp", "dp"])
     with grid.watch(0.05, tmp_path) as watch:
         while not watch.file.exists():
             pass
-        assert why(watch) == "has not moved for 0.05 s"
+        assert reason_of(watch) == "has not moved for 0.05 s"
         while watch.file.exists():
             dist.barrier(group=tp)
         dist.destroy_process_group(dp)
-    assert why(watch) == "left the watch"
+    assert reason_of(watch) == "left the watch"
     watch.stop()
     groups = json.loads(watch.file.read_text())["pg_config"].values()
     assert [group["desc"] for group in groups] == ["tp", "default_pg"]
 
 
-# An exception is in the file, and goes on.
-def test_exception(grid, tmp_path):
+# An exception is recorded in the file and propagates.
+def test_exception_is_recorded(grid, tmp_path):
     with pytest.raises(KeyError), grid.watch(60, tmp_path) as watch:
         raise KeyError("planted")
-    assert why(watch) == "raised KeyError: 'planted'"
+    assert reason_of(watch) == "raised KeyError: 'planted'"
 
 
-# Bad arguments, a second watch and no job: nothing is replaced, and nothing written.
-def test_what_it_rejects(grid, tmp_path):
-    before = methods()
+# Invalid arguments, a second watch, or no job raise. Nothing is replaced, and nothing written.
+def test_invalid_watches(grid, tmp_path):
+    before = methods_of_process_group()
     for seconds in (0, -1, float("nan"), float("inf")):
         with pytest.raises(ToolError, match="seconds must be above 0 and at most 1e6, got"):
             grid.watch(seconds, tmp_path)
@@ -152,16 +157,16 @@ def test_what_it_rejects(grid, tmp_path):
     with pytest.raises(ToolError, match="this process has a watch, which writes /"):
         grid.watch(1, tmp_path)
     watch.stop()
-    assert methods() == before
+    assert methods_of_process_group() == before
     dist.destroy_process_group()
     with pytest.raises(NotInitializedError):
         grid.watch(1, tmp_path)
 
 
-# The tool of torch finds no mistake in the collectives of four ranks. That of torch 2.10 knows only
-# the names that NCCL gives them, so the records get those.
+# torch's trace analyser finds no mistake in the collectives of four ranks. In torch 2.10 it only
+# knows NCCL's names of collectives, so the records get these names.
 @pytest.mark.filterwarnings("ignore:`torch.distributed.:FutureWarning")
-def test_torchfrtrace(tmp_path):
+def test_torchs_analyser_reads_the_files(tmp_path):
     from torch.distributed.flight_recorder import fr_trace
 
     for rank in range(4):

@@ -1,4 +1,4 @@
-"""Real gloo ranks with a planted mistake: each is found and named, with its line."""
+"""Real gloo ranks with one mistake: the rank is blamed, with its source line."""
 
 import contextlib
 import time
@@ -16,15 +16,16 @@ pytestmark = [pytest.mark.full, pytest.mark.ranks(4)]
 
 
 def watched(folder, program):
-    """Run a program on tp=2,dp=2 under a watch until it ends or times out; the verdict."""
-    rank, grid = dist.get_rank(), HyperCommGrid("tp=2,dp=2")
+    """Run a program on tp=2,dp=2 with a watch until it ends or times out. Return the verdict."""
+    rank = dist.get_rank()
+    grid = HyperCommGrid("tp=2,dp=2")
     groups = dict(
         zip(("tp", "dp", "whole"), grid.create_pgs(["tp", "dp", ["tp", "dp"]]), strict=True)
     )
     for group in groups.values():
         torchdist.set_timeout(timedelta(seconds=4), group)
     dist.barrier()
-    # A rank whose call times out raises RuntimeError, and so does the other end of its connection.
+    # A rank whose call times out raises RuntimeError, and so does its peer.
     with contextlib.suppress(RuntimeError, ValueError), grid.watch(0.3, folder) as watch:
         program(rank, groups, watch)
     dist.barrier()
@@ -32,12 +33,13 @@ def watched(folder, program):
 
 
 def endless_loop(folder):
-    """Where rank 1 stays until all other ranks have timed out."""
+    """Loop until all other ranks have timed out. Rank 1 calls this."""
     raised = set()
     while len(raised) < 3:
         for file in folder.glob("*.json"):
-            with contextlib.suppress(FileNotFoundError):  # a watch removes it when calls go on
-                raised |= {file.name} if '"why": "raised' in file.read_text() else set()
+            with contextlib.suppress(FileNotFoundError):  # removed once calls complete again
+                if '"why": "raised' in file.read_text():
+                    raised.add(file.name)
         time.sleep(0.05)
 
 
@@ -45,24 +47,26 @@ USUAL = [("tp", "all_reduce"), ("dp", "all_reduce")] * 4
 
 
 def call(groups, dims, op, size=8, dtype=torch.float32):
-    group, tensor = groups[dims], torch.ones(size, dtype=dtype)
+    group = groups[dims]
+    tensor = torch.ones(size, dtype=dtype)
     if op == "all_reduce":
         dist.all_reduce(tensor, group=group)
     else:
         dist.broadcast(tensor, group_src=0, group=group)
 
 
-# Steps of rank 3 that differ from the usual.
+# Steps of rank 3 that differ from the other ranks.
 ODD = {
-    "shape": {5: ("dp", "broadcast", 12)},  # larger: gloo ends a process that receives too much
+    "shape": {5: ("dp", "broadcast", 12)},  # larger, because gloo aborts if it receives too much
     "dtype": {4: ("tp", "all_reduce", 8, torch.int32)},
 }
 
 
-def otherwise(mistake, rank, groups, _watch):
-    """Call what all others do, but for one mistake of rank 3."""
+def make_a_mistake(mistake, rank, groups, _watch):
+    """Make the usual calls, with one mistake on rank 3."""
     changes = {5: ("dp", "broadcast")} if mistake == "shape" else {}
-    changes |= ODD.get(mistake, {}) if rank == 3 else {}
+    if rank == 3:
+        changes |= ODD.get(mistake, {})
     steps = [changes.get(place, step) for place, step in enumerate(USUAL)]
     if rank == 3 and mistake not in ODD:
         del steps[5 : 6 if mistake == "skip" else None]
@@ -72,9 +76,9 @@ def otherwise(mistake, rank, groups, _watch):
         raise ValueError("a planted mistake")
 
 
-# The kind of each mistake and what is said of it.
+# Each mistake has its kind and its description.
 @pytest.mark.parametrize(
-    ("mistake", "kind", "words"),
+    ("mistake", "kind", "parts"),
     [
         ("skip", "order", ["calls all_reduce number 4 of tp", "call all_reduce over dp (rank 0"]),
         ("shape", "shape", ["(12,) float32", "so do ranks 0, 2 in the other dp groups"]),
@@ -83,20 +87,20 @@ def otherwise(mistake, rank, groups, _watch):
         pytest.param("raise", "absent", ["it raised ValueError: a pla"], marks=pytest.mark.slow),
     ],
 )
-def test_mistakes(tmp_path, mistake, kind, words):
-    verdict = watched(tmp_path, lambda *args: otherwise(mistake, *args))
+def test_mistakes_are_blamed(tmp_path, mistake, kind, parts):
+    verdict = watched(tmp_path, lambda *args: make_a_mistake(mistake, *args))
     assert (verdict.culprits, verdict.outcome) == ((3,), "blamed"), str(verdict)
     (finding,) = verdict.findings
     assert finding.kind == kind
     assert finding.says.startswith("rank 3 (tp=1, dp=1")
-    assert all(word in finding.says for word in words), finding.says
+    assert all(part in finding.says for part in parts), finding.says
     if kind == "order":
-        line = call.__code__.co_firstlineno + 3
+        line = call.__code__.co_firstlineno + 4
         assert f" at {__file__}:{line} in call right after" in finding.says
 
 
-# Messages and collectives without a mistake: nobody is blamed.
-def test_nobody(tmp_path):
+# For messages and collectives without a mistake, no rank is blamed.
+def test_no_mistake(tmp_path):
     def pass_on(rank, groups, _watch):
         call(groups, "tp", "all_reduce")
         if rank:
@@ -110,9 +114,9 @@ def test_nobody(tmp_path):
     assert sorted(verdict.evidence.ranks) == [0, 1, 2, 3]
 
 
-# A rank that loops is at the place where it loops, though it has posted a receive that nobody has
-# to wait for.
-def test_a_loop(tmp_path):
+# A rank that loops is blamed with the line of the loop, although it has posted a receive for which
+# nobody waits.
+def test_looping_rank_is_blamed(tmp_path):
     def loop(rank, groups, _watch):
         call(groups, "dp", "all_reduce")
         if rank == 1:

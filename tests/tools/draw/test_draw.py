@@ -1,4 +1,4 @@
-"""Pictures of layouts, changes and mappings: what is in them follows from the layouts."""
+"""Pictures of layouts, changes and mappings. The expected cells are computed from the layouts."""
 
 import io
 import itertools
@@ -23,7 +23,7 @@ FATES = {"#99DDFF": "kept", "#EE8866": "gone", "#BBCC33": "new"}
 
 
 def cells_of(svg):
-    """The cells of an SVG that have a text for hovering: their text, fill and that text."""
+    """List the cells of an SVG that have a tooltip: their text, fill and tooltip."""
     found = []
     for cell in ET.fromstring(svg).iter(f"{SVG}g"):
         tip = cell.find(f"{SVG}title")
@@ -41,16 +41,18 @@ def rank_of(tip):
     return int(re.match(r"rank (\d+):", tip)[1])
 
 
-# Each rank of a small layout appears once in each row, with its coordinates, group and place; ranks
-# of one group have one colour, and those of the next group another.
+# Each rank of a small layout appears once per row, with its coordinates, group and host in the
+# tooltip. Ranks of one group have the same colour, and neighbouring groups have different ones.
 @given(layout=layouts(max_ranks=64, listed=True))
-def test_each_rank_once(layout):
+def test_each_rank_appears_once(layout):
     for dim in layout.dim_names:
-        cells, colours = cells_of(draw(layout, on=4, groups=dim).svg()), {}
+        cells = cells_of(draw(layout, on=4, groups=dim).svg())
+        colours = {}
         assert sorted(rank_of(tip) for *_, tip in cells) == sorted(layout.ranks)
         for text, fill, tip in cells:
             rank = rank_of(tip)
-            coords, group = layout.coords(rank), layout.groups(dim).index_of(rank)
+            coords = layout.coords(rank)
+            group = layout.groups(dim).index_of(rank)
             assert text == str(coords[dim])
             listed = ", ".join(f"{name}={at}" for name, at in coords.items())
             lines = [f"rank {rank}: {listed}", f"{dim} group {group}", f"host{rank // 4}"]
@@ -59,7 +61,7 @@ def test_each_rank_once(layout):
         assert len(set(colours.values())) == len(colours)
 
 
-# A schematic shows one host with its ranks, and what repeats it multiplies to all ranks.
+# The schematic of a large layout shows one host. The factors on it multiply to the number of ranks.
 @pytest.mark.parametrize(
     ("sizes", "on", "host"),
     [
@@ -70,9 +72,10 @@ def test_each_rank_once(layout):
         ("pp=100", 1, "host0"),
     ],
 )
-def test_schematic(sizes, on, host):
+def test_schematic_multiplies_to_all_ranks(sizes, on, host):
     layout = RankLayout(sizes)
-    svg, text = draw(layout, on=on).svg(), draw(layout, on=on).text(width=120)
+    svg = draw(layout, on=on).svg()
+    text = draw(layout, on=on).text(width=120)
     assert host in texts_of(svg)
     *path, block = text[: text.index("\n", text.index(f" {host}  "))].split("\n")[1:]
     factors = [re.match(r" *(?:x )?([\d,]+) (?!ranks)", line) for line in path]
@@ -88,8 +91,8 @@ def test_schematic(sizes, on, host):
     assert len(svg) < 60_000
 
 
-# The stages of a pipeline are columns: the first, the second and the last have their own ranks.
-def test_stages():
+# Pipeline stages are columns. The first, the second and the last are shown with their ranks.
+def test_stages_are_columns():
     svg = draw(RankLayout("tp=8,cp=2,dp=8,pp=8"), on=8).svg()
     texts = texts_of(svg)
     assert [text for text in texts if text.startswith("pp=")] == ["pp=0", "pp=1", "pp=7"]
@@ -102,7 +105,7 @@ def test_stages():
     ]
 
 
-# The units of the groups, counted rank by rank, are those that a picture counts by hosts.
+# Hosts and domains per group in the picture match a count rank by rank.
 @pytest.mark.parametrize(
     ("sizes", "on"),
     [
@@ -110,7 +113,7 @@ def test_stages():
         ("tp=3,dp=40", "8,16,64"),
     ],
 )
-def test_units(sizes, on):
+def test_units_per_group_match_a_count(sizes, on):
     layout = RankLayout(sizes)
     topology = read_topology(on, layout.size)
     text = draw(layout, on=topology).text(width=160)
@@ -128,8 +131,8 @@ def test_units(sizes, on):
                 assert re.search(rf"on {ends} (hosts|domains|leaves)", row)
 
 
-# Hosts that the ranks do not fill evenly are not drawn as hosts; the picture explains why.
-def test_uneven_hosts():
+# If the ranks do not fill hosts evenly, no hosts are drawn, and the picture says why.
+def test_unevenly_filled_hosts_are_not_drawn():
     cyclic = Topology([Level("host", [rank % 64 for rank in range(512)])])
     for layout, on in (
         (RankLayout("tp=8,dp=64", rank_offset=4), 8),
@@ -145,8 +148,8 @@ def test_uneven_hosts():
     assert "host63" in texts
 
 
-# SVG is well-formed XML without scripts or references, and names in it are text.
-def test_names_are_text():
+# SVG is well-formed XML without scripts or links, and special characters in names are escaped.
+def test_names_are_escaped():
     evil = "</style><script>"
     layout = RankLayout([2, 2], [evil, "d]]>[red]p"])
     names = {"<script>&": "s", 'h"2': "s"}
@@ -163,7 +166,8 @@ def test_names_are_text():
     assert "d]]>[red]p" in with_hosts.text(width=120)
 
 
-# A change marks each group by whether the same ranks, in the same order, are one on the other side.
+# A change marks each group as kept if the other side has a group of the same ranks in the same
+# order.
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -174,14 +178,15 @@ def test_names_are_text():
     ],
     ids=str,
 )
-def test_change(before, after):
+def test_change_marks_kept_gone_and_new_groups(before, after):
     def every(layout):
         dims = layout.dim_names
         several = (itertools.combinations(dims, count) for count in range(len(dims) + 1))
         groups = (layout.groups(*each) if each else () for each in itertools.chain(*several))
         return {*itertools.chain(*groups), *((rank,) for rank in layout.ranks)}
 
-    picture, expected = draw(difference(before, after), on=8), set()
+    picture = draw(difference(before, after), on=8)
+    expected = set()
     for side, other, otherwise in ((before, after, "gone"), (after, before, "new")):
         for dim in [dim for dim in side.dim_names if side.size_of(dim) > 1] or side.dim_names[:1]:
             for group in side.groups(dim):
@@ -189,14 +194,15 @@ def test_change(before, after):
                 expected |= {(rank, dim, side.coords(rank)[dim], fate) for rank in group}
     found = set()
     for text, fill, tip in cells_of(picture.svg()):
-        fate, dim = FATES[fill], re.search(r"^(\w+) group \d+: (\w+)$", tip, re.MULTILINE)
+        fate = FATES[fill]
+        dim = re.search(r"^(\w+) group \d+: (\w+)$", tip, re.MULTILINE)
         assert (dim[2], text[-1]) == (fate, {"kept": "=", "gone": "-", "new": "+"}[fate])
         found.add((rank_of(tip), dim[1], int(text[:-1]), fate))
     assert found == expected
     assert {f"before: {before}", f"after: {after}"} <= {*texts_of(picture.svg())}
 
 
-# A mapping's matrix has the parts that each rank sends to each other.
+# The matrix of a mapping has the number of parts that each rank sends to each other rank.
 @pytest.mark.parametrize(
     ("source", "target", "roles"),
     [
@@ -206,14 +212,16 @@ def test_change(before, after):
         ("tp=4,dp=64", "dp=128", {}),
     ],
 )
-def test_matrix(source, target, roles):
+def test_matrix_counts_parts(source, target, roles):
     mapping = RankMapping(source, RankLayout(target, rank_offset=1), **roles)
-    sent, whole = {}, 0
+    sent = {}
+    whole = 0
     for row in mapping.table():
         pair = int(row["source"]), int(row["target"])
         sent[pair] = sent.get(pair, 0) + math.prod((row["stop"] - row["start"]).tolist())
         whole = max(whole, math.prod(row["stop"].tolist()))
-    picture, found, shades = draw(mapping), {}, {}
+    picture = draw(mapping)
+    found, shades = {}, {}
     for text, fill, tip in cells_of(picture.svg()):
         ends, amount = re.fullmatch(r"(.*): ([\d,]+) parts?", tip).groups()
         assert text == (amount if fill != "none" else ".")
@@ -230,9 +238,9 @@ def test_matrix(source, target, roles):
     assert f"a part is 1/{whole} of the tensor" in text
 
 
-# Text has a column for each rank and its coordinates, in any width.
+# Text output has a column per rank with its coordinates, and fits any width.
 @pytest.mark.parametrize(("width", "on"), [(40, None), (80, 4), (200, 72)])
-def test_text(width, on):
+def test_text_fits_the_width(width, on):
     layout = RankLayout("tp=4,dp=3,pp=5")
     text = draw(layout, on=on).text(width=width, color=False)
     assert max(map(len, text.splitlines())) <= width
@@ -247,17 +255,17 @@ def test_text(width, on):
         assert coords == {rank: layout.coords(rank)[dim] for rank in layout.ranks}
 
 
-# A stream that has ASCII only gets ASCII.
+# Output to an ASCII stream is ASCII.
 @pytest.mark.parametrize("sizes", ["tp=2,dp=4", "tp=8,cp=2,dp=8,pp=8"])
-def test_ascii(sizes):
+def test_ascii_stream(sizes):
     stream = io.TextIOWrapper(io.BytesIO(), "ascii")
     Console(file=stream, width=80).print(draw(RankLayout(sizes), on="4,16"))
     stream.flush()
     assert b"host0" in stream.buffer.getvalue()
 
 
-# The ending of a file selects the kind; a file that exists is kept unless force is given.
-def test_files(tmp_path):
+# The file suffix selects the format. An existing file is kept unless force=True.
+def test_save(tmp_path):
     picture = draw(RankLayout("tp=2,cp=2,dp=2"), on=8)
     picture.save(tmp_path / "grid.SVG")
     assert (tmp_path / "grid.SVG").read_text(encoding="utf-8") == picture.svg()
@@ -283,8 +291,8 @@ def test_png(tmp_path, monkeypatch):
         picture.png()
 
 
-# Sizes as text are a layout, and so is a grid; what place returns has its layout and its machine.
-def test_forms_of_a_layout():
+# draw() accepts sizes as text, a layout, a grid, and a placement with its machine.
+def test_accepted_forms_of_a_layout():
     layout = RankLayout("tp=2,dp=4")
     assert draw("tp=2,dp=4", on=4).svg() == draw(layout, on=4).svg()
     assert draw(HyperCommGrid("tp=2,dp=4", world_size=8), on=8).svg() == draw(layout, on=8).svg()

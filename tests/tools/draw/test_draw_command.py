@@ -1,4 +1,4 @@
-"""`hypercomm draw` as a user calls it."""
+"""`hypercomm draw`: output in a terminal, files, and time."""
 
 import time
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.torch_free
 LAYOUT, OTHER = RankLayout("tp=2,dp=4"), RankLayout("tp=4,dp=2")
 
 
-def test_terminal(in_process, monkeypatch):
+def test_output_in_a_terminal(in_process, monkeypatch):
     done = in_process("draw", "tp=2,dp=4")
     assert (done.returncode, done.stderr) == (0, "")
     text = draw(LAYOUT, on="8").text(width=120, color=False)
@@ -31,7 +31,7 @@ def test_terminal(in_process, monkeypatch):
         (["tp=2,dp=4", "--to", "tp=4,dp=-1"], draw(RankMapping(LAYOUT, OTHER))),
     ],
 )
-def test_files(in_process, tmp_path, arguments, picture):
+def test_output_to_a_file(in_process, tmp_path, arguments, picture):
     file = tmp_path / "picture.svg"
     done = in_process("draw", *arguments, "-o", str(file))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -40,11 +40,11 @@ def test_files(in_process, tmp_path, arguments, picture):
     assert in_process("draw", *arguments, "-o", str(file), "--force").returncode == 0
 
 
-# A picture of two million ranks takes as long as one of sixteen thousand: of the processor, at most
-# two seconds.
+# A picture of two million ranks takes as long as one of sixteen thousand: at most two seconds of
+# CPU time.
 @pytest.mark.full
 @pytest.mark.parametrize("sizes", ["tp=8,cp=2,dp=256,pp=4", "tp=8,cp=2,dp=262144,pp=4"])
-def test_speed(sizes):
+def test_time_does_not_grow_with_ranks(sizes):
     start = time.process_time()
     assert draw(sizes, on=8).svg().startswith("<svg")
     assert time.process_time() - start < 2

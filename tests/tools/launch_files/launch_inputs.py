@@ -1,8 +1,8 @@
-"""Small inputs with the parallel parts of real launch files, and what upstream makes of them.
+"""Small inputs with the parallel parts of real launch files, and the sizes that upstream reads.
 
-Each names a public repository and a file, and retypes the parallel part of this file: the flags,
-keys and variables that set sizes, in the form of the file. The expected sizes are read off the file
-by hand; the tests derive the ranks of groups from them with upstream's code.
+Each input names a public repository and a file. Its text restates the parallel part of that file:
+the flags, keys and variables that set sizes, in the format of the file. The expected sizes were
+read from the file by hand. The tests derive the ranks of groups from them with upstream's code.
 """
 
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Megatron:
-    """Sizes for megatron-core's RankGenerator; dp follows."""
+    """Sizes for megatron-core's RankGenerator, without dp, which follows from them."""
 
     tp: int = 1
     pp: int = 1
@@ -34,7 +34,7 @@ class Titan:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Meshes for torch's init_device_mesh: names and shape, the last dim varying fastest."""
+    """Meshes for torch's init_device_mesh: names and shape, the last dim fastest."""
 
     meshes: dict = field(default_factory=dict)
 
@@ -52,7 +52,7 @@ class VLLM:
 
 @dataclass(frozen=True)
 class SGLang:
-    """Sizes of SGLang's parallel_state; `attn_dp` is the dp of attention inside tp."""
+    """Sizes of SGLang's parallel_state. `attn_dp` is the dp of attention inside tp."""
 
     tp: int = 1
     pp: int = 1
@@ -70,7 +70,7 @@ class Input:
     world: int
     modules: dict
     given_world: int | None = None
-    problems: tuple = ()  # what each problem contains
+    problems: tuple = ()  # a part of each problem
 
     @property
     def name(self):

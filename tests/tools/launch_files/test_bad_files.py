@@ -1,11 +1,11 @@
-"""Problems of launch files: each names the place and a value that would have worked."""
+"""Problems of launch files: each names the place and a value that would work."""
 
 import contextlib
 import os
 import time
 
 import pytest
-from busy import late_s
+from time_limits import scaled_s
 
 from hypercomm import read_config
 from hypercomm.errors import HyperCommError, LayoutError
@@ -18,10 +18,10 @@ RUN = "torchrun --nproc-per-node 8 train.py --tensor-model-parallel-size"
 def within(quiet_s):
     begin = time.monotonic()
     yield
-    assert time.monotonic() - begin < late_s(quiet_s)
+    assert time.monotonic() - begin < scaled_s(quiet_s)
 
 
-# Another file than a launch file raises an error with the reason.
+# A file that is not a launch file raises with the reason.
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -41,13 +41,13 @@ def within(quiet_s):
         ("a.sh", b"", "unknown framework"),
     ],
 )
-def test_no_launch_file(name, content, message, tmp_path):
+def test_files_that_are_not_launch_files(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(LayoutError, match=message):
         read_config(tmp_path / name)
 
 
-def test_missing_files(tmp_path):
+def test_missing_files_raise(tmp_path):
     for path in (tmp_path / "nope.sh", str(tmp_path / "nope.yaml"), tmp_path, "nope.sh"):
         with pytest.raises(LayoutError, match="cannot be read"):
             read_config(path)
@@ -59,7 +59,7 @@ def test_missing_files(tmp_path):
 
 
 # A sparse file of 50 MB is not read to its end.
-def test_a_large_file(tmp_path):
+def test_large_files_are_not_read(tmp_path):
     file = tmp_path / "large.yaml"
     file.touch()
     os.truncate(file, 50 * 2**20)
@@ -67,16 +67,16 @@ def test_a_large_file(tmp_path):
         read_config(file)
 
 
-# Aliases that stand for billions of values.
-def test_a_bomb():
+# YAML aliases that expand to billions of values raise fast.
+def test_yaml_bomb_raises():
     lines = ["a0: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
     with within(3), pytest.raises(LayoutError, match="more than 20,000 values"):
         read_config("\n".join([*lines, "tensor_model_parallel_size: 8"]))
 
 
-# Anchors, merges and tags are read as what they stand for.
-def test_anchors_and_tags():
+# YAML anchors, merges and tags are resolved.
+def test_yaml_anchors_and_tags():
     text = """
 base: &base
   tensor_model_parallel_size: 4
@@ -90,7 +90,7 @@ actor:
     assert str(config.layouts["actor"]) == "tp=4,cp=1,dp=1,pp=2"
 
 
-# Texts that would take a careless reader very long.
+# Text that could take a parser very long is read fast.
 @pytest.mark.parametrize(
     "hostile",
     [
@@ -110,12 +110,13 @@ actor:
         "A=$A$A;",
     ],
 )
-def test_hostile_texts(hostile):
+def test_hostile_text_is_read_fast(hostile):
     with within(6):
         read_settings(hostile * (20_000 // len(hostile)), "a.sh", {})
 
 
-# Values with a variable that is not set, a command that is not run, or without a number.
+# A value with an unset variable, with a command (which is not run), or without a number is a
+# problem.
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -141,7 +142,7 @@ def test_hostile_texts(hostile):
         ),
     ],
 )
-def test_values(text, problem):
+def test_values_that_cannot_be_read(text, problem):
     config = read_config(text)
     assert config.views == {}
     assert any(problem in one for one in config.problems), config.problems
@@ -149,8 +150,8 @@ def test_values(text, problem):
         config.grids()
 
 
-# Two values of one size: the later one counts, and both lines are named.
-def test_two_values(tmp_path):
+# If a size has two values, the later one counts, and the problem names both lines.
+def test_two_values_of_one_size(tmp_path):
     (tmp_path / "run.sh").write_text(
         f"TP=2\nif [ $BIG ]; then\n  A=(--tensor-model-parallel-size 4)\nfi\n{RUN} $TP ${{A[@]}}\n"
     )
@@ -164,7 +165,7 @@ def test_two_values(tmp_path):
     assert "replaces another value of tp (2 in line 1)" in twice.problems[0]
 
 
-# Sizes that do not divide: the nearest that do, and the ranks that would.
+# If sizes do not divide the world, the problem names sizes and numbers of ranks that would work.
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -174,7 +175,7 @@ def test_two_values(tmp_path):
         ),
         (f"{RUN} 3", "; tp=2 would fit"),
         (f"{RUN} 2 --context-parallel-size 3", "; cp=2 would fit"),
-        # a size of the experts that was forgotten asks for eight times as many ranks
+        # without its own size, the experts' tp follows tp and needs eight times as many ranks
         (
             f"{RUN} 8 --expert-model-parallel-size 8",
             "expt_tp=8,ep=8,pp=1,dp=-1 needs a multiple of 64",
@@ -196,8 +197,8 @@ def test_sizes_that_do_not_fit(text, problem):
     assert any(problem in one for one in config.problems), config.problems
 
 
-# The number of ranks, from neither the file nor the call, and one that does not fit.
-def test_the_world():
+# If the number of ranks is unknown, the problem says how to give it. It must fit the sizes.
+def test_number_of_ranks():
     text = "train.py --tensor-model-parallel-size 4 --pipeline-model-parallel-size 3"
     config = read_config(text)
     assert config.world_size is None
@@ -211,7 +212,7 @@ def test_the_world():
         read_config(huge)
 
 
-# Options that a framework ignores or rejects.
+# Options that a framework ignores or rejects are problems.
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -226,6 +227,6 @@ def test_the_world():
         ("vllm serve m -tp 2 -cp 2", "cp=2 is not a size of vllm layouts; cp=1 would fit"),
     ],
 )
-def test_what_is_ignored(text, problem):
+def test_ignored_options(text, problem):
     (found,) = read_config(text, 16).problems
     assert problem in found

@@ -17,7 +17,7 @@ def run(tmp_path):
     return str(file)
 
 
-def test_plan(run, in_process):
+def test_plan_of_a_launch_file(run, in_process):
     done = in_process("plan", run, "--rank", "5", "--groups", "tp,dp,ep")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -25,7 +25,7 @@ def test_plan(run, in_process):
     size = ["training.tp", "2", "run.sh:1", "--tensor-model-parallel-size", "2"]
     assert size in [line.split() for line in lines]
     assert "tp=2,cp=1,dp=4,pp=1: 8 ranks 0..7; the first dim varies fastest" in lines
-    assert "2 hosts of 4; rank 5 is at tp=1, cp=0, dp=2, pp=0" in lines  # hosts of the file
+    assert "2 hosts of 4; rank 5 is at tp=1, cp=0, dp=2, pp=0" in lines  # hosts from the file
     rows = {
         line.split()[0]: line.split()[1:] for line in lines if line.startswith(("dp ", "expert:ep"))
     }
@@ -46,8 +46,8 @@ def test_plan_as_json(run, in_process):
     assert (tp["value"], tp["file"], tp["line"]) == (2, "run.sh", 1)
 
 
-# The problems are shown, and the exit code is 1; --world-size gives what is missing.
-def test_problems(tmp_path, in_process):
+# Problems are printed, and the exit code is 1. --world-size gives a missing number of ranks.
+def test_problems_are_printed(tmp_path, in_process):
     file = tmp_path / "run.yaml"
     file.write_text("model:\n  tensor_model_parallel_size: 3\n")
     done = in_process("plan", str(file))
@@ -61,7 +61,7 @@ def test_problems(tmp_path, in_process):
     assert "tp=3,cp=1,dp=2,pp=1  6 ranks" in done.stdout
 
 
-# Each module has a table; diff compares the modules of both files, and takes sizes, too.
+# Each module has a table. diff compares the modules of two files, or of a file and sizes.
 def test_diff_and_modules(tmp_path, run, in_process):
     file = tmp_path / "verl.sh"
     file.write_text(
@@ -89,7 +89,7 @@ def test_place_and_draw(run, tmp_path, in_process):
     assert "tp=2,cp=1,dp=4,pp=1  8 ranks on 2 hosts" in in_process("draw", run).stdout
 
 
-def test_a_file_that_is_not_there(in_process):
+def test_missing_launch_file(in_process):
     done = in_process("plan", "scripts/nope.sh")
     assert (done.returncode, done.stdout) == (2, "")
     assert "'scripts/nope.sh' cannot be read as text" in done.stderr

@@ -1,4 +1,4 @@
-"""read_config() on the parallel parts of real launch files, against upstream's own ranks."""
+"""read_config() on the parallel parts of real launch files, against upstream's ranks."""
 
 import math
 import sys
@@ -6,8 +6,8 @@ import sys
 import numpy as np
 import pytest
 from launch_inputs import INPUTS, VLLM, Input, Megatron, Mesh, SGLang, Titan
-from launched import run_python
-from oracle import parallel_state
+from megatron_oracle import parallel_state
+from processes import run_python
 from torch.distributed.device_mesh import init_device_mesh
 
 from hypercomm import megatron_grids, read_config, torchtitan_grids
@@ -23,7 +23,7 @@ def of(layout, *dims):
 
 
 def lanes(ranks, axis):
-    """The groups along one or several axes of an array of ranks."""
+    """Return the groups along one or several axes of an array of ranks."""
     axes = (axis,) if isinstance(axis, int) else axis
     moved = np.moveaxis(ranks, axes, range(-len(axes), 0))
     return as_sets(moved.reshape(-1, math.prod(ranks.shape[one] for one in axes)))
@@ -48,7 +48,7 @@ def check_megatron(config, module, wanted, world):
 
 
 def titan_meshes(wanted, world):
-    """torchtitan's meshes: its own where it is installed, else as its `build_mesh` reshapes."""
+    """Return the names and shapes of torchtitan's meshes, as in its `build_mesh`."""
     inner = world // (wanted.pp * wanted.dp_replicate)
     shard = inner // (wanted.cp * wanted.tp)
     batch = wanted.dp_replicate * shard
@@ -66,7 +66,7 @@ def titan_meshes(wanted, world):
 
 
 def check_meshes(config, module, meshes, world):
-    """Each dim of a layout has the groups of the dim of torch's DeviceMesh."""
+    """Check that each dim of a layout has the groups of the dim of torch's DeviceMesh."""
     with fake_world(world):
         for view, (names, shape) in meshes.items():
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -77,7 +77,7 @@ def check_meshes(config, module, meshes, world):
 
 
 def check_vllm(config, module, wanted, world):
-    """vLLM: ranks are reshaped to (engines, dp, pp, tp), and each group is along one axis."""
+    """Check against vLLM: ranks have the shape (engines, dp, pp, tp), a group is along one axis."""
     layout = config.layouts[module]
     ranks = np.arange(world).reshape(wanted.engines, wanted.dp, wanted.pp, wanted.tp)
     for axis, name in ((1, "dp"), (2, "pp"), (3, "tp")):
@@ -87,7 +87,7 @@ def check_vllm(config, module, wanted, world):
 
 
 def check_sglang(config, module, wanted, world):
-    """SGLang: an engine's stages have tp ranks each; attention and experts divide these."""
+    """Check against SGLang: each stage has tp ranks, which attention and experts divide."""
     engines = np.arange(world).reshape(wanted.engines, wanted.pp, wanted.tp)
     assert of(config.layouts[module], "tp") == lanes(engines, 2)
     assert of(config.layouts[module], "pp") == lanes(engines, 1)
@@ -115,15 +115,16 @@ CHECKS = {
 }
 
 
-# The parallel part of a real file has the layouts that upstream's code makes of its sizes.
+# The layouts of a real file match the ranks that upstream's code computes from its sizes.
 @pytest.mark.parametrize("given", INPUTS, ids=lambda given: given.name)
-def test_real_files(given: Input, tmp_path, monkeypatch):
+def test_layouts_match_upstream(given: Input, tmp_path, monkeypatch):
     for name in ("NNODES", "NUM_NODES", "GPUS_PER_NODE", "TP", "PP", "EP", "CP", "SLURM_NNODES"):
         monkeypatch.delenv(name, raising=False)
     file = tmp_path / given.path.rpartition("/")[2].replace(".md", ".sh")
     file.write_text(given.text)
     config = read_config(file, given.given_world)
-    assert (config.framework, config.world_size) == (given.framework, given.world)
+    assert config.framework == given.framework
+    assert config.world_size == given.world
     assert {*config.views} == {name for name, wanted in given.modules.items() if wanted}
     for module, wanted in given.modules.items():
         if wanted is not None:
@@ -133,16 +134,16 @@ def test_real_files(given: Input, tmp_path, monkeypatch):
         assert part in problem
 
 
-def test_enough_files():
+def test_number_of_inputs():
     assert len(INPUTS) >= 25
     assert len({given.repository for given in INPUTS}) >= 8
     assert len({given.name for given in INPUTS}) == len(INPUTS)
 
 
-# torchtitan itself gives the ranks of the meshes that the test above reshapes by hand.
+# torchtitan's code gives the meshes that `titan_meshes` has.
 @pytest.mark.clients
 @pytest.mark.parametrize("sizes", [Titan(tp=8), Titan(dp_replicate=2, cp=2, tp=2, ep=8)], ids=str)
-def test_beside_torchtitan(sizes):
+def test_layouts_match_torchtitans_code(sizes):
     named = "pip install tyro && pip install --no-deps torchtitan spmd_types"
     dims = pytest.importorskip("torchtitan.distributed.parallel_dims", reason=named)
     text = f"""
@@ -163,7 +164,7 @@ expert_parallel_degree = {sizes.ep}
                 assert found == lanes(mesh.mesh.numpy(), axis), (view, name)
 
 
-# vLLM's experts are spread over dp and tp; SGLang's inside tp, with stages and replicas around.
+# vLLM distributes experts over dp and tp. SGLang distributes them inside tp.
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
@@ -179,15 +180,15 @@ expert_parallel_degree = {sizes.ep}
         ),
     ],
 )
-def test_serving(text, wanted):
+def test_inference_engines(text, wanted):
     config = read_config(text)
     CHECKS[type(wanted)](config, "inference", wanted, config.world_size)
     assert config.problems == ()
 
 
-# DeepSpeed's own function lists the expert parallel ranks; its hpz groups are consecutive ranks.
+# DeepSpeed's function lists the expert parallel ranks.
 @pytest.mark.clients
-def test_beside_deepspeed():
+def test_expert_ranks_match_deepspeeds_code():
     groups = pytest.importorskip("deepspeed.utils.groups", reason="pip install deepspeed")
     config = read_config('{"zero_optimization": {"stage": 1}, "autoep_size": 4}', 16)
     theirs, data = groups._get_expert_parallel_ranks(16, 1, 4)
@@ -195,21 +196,21 @@ def test_beside_deepspeed():
     assert of(config.layouts["training:expert"], "expt_dp") == as_sets(data)
 
 
-def test_hpz():
+def test_hpz_groups_are_consecutive_ranks():
     text = '{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}'
     config = read_config(text, 32)
     assert of(config.layouts["training:hpz"], "hpz") == as_sets(np.arange(32).reshape(4, 8))
     assert config.problems == ()
 
 
-# A mesh that is written out, with and without names.
-def test_device_mesh():
+# A device mesh is read with and without names.
+def test_explicit_device_mesh():
     config = read_config("device_mesh: [2, 4]\nmesh_dim_names: [replicate, shard]")
     assert str(config.layouts["training"]) == "shard=4,replicate=2"
     assert str(read_config("device_mesh: [2, 4]").layouts["training"]) == "dim1=4,dim0=2"
 
 
-# Megatron's order with pp before dp, and one that is given as an argument would be.
+# Megatron's flag for pp before dp is used. An order as an argument is used, with a problem.
 @pytest.mark.parametrize(
     ("flag", "order", "problems"),
     [
@@ -217,36 +218,38 @@ def test_device_mesh():
         ("--order tp-cp-pp-ep-dp", "tp-cp-pp-ep-dp", 1),
     ],
 )
-def test_orders(flag, order, problems):
+def test_order_of_dims(flag, order, problems):
     flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
     config = read_config(f"torchrun --nproc-per-node 8 train.py {flags} {flag}")
     check_megatron(config, "training", Megatron(tp=2, pp=2, order=order), 8)
     assert len(config.problems) == problems
 
 
-# grids() makes the grids of the presets.
-def test_grids_of_megatron():
+# grids() makes the same grids as the presets.
+def test_grids_match_the_megatron_preset():
     flags = (
         "--tensor-model-parallel-size 2 --expert-model-parallel-size 4 "
         "--expert-tensor-parallel-size 1"
     )
     config = read_config(f"torchrun --nnodes 2 --nproc-per-node 8 train.py {flags}")
-    ours, preset = config.grids(), megatron_grids(tp=2, ep=4, expt_tp=1, world_size=16)
+    ours = config.grids()
+    preset = megatron_grids(tp=2, ep=4, expt_tp=1, world_size=16)
     assert ours["training"].layout == preset["training"].layout
     assert ours["training"].view("expert").layout == preset["training"].view("expert").layout
 
 
-def test_grids_of_torchtitan():
+def test_grids_match_the_torchtitan_preset():
     config = read_config(
         "[parallelism]\ntensor_parallel_degree = 2\nexpert_parallel_degree = 4", 16
     )
-    ours, preset = config.grids(), torchtitan_grids(tp=2, ep=4, world_size=16)
+    ours = config.grids()
+    preset = torchtitan_grids(tp=2, ep=4, world_size=16)
     assert ours["training"].layout == preset["training"].layout
     assert ours["training"].views == preset["training"].views
 
 
-# verl's trainer for Megatron, by the name of its configuration; torchtitan's sizes as flags.
-def test_frameworks_by_their_marks():
+# verl with Megatron is recognised by the name of its configuration, torchtitan by its flags.
+def test_frameworks_are_recognised():
     text = "python -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer"
     rollout = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
     config = read_config(f"{text} {rollout} trainer.n_gpus_per_node=8 trainer.nnodes=1")
@@ -255,33 +258,33 @@ def test_frameworks_by_their_marks():
     check_meshes(read_config(text), "training", titan_meshes(Titan(tp=4), 8), 8)
 
 
-# Each size has its file, line, key and text; a size that is not in the file has none of them.
-def test_sources(tmp_path):
+# Each size has its file, line, key and text. A size that is not in the file has a default.
+def test_source_of_a_size(tmp_path):
     file = tmp_path / "run.sh"
     launch = "torchrun --nproc_per_node 8 train.py"
     file.write_text(f"TP=${{TP:-4}}\n\n{launch} \\\n  --tensor-model-parallel-size $TP\n")
     config = read_config(str(file))
-    tp, nodes, cp = config.source("tp"), config.source("world.gpus_per_node"), config.source("cp")
-    assert (tp.value, tp.key, tp.raw, tp.file, tp.line) == (
-        *(4, "--tensor-model-parallel-size"),
-        *("$TP", "run.sh", 4),
-    )
+    tp = config.source("tp")
+    assert (tp.value, tp.key, tp.raw) == (4, "--tensor-model-parallel-size", "$TP")
+    assert (tp.file, tp.line) == ("run.sh", 4)
+    nodes = config.source("world.gpus_per_node")
     assert (nodes.value, nodes.line) == (8, 3)
+    cp = config.source("cp")
     assert (cp.value, cp.line, str(cp)) == (1, 0, "default")
     assert str(config.source("dp")) == "follows from the other sizes"
     with pytest.raises(KeyError, match="no size 'xp'"):
         config.source("xp")
 
 
-# A variable that the script does not set has the value of the environment, as in the shell.
-def test_environment(monkeypatch):
+# A variable that the script does not set has its value in the environment, as in the shell.
+def test_variables_of_the_environment(monkeypatch):
     text = "torchrun --nproc-per-node 8 train.py --tensor-model-parallel-size ${TP:-2}"
     assert str(read_config(text).layouts["training"]) == "tp=2,cp=1,dp=4,pp=1"
     monkeypatch.setenv("TP", "8")
     assert str(read_config(text).layouts["training"]) == "tp=8,cp=1,dp=1,pp=1"
 
 
-# A value of YAML, TOML or JSON has its line.
+# A value of YAML, TOML or JSON has its line number.
 @pytest.mark.parametrize(
     ("name", "text", "line"),
     [
@@ -290,13 +293,13 @@ def test_environment(monkeypatch):
         ("a.json", '{"zero_optimization": {},\n\n"tensor_parallel": {\n"autotp_size": 2}}', 4),
     ],
 )
-def test_lines(name, text, line, tmp_path):
+def test_line_of_a_value(name, text, line, tmp_path):
     (tmp_path / name).write_text(text)
     source = read_config(tmp_path / name, 8).source("tp")
     assert (source.value, source.line, source.file) == (2, line, name)
 
 
-# Files that `defaults` names are read first; a key of the file itself replaces theirs.
+# Files named by `defaults` are read first. Keys of the file itself override theirs.
 def test_defaults_of_hydra(tmp_path):
     (tmp_path / "base.yaml").write_text(
         "policy:\n  megatron_cfg:\n    tensor_model_parallel_size: 2\n"
@@ -313,9 +316,9 @@ def test_defaults_of_hydra(tmp_path):
     assert "defaults base.yaml is not read" in read_config(tmp_path / "own.yaml", 8).problems[0]
 
 
-# The answer takes half a second on a quiet machine, process start included, and does not load
-# torch. The bound is twice as large, because other tests run.
-def test_no_torch(tmp_path):
+# `plan` takes half a second on a quiet machine, process start included, and does not import torch.
+# The limit is one second of CPU time, because other tests run.
+def test_plan_does_not_import_torch(tmp_path):
     file = tmp_path / "run.sh"
     file.write_text("torchrun --nproc-per-node 8 train.py --tensor-model-parallel-size 2\n")
     program = (
@@ -332,8 +335,8 @@ def test_no_torch(tmp_path):
     assert float(done.stdout.split()[-1]) < 1
 
 
-# Nothing that is read is run or imported.
-def test_nothing_is_run(tmp_path):
+# Nothing in a launch file is run or imported.
+def test_nothing_in_a_file_is_run(tmp_path):
     mark = tmp_path / "mark"
     text = f"""
 touch {mark}

@@ -1,4 +1,4 @@
-"""The topology of a running job, as gloo ranks gather it."""
+"""The topology of a running job, gathered by its ranks."""
 
 import ctypes
 import os
@@ -7,19 +7,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from launched import run_python
+from processes import run_python
 
 from hypercomm import live_topology
 from hypercomm.tools.place import Level, Topology
 from hypercomm.tools.place.live import nvml_domain, slurm_units, visible_gpu
 
 
-# All ranks find the same levels: hosts by name, and the switches that SLURM gives to each rank. A
-# level that one rank does not know is left out on all.
+# All ranks find the same levels: hosts by name, and the switches that SLURM reports for each rank.
+# A level that is unknown on one rank is left out on all.
 @pytest.mark.full
 @pytest.mark.ranks(3)
 def test_hosts_and_switches():
-    rank, host = dist.get_rank(), Level("host", [0, 1, 0], ["b", "a"])
+    rank = dist.get_rank()
+    host = Level("host", [0, 1, 0], ["b", "a"])
     socket.gethostname = lambda: ["b", "a", "b"][rank]
     os.environ["SLURM_TOPOLOGY_ADDR_PATTERN"] = "switch.switch.node"
     os.environ["SLURM_TOPOLOGY_ADDR"] = ["top.s1.b", "top.s2.a", "top.s1.b"][rank]
@@ -30,7 +31,7 @@ def test_hosts_and_switches():
     assert live_topology() == Topology([host])
 
 
-# The addresses of SLURM's trees and blocks; host names may have periods.
+# The addresses of SLURM's trees and blocks are parsed. Host names may contain periods.
 @pytest.mark.parametrize(
     ("address", "pattern", "units"),
     [
@@ -45,7 +46,7 @@ def test_slurm_units(address, pattern, units):
     assert slurm_units({}) == {}
 
 
-# CUDA numbers the GPUs that a process can use from 0 on; its variable lists which these are.
+# CUDA numbers the visible GPUs of a process from 0. CUDA_VISIBLE_DEVICES maps them to the host's.
 @pytest.mark.parametrize(
     ("visible", "device", "gpu"),
     [(None, 3, 3), ("5", 0, 5), ("4, 6", 1, 6), ("4", 1, None), ("GPU-8a", 0, None), ("", 0, None)],
@@ -56,7 +57,7 @@ def test_visible_gpu(visible, device, gpu):
 
 
 class FabricInfo(ctypes.Structure):
-    """The structure of pynvml, without its leading version."""
+    """The struct of pynvml, without its leading version field."""
 
     _fields_ = (
         ("clusterUuid", ctypes.c_uint8 * 16),
@@ -66,13 +67,13 @@ class FabricInfo(ctypes.Structure):
     )
 
 
-# NVML is called as pynvml's functions expect, and shut down in each case. A cluster of zeros is not
-# an NVLink domain, and neither is a fabric whose state is not completed.
+# NVML is called as pynvml expects, and always shut down. A cluster id of zeros is not an NVLink
+# domain, and neither is a fabric whose state is not "completed".
 @pytest.mark.parametrize(
     ("fabric", "domain"),
     [((7, 5, 3), f"{bytes(15).hex()}07.5"), ((7, 5, 2), None), ((0, 5, 3), None), ((), None)],
 )
-def test_nvml(fabric, domain):
+def test_nvml_domain(fabric, domain):
     log = []
 
     def fill(device, info):
@@ -95,10 +96,10 @@ def test_nvml(fabric, domain):
     assert log == ["init", "handle of GPU-1", "shutdown"]
 
 
-# With --on live one rank prints the report of the job.
+# With --on live, one rank prints the report for the job.
 @pytest.mark.clients
-def test_command():
-    torchrun = "-m torch.distributed.run --nproc-per-node 4 --no-python"
-    done = run_python(*torchrun.split(), *["hypercomm", "place", "tp=2,dp=2", "--on", "live"])
+def test_place_on_live():
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "--no-python"]
+    done = run_python(*torchrun, "hypercomm", "place", "tp=2,dp=2", "--on", "live")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("tp=2,dp=2: 4 ranks on 1 host") == 1

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from by_numpy import all_groups
+from numpy_oracle import all_groups
 
 from hypercomm import RankLayout, place, read_topology
 from hypercomm.tools.place import Level, Topology, Traffic
@@ -18,17 +18,17 @@ PODS = "host=8,leaf=16,spine=3072"
 """Llama 3, https://arxiv.org/abs/2407.21783, 3.3.1: racks of two hosts, pods of 3,072 GPUs."""
 
 
-# ---- by hand: nothing below uses hypercomm ------------------------------------------------------
+# ---- expected values: nothing in this section uses hypercomm ------------------------------------
 
 
 def groups_by_hand(order, sizes, dims):
-    """The groups over some dims; the first dim of the order varies fastest."""
+    """List the groups over some dims. The first dim of the order varies fastest."""
     shape = [sizes[dim] for dim in order]
     return all_groups(np.arange(math.prod(shape)).reshape(shape, order="F"), order, dims)
 
 
 def sent_by_hand(group, unit_of, bytes_, pattern):
-    """What one group sends from unit to unit."""
+    """Return the bytes that one group sends from unit to unit."""
     units = [unit_of[rank] for rank in group]
     if pattern == "chain":
         return sum(bytes_ for one, two in itertools.pairwise(units) if one != two)
@@ -48,7 +48,7 @@ def cost_by_hand(order, sizes, traffic, levels):
 
 
 def shapes(ranks):
-    """All ways to write a number as a product of factors larger than 1, in every order."""
+    """Yield all ways to write a number as an ordered product of factors larger than 1."""
     yield (ranks,)
     for first in range(2, ranks):
         if ranks % first == 0:
@@ -56,11 +56,11 @@ def shapes(ranks):
 
 
 def check_against_hand(sizes, seed):
-    """Compare the best order with every order, on a machine and with traffic that are drawn."""
+    """Compare the best order with all orders, on a random machine with random traffic."""
     random.seed(seed)
     ranks = math.prod(sizes.values())
     host = random.choice([2, 3, 4, 8])
-    if random.random() < 0.5:  # whole units, as on a real machine
+    if random.random() < 0.5:  # ranks fill hosts in order, as on a real machine
         levels = [[rank // host for rank in range(ranks)], [rank // 12 for rank in range(ranks)]]
     else:  # hosts in any order
         hosts = [rank // host for rank in range(ranks)]
@@ -72,7 +72,7 @@ def check_against_hand(sizes, seed):
         wanted.append(tuple(sorted(random.sample(sorted(sizes), 2))))
     traffic = {dims: (random.randrange(1, 99), random.choice(patterns)) for dims in wanted}
     machine = Topology([Level.of(f"level{at}", units) for at, units in enumerate(levels)])
-    # What all send to all is divided by size - 1: without remainders, nothing is rounded.
+    # An all-to-all divides its bytes by size - 1. With this scale nothing has to be rounded.
     scale = math.lcm(*(math.prod(sizes[dim] for dim in dims) - 1 for dims in traffic))
     traffic = {dims: (bytes_ * scale, pattern) for dims, (bytes_, pattern) in traffic.items()}
     sent = {"+".join(dims): Traffic(bytes_, pattern) for dims, (bytes_, pattern) in traffic.items()}
@@ -85,13 +85,15 @@ def check_against_hand(sizes, seed):
     firsts = [[units.index(unit) for unit in units] for units in outer]
     ranks = sorted(range(ranks), key=lambda rank: [*(first[rank] for first in firsts), rank])
     moved = [[unit_of[rank] for rank in ranks] for unit_of in levels]
-    anew = {one: cost_by_hand(one, sizes, traffic, moved) for one in itertools.permutations(sizes)}
-    is_better = ranks != sorted(ranks) and min(anew.values()) < every[tuple(sizes)]
+    moved_cost = {
+        one: cost_by_hand(one, sizes, traffic, moved) for one in itertools.permutations(sizes)
+    }
+    is_better = ranks != sorted(ranks) and min(moved_cost.values()) < every[tuple(sizes)]
     assert (found.reordered is not None) == is_better
     if is_better:
-        assert found.reordered.cost.waited == min(anew.values())
+        assert found.reordered.cost.waited == min(moved_cost.values())
         assert list(found.reordered.layout.ranks) == ranks
-        assert found.proposal.cost.waited == min(*anew.values(), *every.values())
+        assert found.proposal.cost.waited == min(*moved_cost.values(), *every.values())
     for placed in (found, found.best):
         order = placed.layout.dim_names
         assert placed.cost.waited == every[order]
@@ -112,22 +114,22 @@ def cases(most):
             yield dict(zip("abcdef", shape, strict=False)), 1000 * ranks + number
 
 
-# The order that is found costs as little as the best of all, in plain Python: a sample; all of them
-# where time is not short.
+# The order found costs as little as the best of all orders, computed in plain Python. The default
+# run tries a sample, the slow run tries all.
 @pytest.mark.parametrize(
     "part", [0, 5, *(pytest.param(at, marks=pytest.mark.slow) for at in range(20))]
 )
-def test_best_order_against_all_orders(part):
+def test_best_order_is_the_cheapest_of_all(part):
     for sizes, seed in list(cases(36))[part::20]:
         check_against_hand(sizes, seed)
 
 
-# ---- the order of ranks ------------------------------------------------------------------------
+# ---- the order of ranks -------------------------------------------------------------------------
 
 
-# Ray's actors alternate between hosts: the ranks of a host, by GPU, come one after the other, and
-# the grid of that layout has tp groups within hosts.
-def test_hosts_that_alternate():
+# Ray's actors alternate between hosts. The proposal lists the ranks host by host and in the order
+# of their GPUs, so that each tp group is within a host.
+def test_alternating_hosts_get_a_list_of_ranks():
     on = [("b", 0), ("a", 1), ("b", 1), ("a", 0), ("b", 3), ("a", 2), ("b", 2), ("a", 3)]
     placed = place("tp=4,dp=2", on=on, traffic="tp=9G,dp=1G")
     assert placed.find("tp", "host").across == 2
@@ -143,9 +145,9 @@ def test_hosts_that_alternate():
     assert place(better.layout, on=on, traffic="tp=9G,dp=1G").proposal is None
 
 
-# Where each host has its ranks in a row, no list is proposed, whatever the order of dims costs.
+# If the ranks of each host are consecutive, no list of ranks is proposed.
 @pytest.mark.parametrize("on", [2, ["x", "x", "b", "b", "a", "a", "c", "c"]])
-def test_hosts_in_a_row(on):
+def test_consecutive_hosts_get_no_list_of_ranks(on):
     placed = place("dp=4,tp=2", on=on)
     assert placed.reordered is None
     assert placed.proposal is placed.better
@@ -156,15 +158,15 @@ def test_hosts_in_a_row(on):
 
 
 def across(placed, level):
-    """For each dim: the groups in more than one unit, and all groups."""
+    """Map each dim to the number of its groups in more than one unit, and of all its groups."""
     return {spread.dims[0]: (spread.across, spread.groups) for spread in placed.on(level)}
 
 
-# TP=4, DP=16, PP=4 on NVL72, 18 hosts of 4 GPUs in a domain: dp and pp leave the domain, tp does
-# not. With 64 GPUs in each domain only pp leaves. By arithmetic: tp is 4k..4k+3, and 4 divides 72;
-# a dp group spans a block of 64 ranks, and only 0..63 and three more blocks lie in one domain; pp
-# spans all 256 ranks.
-def test_nvl72():
+# TP=4, DP=16, PP=4 on NVL72, whose domains have 18 hosts of 4 GPUs: dp and pp groups leave the
+# domain, tp groups do not. With 64 GPUs per domain, only pp groups do. The arithmetic: a tp group
+# is 4k..4k+3, and 4 divides 72. A dp group spans a block of 64 ranks. Only the block 0..63 and
+# three more are within one domain. A pp group spans all 256 ranks.
+def test_nvl72_domains():
     traffic = {"tp": 40e9, "dp": 6e9, "pp": 1e8}
     placed = place("tp=4,dp=16,pp=4", on="host=4,domain=72", traffic=traffic)
     assert across(placed, "domain") == {"tp": (0, 64), "dp": (12, 16), "pp": (64, 64)}
@@ -176,8 +178,8 @@ def test_nvl72():
     assert across(place("tp=4,dp=16,pp=4", on=used), "domain") == across(spare, "domain")
 
 
-# The order of Llama 3 on 16,384 GPUs, section 3.3.2 of https://arxiv.org/abs/2407.21783, is the
-# best one wherever the dims start: "[TP, CP, PP, DP] is optimized for network communication".
+# The order of Llama 3 on 16,384 GPUs is found from any order of the dims. Section 3.3.2 of
+# https://arxiv.org/abs/2407.21783: "[TP, CP, PP, DP] is optimized for network communication".
 @pytest.mark.parametrize(
     ("sizes", "traffic", "overlapped"),
     [
@@ -185,7 +187,7 @@ def test_nvl72():
         ({"tp": 8, "cp": 16, "pp": 16, "dp": 8}, "tp=461G,cp=23G,pp=1G,dp=17G", "dp"),
     ],
 )
-def test_llama_3(sizes, traffic, overlapped):
+def test_llama_3_order_is_found(sizes, traffic, overlapped):
     for order in [tuple(sizes), tuple(sizes)[::-1], ("dp", "tp", *tuple(sizes)[1:-1])]:
         layout = RankLayout([sizes[dim] for dim in order], order)
         placed = place(layout, on=PODS, traffic=traffic, overlapped=overlapped)
@@ -193,7 +195,7 @@ def test_llama_3(sizes, traffic, overlapped):
         assert (placed.best is placed) == (order == tuple(sizes))
 
 
-# With cp of size 1 the groups of dp and of dp+cp are the same, and both send.
+# With cp of size 1, the groups of dp and dp+cp are the same, and the traffic of both counts.
 def test_dims_of_size_1():
     placed = place("dp=4,cp=1,tp=2", on=2, traffic={"dp": 3, "dp+cp": 5, "tp": 9})
     assert placed.cost.waited == 2 * 2 * (3 + 5) + 4 * 2 * 9
@@ -201,8 +203,8 @@ def test_dims_of_size_1():
     assert str(placed.best.layout) == "tp=2,dp=4,cp=1"
 
 
-# Layouts with ranks in an order of their own keep their ranks.
-def test_listed_ranks():
+# The list of ranks of a layout is kept when the dims are reordered.
+def test_listed_ranks_are_kept():
     ranks = [15, 14, 13, 12, 3, 2, 1, 0]
     layout = RankLayout([4, 2], ["dp", "tp"], ranks=ranks)
     placed = place(layout, on=2, traffic="tp=9,dp=1")
@@ -211,16 +213,16 @@ def test_listed_ranks():
     assert placed.best.find("tp", "host").across == 0
 
 
-# An omitted size follows from hosts that are named; a layout is text, a layout, or has one.
-def test_forms_of_a_layout():
+# An omitted size is inferred from the named hosts. place() accepts text, a layout, or a placement.
+def test_accepted_forms_of_a_layout():
     assert str(place("tp=2,dp", on=[{"a": "s", "b": "s"}, 4]).layout) == "tp=2,dp=4"
     placed = place(RankLayout("tp=2,dp=2"), on=2)
     assert place("tp=2,dp=2", on=2).layout == place(placed, on=2).layout == placed.layout
     assert place("dp=1", on=8).better is None
 
 
-# tp and ep groups that leave their domain are counted in a warning, with the first group.
-def test_warnings():
+# tp and ep groups that leave their domain are counted in a warning, which names the first one.
+def test_groups_across_domains_give_a_warning():
     tp, ep = place("dp=8,tp=2,ep=4", on="host=4,domain=8").warnings
     assert "32 of 32 tp groups leave their domain, the first is (0, 8)" in tp
     assert "16 of 16 ep groups" in ep
@@ -228,8 +230,8 @@ def test_warnings():
     assert place("ep=4,dp=4", on=4, groups="ep+dp").warnings == place("dp=8", on=8).warnings == []
 
 
-# Traffic that overlaps with computation counts after traffic that steps wait for.
-def test_overlapped():
+# Traffic that overlaps with computation is compared after traffic that steps wait for.
+def test_overlapped_traffic_counts_last():
     together = place("tp=2,dp=4,pp=2", on=4, traffic="tp=9G,dp=9G,pp=1G")
     assert together.best.layout.dim_names == ("tp", "dp", "pp")
     hidden = place("tp=2,dp=4,pp=2", on=4, traffic="tp=9G,dp=9G,pp=1G", overlapped="dp")
@@ -237,8 +239,8 @@ def test_overlapped():
     assert "no step waits for dp" in str(hidden)
 
 
-# Weights say what matters: a byte across leaves, or across hosts.
-def test_weights():
+# Weights select the level that counts: bytes across leaves, or bytes across hosts.
+def test_weights_select_the_level():
     call = {"on": "2,leaf=4", "traffic": "a=2G,b=3G"}
     leaf, host = (place("a=2,b=2,c=2", weights=text, **call) for text in ("host=0", "leaf=0"))
     assert (leaf.weights, host.weights) == ({"host": 0, "leaf": 1}, {"host": 1, "leaf": 0})
@@ -246,16 +248,16 @@ def test_weights():
     assert host.best.layout.dim_names[0] == "b"
 
 
-# Units are decimal.
-def test_units():
+# Units of traffic are decimal.
+def test_units_are_decimal():
     placed = place("tp=2,dp=2,pp=2", on=2, traffic="tp=40,dp=6.5k,pp=2e3B")
     assert [one.bytes for one in placed.traffic.values()] == [40, 6500, 2000]
 
 
-# The best order of six dims on 16,384 GPUs takes about a second of the processor.
+# Finding the best order of six dims on 16,384 GPUs takes about a second of CPU time.
 @pytest.mark.slow
 @pytest.mark.alone
-def test_speed():
+def test_speed_of_six_dims():
     traffic = "tp=40G,cp=3G,ep=10G,dp=6G,pp=0.1G,x=1G"
     start = time.process_time()
     placed = place("tp=4,cp=2,ep=8,dp=8,pp=16,x=2", on="4,72,576", traffic=traffic)

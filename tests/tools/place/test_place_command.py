@@ -11,7 +11,7 @@ SWAPPED = ["place", "dp=4,tp=2", "--on", "2"]
 
 
 # --json prints one JSON object and nothing else.
-def test_json(in_process):
+def test_json_output(in_process):
     found = json.loads(in_process(*NVL72, "--json", "--overlap", "dp").stdout)
     assert found["traffic"]["pp"]["pattern"] == "chain"
     assert found["traffic"]["dp"]["overlapped"] is True

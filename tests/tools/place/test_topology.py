@@ -1,4 +1,4 @@
-"""Machines, as each kind of source describes them."""
+"""Descriptions of machines from each kind of source."""
 
 import sys
 import time
@@ -44,8 +44,8 @@ SLURM_YAML = """
 
 
 @pytest.fixture
-def file(tmp_path):
-    """Write a file and return its path."""
+def write_file(tmp_path):
+    """Return a function that writes a file and returns its path."""
 
     def write(name, text):
         (tmp_path / name).write_text(text)
@@ -55,11 +55,11 @@ def file(tmp_path):
 
 
 def units(topology):
-    """The names of the units of each rank, by level."""
+    """Map each level to the names of the units of all ranks."""
     return {level.name: [level.names[unit] for unit in level.of_rank] for level in topology.levels}
 
 
-# Sizes: rank r is on host r // 4 and in domain r // 8.
+# With sizes, rank r is on host r // 4 and in domain r // 8.
 @pytest.mark.parametrize("on", ["4,8", "host=4,domain=8", " host=4 , domain=8 ", "domain=8,host=4"])
 def test_sizes(on):
     topology = read_topology(on, 12)
@@ -69,7 +69,7 @@ def test_sizes(on):
     assert read_topology(4, 12) == read_topology("4", 12) == Topology(topology.levels[:1])
 
 
-# Hostfiles of Open MPI, DeepSpeed and MPICH; ranks fill hosts in the order of the file.
+# Hostfiles of Open MPI, DeepSpeed and MPICH are read. Ranks fill hosts in the order of the file.
 @pytest.mark.parametrize(
     "text",
     [
@@ -78,11 +78,11 @@ def test_sizes(on):
         "\ufeffb:2\r\na:1\r\n",
     ],
 )
-def test_hostfiles(file, text):
-    assert units(read_topology(file("hosts", text))) == {"host": ["b", "b", "a"]}
+def test_hostfiles(write_file, text):
+    assert units(read_topology(write_file("hosts", text))) == {"host": ["b", "b", "a"]}
 
 
-# Node lists as slurm.conf(5) describes them: ranges keep their zeros, brackets are multiplied.
+# Node lists are expanded as slurm.conf(5) describes: ranges keep leading zeros, brackets multiply.
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [
@@ -95,9 +95,9 @@ def test_node_lists(text, hosts):
     assert units(read_topology(text, 2 * len(hosts)))["host"] == list(np.repeat(hosts, 2))
 
 
-# SLURM's trees: the leaf is the switch of a node, the spine the switch above it. `scontrol show
-# topology` repeats the hosts of lower switches at each switch; a short branch of an
-# uneven tree repeats its highest switch.
+# SLURM trees: the leaf is the switch of a node, the spine is that switch's parent. `scontrol show
+# topology` repeats the hosts of lower switches at each switch. A short branch of an uneven tree
+# repeats its highest switch.
 @pytest.mark.parametrize(
     ("text", "leaves", "spines"),
     [
@@ -110,48 +110,51 @@ def test_node_lists(text, hosts):
         ),
     ],
 )
-def test_trees(file, text, leaves, spines):
-    found = units(read_topology(file("topology.conf", text), len(leaves)))
-    assert (found["leaf"], found["spine"]) == (leaves, spines)
+def test_slurm_trees(write_file, text, leaves, spines):
+    found = units(read_topology(write_file("topology.conf", text), len(leaves)))
+    assert found["leaf"] == leaves
+    assert found["spine"] == spines
 
 
-# SLURM's blocks are NVLink domains.
-def test_blocks(file):
-    topology = read_topology([file("topology.conf", NVL72), 4])
+# SLURM blocks are NVLink domains.
+def test_slurm_blocks(write_file):
+    topology = read_topology([write_file("topology.conf", NVL72), 4])
     assert topology.names == ("host", "domain")
     assert topology.level("domain").of_rank.tolist() == [rank // 72 for rank in range(144)]
 
 
-# The default topology of a topology.yaml is read, or the only one.
-def test_topology_yaml(file):
-    topology = read_topology(file("topology.yaml", SLURM_YAML), 4)
+# The topology.yaml may have several topologies. The default one or the only one is read.
+def test_topology_yaml(write_file):
+    topology = read_topology(write_file("topology.yaml", SLURM_YAML), 4)
     assert topology.names == ("host", "leaf", "spine")
     assert units(topology)["leaf"] == ["s1", "s1", "s2", "s2"]
     only = "- topology: nvl\n  block: {blocks: [{block: b1, nodes: 'n[1-4]'}]}\n"
-    assert read_topology(file("topology.yml", only), 4).names == ("host", "domain")
+    assert read_topology(write_file("topology.yml", only), 4).names == ("host", "domain")
 
 
-# The host of each rank, in any order, or its host and GPU; further sources add levels, and sizes
-# count GPUs in the order of the hosts.
-def test_the_host_of_each_rank(file):
+# A list has the host of each rank, in any order, or its host and GPU. Further sources add levels.
+# Sizes count GPUs in the order of the hosts.
+def test_list_of_hosts(write_file):
     hosts = ["b", "a", "c", "b", "a", "c", "a"]
     for on in (hosts, tuple(hosts)):
         topology = read_topology(on)
         assert units(topology) == {"host": hosts}
-        assert (topology.world_size, topology.gpus) == (7, None)
+        assert topology.world_size == 7
+        assert topology.gpus is None
     pairs = [("b", 1), ("a", 0), ("b", 0), ("a", 1)]
     topology = read_topology(pairs)
-    assert (units(topology)["host"], topology.gpus) == (["b", "a", "b", "a"], (1, 0, 0, 1))
+    assert units(topology)["host"] == ["b", "a", "b", "a"]
+    assert topology.gpus == (1, 0, 0, 1)
     assert topology.select([3, 2]).gpus == (1, 0)
     switches = {"a": "s1", "b": "s2", "c": "s1"}
-    found = units(read_topology([hosts, file("x.yaml", "a: s1\nb: s2\nc: s1\n")]))
+    found = units(read_topology([hosts, write_file("x.yaml", "a: s1\nb: s2\nc: s1\n")]))
     assert found == {"host": hosts, "leaf": [switches[host] for host in hosts]}
     both = read_topology([["a", "b", "c", "d"] * 2, "host=2,domain=4"])
     assert both.level("domain").of_rank.tolist() == [0, 0, 1, 1] * 2
 
 
-# Sorting goes by the outermost unit, then the next, then the GPU and the rank.
-def test_sorted_ranks():
+# sort() orders ranks by the outermost unit, then by the next ones, then by GPU and rank.
+def test_sort_by_unit():
     host, leaf = ["b", "a", "c", "b", "a", "c"], ["s", "t", "s", "s", "t", "s"]
     levels = [Level.of("host", host), Level.of("leaf", leaf)]
     assert Topology(levels).sort(range(6)).tolist() == [0, 3, 2, 5, 1, 4]
@@ -162,18 +165,18 @@ def test_sorted_ranks():
         Topology(levels, gpus=gpus[:5])
 
 
-# {host: switch}, as YAML or a mapping.
-def test_switches_of_hosts(file):
+# {host: switch} can be a mapping or a YAML file.
+def test_switches_of_hosts(write_file):
     leaves = {"a": "s1", "b": "s2"}
     wanted = {"host": ["a", "b"], "leaf": ["s1", "s2"]}
     assert units(read_topology(leaves, 2)) == wanted
-    assert units(read_topology(file("x.yaml", "a: s1\nb: s2\n"), 2)) == wanted
+    assert units(read_topology(write_file("x.yaml", "a: s1\nb: s2\n"), 2)) == wanted
 
 
-# The first source that names hosts sets their order, and an earlier source wins.
-def test_several(file):
-    hosts = file("hosts", "node3 slots=1\nnode0 slots=2\n")
-    topology = read_topology([hosts, file("topology.conf", RACKS), "domain=3", "domain=1"])
+# The first source that names hosts sets their order. For a level, the first source wins.
+def test_several_sources(write_file):
+    hosts = write_file("hosts", "node3 slots=1\nnode0 slots=2\n")
+    topology = read_topology([hosts, write_file("topology.conf", RACKS), "domain=3", "domain=1"])
     assert units(topology) == {
         "host": ["node3", "node0", "node0"],
         "domain": ["domain0"] * 3,
@@ -182,8 +185,8 @@ def test_several(file):
     }
 
 
-# A world smaller than the machine has its first GPUs; selected ranks are renumbered.
-def test_fewer_ranks():
+# A world smaller than the machine uses its first GPUs. select() renumbers the selected ranks.
+def test_worlds_smaller_than_the_machine():
     topology = read_topology([{"a": "s1", "b": "s2", "c": "s1"}, 2], 6)
     assert read_topology(topology, 3) == topology.select([0, 1, 2])
     last = topology.select([5, 2, 4])
@@ -191,7 +194,7 @@ def test_fewer_ranks():
     assert last.level("host").of_rank.tolist() == [0, 1, 0]
 
 
-# What cannot be read raises LayoutError with the file and the line.
+# A file that cannot be parsed raises LayoutError with the path and the line.
 @pytest.mark.parametrize(
     ("name", "text", "where"),
     [
@@ -206,8 +209,8 @@ def test_fewer_ranks():
         ("t.yaml", "- {topology: x, tree: {switches: [{switch: a, nodes: [b]}]}}\n", "has no tree"),
     ],
 )
-def test_bad_files(file, name, text, where):
-    path = file(name, text)
+def test_files_that_cannot_be_parsed(write_file, name, text, where):
+    path = write_file(name, text)
     start = time.process_time()
     with pytest.raises(LayoutError) as caught:
         read_topology(path, 4)
@@ -217,7 +220,7 @@ def test_bad_files(file, name, text, where):
     assert len(str(caught.value)) < 1000
 
 
-# Bad arguments.
+# Invalid arguments raise LayoutError fast, with a short printable message.
 @pytest.mark.parametrize(
     ("on", "world_size"),
     [
@@ -243,7 +246,7 @@ def test_bad_files(file, name, text, where):
         ([["a", "b"], {"a": "s"}], 2),
     ],
 )
-def test_bad_arguments(on, world_size):
+def test_invalid_arguments(on, world_size):
     start = time.process_time()
     with pytest.raises(LayoutError) as caught:
         read_topology(on, world_size)
@@ -252,20 +255,20 @@ def test_bad_arguments(on, world_size):
     assert str(caught.value).isprintable()
 
 
-# A topology must hold all hosts, and enough of them.
-def test_too_small(file):
-    hosts = file("hosts", "node0:4\nother:4\n")
+# A topology must have all hosts of the job, and enough GPUs.
+def test_machines_that_are_too_small(write_file):
+    hosts = write_file("hosts", "node0:4\nother:4\n")
     with pytest.raises(LayoutError, match="has no leaf for 'other'"):
-        read_topology([hosts, file("topology.conf", RACKS)])
+        read_topology([hosts, write_file("topology.conf", RACKS)])
     with pytest.raises(LayoutError, match="9 ranks need more than 8 GPUs"):
         read_topology(hosts, 9)
 
 
-# Without the packages of the extra, errors name what to install; plain lists need none.
-def test_without_packages(file, monkeypatch):
+# Without the packages of the extra, errors say what to install. Plain lists need no package.
+def test_missing_packages(write_file, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     monkeypatch.setitem(sys.modules, "hostlist", None)
-    for on in (file("t.yaml", "a: s"), "n[1-2]"):
+    for on in (write_file("t.yaml", "a: s"), "n[1-2]"):
         with pytest.raises(MissingPackageError, match=r"pip install 'hypercomm\[place\]'"):
             read_topology(on, 4)
     assert read_topology("n1,n2", 4).level("host").names == ("n1", "n2")

@@ -1,7 +1,7 @@
-"""A program with the structure of Megatron-LM's pretrain_gpt.py; it does not know hypercomm.
+"""A program with the structure of Megatron-LM's pretrain_gpt.py, which does not use hypercomm.
 
-It imports Megatron at its top, its model from a file next to it, reads its arguments, and trains on
-mock data. The last rank prints the loss of each step.
+It imports Megatron at its top and its model from a file next to it, parses its arguments, and
+trains on mock data. The last rank prints the loss of each step.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""What works where only the wheel is installed, and what is said where an extra is missing.
+"""Check the wheel in an environment without extras: layouts work, errors name the missing extra.
 
-A program and no test: `.ci/run package` runs it in an environment that has no pytest either.
+A program, not a pytest file: `.ci/run package` runs it in an environment that has no pytest.
 """
 
 import importlib.util
@@ -11,20 +11,20 @@ import hypercomm
 from hypercomm import RankLayout
 
 
-def said_by(program):
+def run_program(program):
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     return done.returncode, done.stdout + done.stderr
 
 
-def check(is_right, told):
+def check(is_right, message):
     if not is_right:
-        sys.exit(f"bare install: {told}")
+        sys.exit(f"bare install: {message}")
 
 
 for extra in ("pytest", "hypothesis", "click", "rich", "matplotlib", "yaml"):
-    check(importlib.util.find_spec(extra) is None, f"{extra} is installed; this shows nothing")
+    check(importlib.util.find_spec(extra) is None, f"{extra} is installed: nothing is checked")
 check(importlib.util.find_spec("hypercomm").origin.count("site-packages"), "not from the wheel")
 check(list(RankLayout("tp=2,dp=4").groups("dp")) == [(0, 2, 4, 6), (1, 3, 5, 7)], "groups")
 check("torch" not in sys.modules, "a layout has loaded torch")
@@ -32,17 +32,16 @@ check("torch" not in sys.modules, "a layout has loaded torch")
 done = subprocess.run(
     [sys.executable, "-m", "hypercomm", "plan", "tp=2"], capture_output=True, text=True, check=False
 )
-check(
-    (done.returncode, "pip install 'hypercomm[cli]'" in done.stderr) == (2, True),
-    f"hypercomm: {done.returncode} {done.stderr}",
-)
-code, told = said_by("from hypercomm.testing import layouts")
-check(code == 1 and "pip install 'hypercomm[testing]'" in told, f"strategies: {code} {told}")
+check(done.returncode == 2, f"hypercomm: {done.returncode} {done.stderr}")
+check("pip install 'hypercomm[cli]'" in done.stderr, f"hypercomm: {done.stderr}")
+code, output = run_program("from hypercomm.testing import layouts")
+check(code == 1, f"strategies: {code} {output}")
+check("pip install 'hypercomm[testing]'" in output, f"strategies: {output}")
 program = """
 from hypercomm.testing import fake_world
 from hypercomm import HyperCommGrid
 with fake_world(8), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
     print(grid.create_pg("dp").size())
 """
-check(said_by(program) == (0, "4\n"), "a grid in a fake world")
-print(f"bare install: hypercomm {hypercomm.__version__} works, and says which extras are missing")
+check(run_program(program) == (0, "4\n"), "a grid in a fake world")
+print(f"bare install: hypercomm {hypercomm.__version__} works, and errors name missing extras")

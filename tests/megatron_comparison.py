@@ -1,4 +1,4 @@
-"""Everything that can be asked of a parallel state, asked of Megatron's or of ours alike."""
+"""Calls every function of a parallel state, Megatron's or ours, so that tests can compare them."""
 
 import functools
 import inspect
@@ -8,24 +8,24 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch.distributed as dist
-from oracle import parallel_state as theirs
-from oracle import process_groups_config
+from megatron_oracle import parallel_state as theirs
+from megatron_oracle import process_groups_config
 
 from hypercomm.compat.megatron import parallel_state as ours
 from hypercomm.compat.megatron import version
 from hypercomm.testing import fake_world
 
-UNLIKE = {
-    "get_nccl_options",  # no getter
-    "get_hybrid_data_context_parallel_groups",  # takes a size; asked for below
+NOT_COMPARED = {
+    "get_nccl_options",  # not a getter
+    "get_hybrid_data_context_parallel_groups",  # takes a size; `ask` calls it separately
 }
 TheirCollection = process_groups_config.ProcessGroupCollection
 TAKEN = set(inspect.signature(theirs.initialize_model_parallel).parameters)
-"""The arguments of the Megatron that is installed."""
+"""The arguments of the installed Megatron."""
 
 
 def taken_by(module, arguments):
-    """Arguments without those that Megatron has in other releases only."""
+    """Leave out arguments that the installed Megatron does not have."""
     if module is not theirs:
         return arguments
     moved = {"create_all_gather_group", "hybrid_context_parallel", "sharp_enabled_group"} - TAKEN
@@ -36,7 +36,7 @@ GETTERS = [
     name
     for name, value in vars(theirs).items()
     if name.startswith(("get_", "is_", "has_", "model_parallel_is")) and inspect.isfunction(value)
-    if name not in UNLIKE and value.__module__ == theirs.__name__
+    if name not in NOT_COMPARED and value.__module__ == theirs.__name__
 ]
 GLOBALS = [
     name
@@ -50,7 +50,7 @@ _followed: list[str | None] = [None]
 
 @contextmanager
 def following(release):
-    """Follow another release within a block."""
+    """Follow another release of Megatron during a block."""
     version.set(release)
     _followed.append(release)
     try:
@@ -62,21 +62,21 @@ def following(release):
 
 @contextmanager
 def gloo_made_fake(module):
-    """Let Megatron create its gloo twins in a fake world, where there is nobody to connect to."""
+    """Let Megatron create gloo groups as fake ones: in a fake world they could not connect."""
     if module is not theirs:
         yield
         return
-    honest = theirs.create_group
+    real_create_group = theirs.create_group
 
     def create_group(*args, **kwargs):
-        return honest(*args, **{**kwargs, "backend": None})
+        return real_create_group(*args, **{**kwargs, "backend": None})
 
     with mock.patch.object(theirs, "create_group", create_group):
         yield
 
 
 def plain(value):
-    """A value without identities: ranks for groups."""
+    """Replace process groups in a value by their ranks, so that values can be compared."""
     if isinstance(value, dist.ProcessGroup):
         return tuple(dist.get_process_group_ranks(value))
     if isinstance(value, list | tuple):
@@ -89,7 +89,7 @@ def plain(value):
 
 
 def calls_of(name):
-    """All calls of a getter with every combination of its flags."""
+    """Yield the arguments of all calls of a getter: every combination of its flags."""
     parameters = [
         parameter.name
         for parameter in inspect.signature(getattr(theirs, name)).parameters.values()
@@ -102,7 +102,7 @@ def calls_of(name):
 
 
 def ask(module):
-    """Every answer, by the call; an error by its builtin type."""
+    """Return the result of every call, or the builtin type of its error."""
     answers = {}
     for name in GETTERS:
         for arguments in calls_of(name):
@@ -121,19 +121,19 @@ def ask(module):
 
 
 def builtin_of(error):
-    """The builtin types that an error can be caught as."""
+    """Return the name of the first builtin type in the MRO of an error."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
 
 
 def read_globals(module):
-    """The value of every global, less the list of groups: its order and length are our own."""
+    """Return every global. The list of groups becomes a set: its order and length may differ."""
     values = {name: plain(getattr(module, name)) for name in GLOBALS}
     groups = values.pop("_global_process_group_list")
     return values | {"groups": groups and {tuple(group) for group in groups if group}}
 
 
 def state_of(module, world_size, rank, arguments):
-    """Initialise, ask and destroy as one rank of a fake world; or the error that refused it."""
+    """Initialise, ask and destroy as one rank of a fake world, or return the error of it."""
     with fake_world(world_size, rank), gloo_made_fake(module), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
@@ -147,7 +147,7 @@ def state_of(module, world_size, rank, arguments):
 
 
 def forget(module):
-    """Empty a state, with the names that Megatron's own teardown forgets."""
+    """Destroy a state, and reset the globals that Megatron's own teardown leaves."""
     module.destroy_model_parallel()
     if module is theirs:
         for name in GLOBALS:
@@ -158,10 +158,26 @@ __all__ = ["ours", "state_of", "theirs"]
 
 
 FIELDS = (
-    *("tp", "pp", "mp", "embd", "pos_embd", "cp", "tp_cp", "ep", "expt_tp", "tp_ep", "tp_ep_pp"),
-    *("tp_dp_cp", "dp", "dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "intra_dist_opt"),
+    "tp",
+    "pp",
+    "mp",
+    "embd",
+    "pos_embd",
+    "cp",
+    "tp_cp",
+    "ep",
+    "expt_tp",
+    "tp_ep",
+    "tp_ep_pp",
+    "tp_dp_cp",
+    "dp",
+    "dp_cp",
+    "expt_dp",
+    "intra_dp_cp",
+    "intra_expt_dp",
+    "intra_dist_opt",
 )
-"""What both have with one optimizer instance."""
+"""The fields that both collections have with one optimizer instance."""
 
 LONG = {
     "tp": "tensor_model_parallel_size",
@@ -175,7 +191,7 @@ LONG = {
 
 @functools.cache
 def megatrons_fields(world_size, rank, **arguments):
-    """The ranks of each group of Megatron's collection, or None where Megatron refuses."""
+    """Return the ranks of each group of Megatron's collection, or None if Megatron fails."""
     named = {LONG[name]: value for name, value in arguments.items() if value is not None}
     with fake_world(world_size, rank), gloo_made_fake(theirs):
         try:

@@ -1,4 +1,4 @@
-"""Programs in a process of their own that has torch loaded: a fork, which is there at once."""
+"""Runs programs in a forked process that has torch loaded already, so that they start fast."""
 
 import os
 import subprocess
@@ -7,27 +7,30 @@ import tempfile
 import types
 from pathlib import Path
 
-from mortal_ranks import CONTEXT
+from killable_ranks import CONTEXT
 
 
-def run(program, *arguments, environment=None, folder=None, seconds=100):
-    """As `subprocess.run([sys.executable, "-c", program, ...])`, which would load torch anew."""
-    with tempfile.TemporaryDirectory() as said:
-        out, err = (Path(said, name) for name in ("out", "err"))
+def run(
+    program, *arguments, environment=None, folder=None, seconds=100
+) -> subprocess.CompletedProcess[str]:
+    """Like `subprocess.run([sys.executable, "-c", program, ...])`, without the import of torch."""
+    with tempfile.TemporaryDirectory() as output:
+        out, err = (Path(output, name) for name in ("out", "err"))
         environment = dict(os.environ if environment is None else environment)
         args = (program, arguments, environment, str(folder or os.curdir), str(out), str(err))
-        process = CONTEXT.Process(target=_be, args=args)
+        process = CONTEXT.Process(target=_run_as_main, args=args)
         process.start()
         process.join(seconds)
         if process.is_alive():
             process.kill()
             process.join()
-        told = out.read_text(), err.read_text()
-    return subprocess.CompletedProcess(program, process.exitcode, *told)
+        return subprocess.CompletedProcess(
+            program, process.exitcode, out.read_text(), err.read_text()
+        )
 
 
-def _be(program, arguments, environment, folder, *said):
-    for fd, path in enumerate(said, 1):
+def _run_as_main(program, arguments, environment, folder, *outputs):
+    for fd, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), fd)
     os.environ.clear()
     os.environ.update(environment)

@@ -1,4 +1,4 @@
-"""The choice of a strategy, for groups of ranks in any order."""
+"""How creation="auto" chooses a strategy for groups with ranks in any order."""
 
 import inspect
 
@@ -24,7 +24,7 @@ def old_new_group(**_ranks_and_options):
 
 # A strategy that cannot keep the order of members raises and names the others; "auto" uses one of
 # them. If WORLD is bound to a device, only groups with ascending ranks are split off.
-def test_choices(monkeypatch):
+def test_strategy_choice(monkeypatch):
     with fake_world(10):
         assert strategy(LISTED) == "local"
         if "sort_ranks" in inspect.signature(dist.new_group).parameters:

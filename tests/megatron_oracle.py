@@ -1,6 +1,6 @@
-"""megatron-core, the oracle, as it is but for what it compiles, which loads inductor: two seconds.
+"""Imports megatron-core, the oracle, without torch.compile, which would load inductor (2 s).
 
-Tests import it from here, each worker once.
+Tests import it from here, so that each worker imports it once.
 """
 
 from unittest import mock
@@ -8,12 +8,12 @@ from unittest import mock
 import torch
 
 
-def as_it_is(function=None, **_):
-    """What stands in for torch.compile: it is given a function, or gives a decorator."""
+def do_not_compile(function=None, **_):
+    """Replaces torch.compile, which takes a function or returns a decorator."""
     return (lambda given: given) if function is None else function
 
 
-with mock.patch.object(torch, "compile", as_it_is):
+with mock.patch.object(torch, "compile", do_not_compile):
     from megatron import core
     from megatron.core import hyper_comm_grid, parallel_state, process_groups_config, utils
     from megatron.core.pipeline_parallel import bridge_communicator

@@ -1,4 +1,4 @@
-"""What the ranks of several tests ask of their process and of torch, and do with a group."""
+"""Reads the group tables and resources of a process, and communicates over its groups."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ SETTLED_WITHIN_S = 60.0
 
 
 def tables():
-    """What torch knows of all groups, in all of its tables."""
+    """Return a copy of every table in which torch registers groups."""
     world = dist.distributed_c10d._world
     return (
         registered(),
@@ -26,19 +26,19 @@ def tables():
     )
 
 
-def replaceable():
-    """What a simulation replaces in torch, and puts back."""
+def patched_attributes():
+    """Return the attributes of torch that a simulation replaces and restores."""
     torchs = dist.distributed_c10d
     return torchs._world, torchs._new_process_group_helper
 
 
 def store_of_world():
-    """The store in which the ranks of WORLD have met."""
+    """Return the store of WORLD."""
     return dist.distributed_c10d._get_default_store()
 
 
-def world_anew(backend="gloo", **options):
-    """End WORLD, and begin another one with the same ranks; return this one."""
+def restart_world(backend="gloo", **options):
+    """Destroy WORLD and initialise another one of the same ranks. Return this rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore("again", store_of_world())
     dist.destroy_process_group()
@@ -47,54 +47,62 @@ def world_anew(backend="gloo", **options):
 
 
 coalescing = dist.distributed_c10d._coalescing_manager
-"""Megatron's way to begin several collectives as one."""
+"""The context manager with which Megatron combines several collectives."""
 
 
 def all_reduce_of(value, group, device="cpu"):
-    """The sum of what the members of a group give."""
+    """All-reduce a value over a group, and return the sum."""
     tensor = torch.tensor([value], device=device)
     dist.all_reduce(tensor, group=group)
     return tensor.item()
 
 
 def sum_over(group, device="cpu"):
-    """The sum of 10**rank over a group: its digits say which ranks took part; None without one."""
+    """Return the sum of 10**rank over a group, or None if there is no group.
+
+    The digits of the sum show which ranks took part.
+    """
     return None if group is None else all_reduce_of(10 ** dist.get_rank(), group, device)
 
 
-def figures_of(ranks):
-    """What `figures` has of a group of these ranks."""
+def expected_sum_and_members(ranks):
+    """Return the value of `sums_and_members` for a group of these ranks."""
     return [sum(10**rank for rank in ranks), list(ranks)]
 
 
-def figures(grid):
-    """What communicates, by key: the sum over each group, and its members in order; or None."""
-    told = {}
+def sums_and_members(grid):
+    """Return, by key, the sum over each group and its members, or None for a non-member."""
+    result = {}
     for key, group in grid.pgs.items():
-        told[str(key)] = None
+        result[str(key)] = None
         if group is not None:
             parts = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
             dist.all_gather(parts, torch.tensor([dist.get_rank()]), group=group)
             members = [part.item() for part in parts]
             dist.broadcast(last := torch.tensor([dist.get_rank()]), src=members[-1], group=group)
-            told[str(key)] = [sum_over(group), members]
+            result[str(key)] = [sum_over(group), members]
             assert last.item() == members[-1]
-            assert told[str(key)] == figures_of(dist.get_process_group_ranks(group))
-    return told
+            assert result[str(key)] == expected_sum_and_members(dist.get_process_group_ranks(group))
+    return result
 
 
 def threads_and_files():
-    """How many threads and open files this process has, but for threads that ask its store.
+    """Return the number of threads and open files of this process.
 
-    As many of those stay as were ever busy at once, and a late answer makes them one more.
+    Threads named "hypercomm" do not count: a process keeps as many of those as were ever busy at
+    the same time, so a slow reply of the store adds one.
     """
-    asking = sum(thread.name == "hypercomm" for thread in threading.enumerate())
-    tasks, files = (len(list(Path("/proc/self", what).iterdir())) for what in ("task", "fd"))
-    return tasks - asking, files
+    workers = sum(thread.name == "hypercomm" for thread in threading.enumerate())
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    files = len(list(Path("/proc/self/fd").iterdir()))
+    return threads - workers, files
 
 
-def given_back(before):
-    """Threads and files, once they are as they were, or ten seconds later: peers close theirs."""
+def wait_for_release(before):
+    """Wait up to ten seconds until threads and files are as before, and return both counts.
+
+    Peers close their side of a connection a little later.
+    """
     deadline = time.monotonic() + 10
     while threads_and_files() != before and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -102,11 +110,12 @@ def given_back(before):
 
 
 def settle():
-    """Wait until nothing has been closed for a while: gloo's own threads close what they have."""
+    """Wait until the counts have been steady for a second: threads of gloo close files later."""
     begin = since = time.monotonic()
     before = None
     while time.monotonic() < min(since + STEADY_S, begin + SETTLED_WITHIN_S):
         now = threads_and_files()
         if now != before:
-            before, since = now, time.monotonic()
+            before = now
+            since = time.monotonic()
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""A creation changes no state of torch that another thread of the process can see."""
+"""A creation changes no state of torch that another thread of the process sees."""
 
 import os
 import threading
@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_stand_in import lone_world, recorded_nccl
+from fake_nccl import lone_world, recorded_nccl
 
 from hypercomm import HyperCommGrid, join_world
 from hypercomm.process_groups import torch_internals as torchdist
@@ -27,8 +27,8 @@ def in_another_thread(function):
     return returned[0]
 
 
-def facts():
-    """Return the state of torch and of the environment, as a thread sees it."""
+def visible_state():
+    """Return the state of torch and the environment that the calling thread sees."""
     store = c10d.PrefixStore("p", dist.HashStore())
     group = dist.ProcessGroupGloo(store, 0, 1, timeout=timedelta(seconds=5))
     return {
@@ -43,11 +43,11 @@ def facts():
 
 @pytest.fixture
 def seen(monkeypatch):
-    """The facts that another thread sees during each creation of a group."""
+    """Collect the state that another thread sees during each creation of a group."""
     found = []
 
     def watched(*args, **given):
-        found.append(in_another_thread(facts))
+        found.append(in_another_thread(visible_state))
         return helper(*args, **given)
 
     helper = c10d._new_process_group_helper
@@ -58,60 +58,61 @@ def seen(monkeypatch):
 @pytest.mark.parametrize("environment", [None, "0", "1"])
 @pytest.mark.parametrize("creation", ["local", "enumerate"])
 @pytest.mark.parametrize("lazily", [None, False, True])
-def test_gloo(seen, monkeypatch, environment, creation, lazily):
+def test_gloo_creation(seen, monkeypatch, environment, creation, lazily):
     monkeypatch.delenv(SWITCH, raising=False)
     if environment is not None:
         monkeypatch.setenv(SWITCH, environment)
     with lone_world("gloo", 1):
-        before = facts()
+        before = visible_state()
         seen.clear()
         with HyperCommGrid("tp=1,dp=1", creation=creation, lazy_init=lazily) as grid:
             grid.create_pgs(["tp", "dp", {"dims": "tp", "name": "more"}])
             assert seen == [before] * 3
-        assert facts() == before
+        assert visible_state() == before
 
 
 @pytest.mark.parametrize("lazily", [None, False, True])
-def test_a_bound_world(seen, lazily):
+def test_creation_on_a_bound_world(seen, lazily):
     with recorded_nccl(), lone_world("nccl", 8, rank=5, device_id=CUDA_5):
-        before = facts()
+        before = visible_state()
         assert before["bound to"] == CUDA_5
         seen.clear()
         with HyperCommGrid([2, 2], ["tp", "dp"], rank_offset=4, lazy_init=lazily) as grid:
             grid.create_pgs(["tp", "dp"])
             assert seen == [before] * 2
-        assert facts() == before
+        assert visible_state() == before
 
 
-def test_a_split_world(monkeypatch):
+def test_split(monkeypatch):
     found = []
 
     def watched(*args, **given):
-        found.append(in_another_thread(facts))
+        found.append(in_another_thread(visible_state))
         return split(*args, **given)
 
     split = dist.split_group
     monkeypatch.setattr(dist, "split_group", watched)
     with recorded_nccl(), lone_world("nccl", 8, rank=5, device_id=CUDA_5):
-        before = facts()
+        before = visible_state()
         with HyperCommGrid([2, 4], ["tp", "dp"], creation="split") as grid:
             grid.create_pgs(["tp", "dp"])
         assert found == [before] * 2
 
 
 @pytest.mark.skipif(not capabilities.since("2.14"), reason="torch has it since 2.14")
-def test_groups_that_change(seen):
+def test_reconfigurable_groups(seen):
     with lone_world("gloo", 1):
-        before = facts()
+        before = visible_state()
         seen.clear()
         with HyperCommGrid("tp=1", enable_reconfigure=True) as grid:
             grid.create_pg("tp")
             assert seen == [before]
 
 
-# The creating thread and torch's helper see WORLD without its device; hypercomm does not.
+# During the creation, only the creating thread sees WORLD without its device, and so does torch's
+# helper function. hypercomm still finds the device.
 @pytest.mark.skipif(capabilities.since("2.15"), reason="torch has a switch since 2.15")
-def test_the_thread_that_creates():
+def test_creating_thread_sees_world_unbound():
     timeout = timedelta(seconds=5)
     with recorded_nccl(), lone_world("nccl", 8, rank=5, device_id=CUDA_5):
         with split.made_alone("nccl", None, timeout, lazily=None):
@@ -121,8 +122,8 @@ def test_the_thread_that_creates():
         assert dist.group.WORLD.bound_device_id == CUDA_5
 
 
-def test_a_joined_world(seen):
-    before = facts()
+def test_joined_world(seen):
+    before = visible_state()
     who = {"parts": {"engine": 1}, "part": "engine", "rank": 0}
     with (
         join_world(dist.HashStore(), name="w", **who) as world,
@@ -130,6 +131,6 @@ def test_a_joined_world(seen):
     ):
         grid.device_mesh()
         assert seen == [before] * 2
-        with world.as_default():  # the only one that other threads may see
+        with world.as_default():  # the one change that other threads see, as documented
             assert in_another_thread(lambda: dist.group.WORLD) is world.pg
-        assert facts() == before
+        assert visible_state() == before

@@ -1,6 +1,6 @@
-"""A stand-in for NCCL that needs no GPU, and records which calls of torch reach it.
+"""A fake of NCCL that needs no GPU, and records the calls that reach it.
 
-torch's own code creates the groups; the backend that it takes for NCCL's is ours.
+torch's own code creates the groups, with a backend from this module in place of NCCL.
 """
 
 import contextlib
@@ -18,32 +18,32 @@ from torch.distributed import Backend, HashStore, PrefixStore, ProcessGroup, Pro
 c10d = dist.distributed_c10d
 
 IS_PLUGIN = hasattr(Backend, "_ensure_backend_registered")
-"""Since 2.14 torch's own backends are plugins; before, it calls NCCL's class by its name."""
+"""Since 2.14 torch's own backends are plugins. Earlier releases use NCCL's class by name."""
 
 DEVICES = 64
-"""GPUs that torch believes in while it is recorded."""
+"""The number of GPUs that torch finds while calls are recorded."""
 
 
 class Call(NamedTuple):
-    """A call that reached the stand-in."""
+    """A call that reached the fake."""
 
     what: str
-    """create; connect; no color (a non-member's part in a split); split (by split_group, of any
+    """create; connect; no color (a non-member takes part in a split); split (split_group, on any
     rank); abort; shutdown; group start and group end (before 2.14, when WORLD is aborted)."""
     ranks: tuple[int, ...]
-    """The global ranks of the group; for "no color", those of the group that is split."""
+    """The global ranks of the group. For "no color", the ranks of the group that is split."""
     splits: bool = False
-    """Whether the group is split off another."""
+    """Whether the group is split off another one."""
     bound_to: torch.device | None = None
-    """The device that the group is bound to; before 2.14, "create" does not know it."""
+    """The device that the group is bound to. Unknown for "create" before 2.14."""
     options: Any = None
-    """Those given; before 2.14, torch makes some where there are none."""
+    """The options given. Before 2.14, torch creates default options if there are none."""
     timeout: timedelta | None = None
     name: str = ""
 
 
 class NcclOptions:
-    """Stands for ProcessGroupNCCL.Options, where this torch has none or is to name our class."""
+    """Replaces ProcessGroupNCCL.Options, which this torch may lack."""
 
     if torch.torch_version.TorchVersion(torch.__version__) >= "2.15":
         lazy_init = False
@@ -55,25 +55,26 @@ class NcclOptions:
         self.split_from = None
 
 
-class StandIn:
-    """What a group has in place of NCCL's backend."""
+class FakeNccl:
+    """The backend that a group has in place of NCCL."""
 
     Options = NcclOptions
     supports_coalescing = False
 
-    def __init__(self, recorder: "Recorder", place: tuple, call: Call, parent: "StandIn | None"):
+    def __init__(self, recorder: "Recorder", place: tuple, call: Call, parent: "FakeNccl | None"):
         recorder.calls.append(call)
-        recorder.kept.append(self)  # torch keeps only the part of it that is in C++
-        self.recorder, self.ranks = recorder, call.ranks
+        recorder.kept.append(self)  # torch keeps only the C++ part of the object
+        self.recorder = recorder
+        self.ranks = call.ranks
         self.own_options = NcclOptions() if call.options is None else call.options
         self.own_options._timeout = call.timeout
         if parent is not None:
-            parent.meet()
+            parent.wait_for_members()
         self.begin(*place, call.timeout)
 
     @property
     def supports_splitting(self) -> bool:
-        # "Such a group can't be split from until its first operation", torch says of lazy_init.
+        # torch says of lazy_init: such a group cannot be split until its first operation.
         return not getattr(self.own_options, "lazy_init", False)
 
     @property
@@ -85,7 +86,7 @@ class StandIn:
 
     def perform_nocolor_split(self, device: torch.device) -> None:
         self.record("no color", False, device)
-        self.meet()
+        self.wait_for_members()
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         self.record("connect", False, device)
@@ -94,27 +95,27 @@ class StandIn:
         return sum(call.splits for call in self.recorder.calls)
 
 
-class Connected(StandIn, ProcessGroupGloo):
-    """Its members connect and communicate as those of a gloo group do."""
+class Connected(FakeNccl, ProcessGroupGloo):
+    """A fake whose members connect and communicate through gloo."""
 
     def begin(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         ProcessGroupGloo.__init__(self, store, rank, size, timeout=timeout)
 
-    def meet(self) -> None:
+    def wait_for_members(self) -> None:
         """Wait for all members, as a split does."""
         self.allreduce([torch.zeros(1)]).wait()
 
 
-class Alone(StandIn, torch._C._distributed_c10d.Backend if IS_PLUGIN else ProcessGroupGloo):
-    """It waits for nobody, and cannot communicate."""
+class Alone(FakeNccl, torch._C._distributed_c10d.Backend if IS_PLUGIN else ProcessGroupGloo):
+    """A fake that does not wait for other members, and cannot communicate."""
 
     def begin(self, _store: Any, rank: int, size: int, _timeout: timedelta) -> None:
         if IS_PLUGIN:
-            super(StandIn, self).__init__(rank, size)
-        else:  # a class of Python can be no backend, but a gloo group; torch never asks its size
-            super(StandIn, self).__init__(HashStore(), 0, 1)
+            super(FakeNccl, self).__init__(rank, size)
+        else:  # only a C++ class can be a backend, so this is a gloo group; its size is never read
+            super(FakeNccl, self).__init__(HashStore(), 0, 1)
 
-    def meet(self) -> None:
+    def wait_for_members(self) -> None:
         pass
 
     def getBackendName(self) -> str:  # noqa: N802 - this is what C++ calls
@@ -122,26 +123,26 @@ class Alone(StandIn, torch._C._distributed_c10d.Backend if IS_PLUGIN else Proces
 
 
 class Recorder(NamedTuple):
-    """What the stand-ins of one recording share."""
+    """The state that the fakes of one recording share."""
 
     communicates: bool
     calls: list[Call]
-    kept: list[StandIn]
+    kept: list[FakeNccl]
 
     @property
-    def kind(self) -> type[StandIn]:
+    def kind(self) -> type[FakeNccl]:
         return Connected if self.communicates else Alone
 
-    def create(self, opts: Any, options: Any) -> StandIn:
-        """Be the creator of a plugin."""
+    def create(self, opts: Any, options: Any) -> FakeNccl:
+        """Create a backend, as the creator function of a plugin does."""
         group, parent = opts.process_group, opts.split_from
         ranks = tuple(opts.global_ranks_in_group or range(opts.group_size))
         how = (parent is not None, group.bound_device_id, options, opts.timeout, opts.group_id)
         place = (opts.store, opts.group_rank, opts.group_size)
         return self.kind(self, place, Call("create", ranks, *how), parent)
 
-    def as_class(self) -> type[StandIn]:
-        """Return what takes the place of ProcessGroupNCCL."""
+    def as_class(self) -> type[FakeNccl]:
+        """Return a class to replace ProcessGroupNCCL."""
         recorder = self
 
         class Named(self.kind):
@@ -160,7 +161,7 @@ class Recorder(NamedTuple):
         return Named
 
     def recording(self, method: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method for all groups that records those with a stand-in."""
+        """Return a method of ProcessGroup that records calls on groups with a fake."""
 
         def replacement(group: ProcessGroup, *args: Any, **named: Any) -> Any:
             part = part_of(group)
@@ -174,22 +175,24 @@ class Recorder(NamedTuple):
         return replacement
 
     def split_group(
-        self, group: ProcessGroup, parent: StandIn, ranks: list[int], **given: Any
+        self, group: ProcessGroup, parent: FakeNccl, ranks: list[int], **given: Any
     ) -> ProcessGroup | None:
-        """Be the part of `dist.split_group` that is in C++, and would split gloo."""
+        """Do what the C++ part of `dist.split_group` does."""
         name, timeout = given["group_name"], given["timeout"]
         members = tuple(parent.ranks[rank] for rank in ranks)
         call = Call("split", members, True, group.bound_device_id, given["opts"], timeout, name)
         if group.rank() not in ranks:
             self.calls.append(call)
-            parent.meet()
+            parent.wait_for_members()
             return None
         store = PrefixStore(f"{name}/", group.get_group_store())
-        rank, size, kind = ranks.index(group.rank()), len(ranks), Backend.backend_type_map["nccl"]
+        rank = ranks.index(group.rank())
+        size = len(ranks)
+        kind = Backend.backend_type_map["nccl"]
         child = ProcessGroup(store, rank, size)
         child._set_default_backend(kind)
         for device in given.get("device_types") or group._device_types:
-            if isinstance(group._get_backend(device), StandIn):
+            if isinstance(group._get_backend(device), FakeNccl):
                 part = self.kind(self, (store, rank, size), call, parent)
                 child._register_backend(device, kind, part)
             elif self.communicates:
@@ -200,19 +203,19 @@ class Recorder(NamedTuple):
         return child
 
 
-def part_of(group: ProcessGroup) -> StandIn | None:
-    """Return the stand-in of a group, if it has one: `allreduce` and the like move CPU tensors."""
+def part_of(group: ProcessGroup) -> FakeNccl | None:
+    """Return the fake backend of a group, if it has one: CPU tensors may use gloo."""
     parts = (group._get_backend(device) for device in group._device_types)
-    return next((part for part in parts if isinstance(part, StandIn)), None)
+    return next((part for part in parts if isinstance(part, FakeNccl)), None)
 
 
 @contextlib.contextmanager
 def recorded_nccl(*, communicates: bool = False) -> Iterator[list[Call]]:
-    """Put a stand-in in place of NCCL within a `with` block, which WORLD must not outlive.
+    """Replace NCCL by a fake during a `with` block. Destroy WORLD before the block ends.
 
     Args:
-        communicates: Whether groups connect as gloo's do, and a split waits for all ranks of its
-            parent. Otherwise a process is alone, in a world of any size, and nothing waits.
+        communicates: Whether groups connect through gloo, and a split waits for all ranks of its
+            parent. Otherwise a process is alone in a world of any size, and nothing waits.
 
     Yields:
         The calls so far.
@@ -246,7 +249,7 @@ def recorded_nccl(*, communicates: bool = False) -> Iterator[list[Call]]:
 
 @contextlib.contextmanager
 def lone_world(backend: str, world_size: int, rank: int = 0, **options: Any) -> Iterator[None]:
-    """Be one rank of a world that has no others, with options of `init_process_group`."""
+    """Be the only process of a world of any size, with options of `init_process_group`."""
     store = HashStore()
     dist.init_process_group(backend, store=store, world_size=world_size, rank=rank, **options)
     try:

@@ -1,9 +1,9 @@
-"""join() under torchrun itself; what other launchers set is read in test_job_environment.py."""
+"""join() under torchrun. (test_job_environment.py tests the variables of other launchers.)"""
 
 import json
 
 import pytest
-from launched import run_python
+from processes import run_python
 
 pytestmark = pytest.mark.clients
 
@@ -18,24 +18,24 @@ with hypercomm.join(timeout=timedelta(seconds=60)) as job:
     with hypercomm.HyperCommGrid("tp=2,dp=2") as grid:
         for dim, tensor in tensors.items():
             dist.all_reduce(tensor, group=grid.create_pg(dim))
-    dist.barrier()  # nobody leaves while another, which is slow, still connects to it
+    dist.barrier()  # a rank that leaves early would break connections of slow ranks
     if "--die" in sys.argv and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os._exit(3) if job.rank == 1 else time.sleep(60)
 place = [job.launcher, job.rank, job.size, job.local_rank, job.local_size]
 found = {"place": place, "at": [job.address, job.port], "sums": [*map(int, tensors.values())]}
-sys.stdout.write(json.dumps(found) + "\\n")  # in one piece: all ranks write here
+sys.stdout.write(json.dumps(found) + "\\n")  # one write, because all ranks write to this file
 """
 
 
-# Ranks meet in the store of torchrun's agent, sum over their groups, and do so again when a rank
-# has died and torchrun starts all of them anew.
-@pytest.mark.parametrize("words", [(), ("--die",)])
-def test_torchrun(words, tmp_path):
+# Ranks join through the store of torchrun's agent and sum over their groups, also after a rank has
+# died and torchrun has restarted all of them.
+@pytest.mark.parametrize("options", [(), ("--die",)])
+def test_join_under_torchrun(options, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
-    options = ["--standalone", "--max-restarts", "1", "--monitor-interval", "0.2"]
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "4", *options]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "--standalone"]
+    torchrun += ["--max-restarts", "1", "--monitor-interval", "0.2"]
     variables = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    done = run_python(*torchrun, tmp_path / "program.py", *words, **variables)
+    done = run_python(*torchrun, tmp_path / "program.py", *options, **variables)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     found = sorted(lines, key=lambda rank: rank["place"][1])

@@ -1,4 +1,4 @@
-"""What a person sees of what the library makes: one line, many lines, errors that name it."""
+"""Grids cannot be pickled or copied. Their layouts can."""
 
 import copy
 import pickle
@@ -8,9 +8,9 @@ import pytest
 from hypercomm import GridSet, HyperCommGrid
 
 
-# A grid stays in its process, and says what travels in its place.
+# The error of pickling or copying a grid names what can be sent instead, and that works.
 @pytest.mark.parametrize("send", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_a_grid_is_no_value(send):
+def test_grid_cannot_be_pickled_or_copied(send):
     grid = HyperCommGrid("tp=2,dp=4", world_size=8)
     grid.register_view("expert", [4, 2], ["ep", "edp"])
     grids = GridSet.tile(8, encoder="tp=2,dp=2", llm="tp=4")

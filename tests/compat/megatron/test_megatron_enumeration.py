@@ -1,4 +1,4 @@
-"""Our grids and orders against megatron-core, whose HyperCommGrid and RankGenerator are oracles."""
+"""Grids and orders against megatron-core: HyperCommGrid and RankGenerator are the oracles."""
 
 import functools
 import os
@@ -6,20 +6,20 @@ from unittest import mock
 
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import hyper_comm_grid, parallel_state
+from megatron_oracle import hyper_comm_grid, parallel_state
 
 from hypercomm import HyperCommGrid, RankLayout
 from hypercomm.testing import dim_subsets, layouts, orders
 
 MEGATRON_NAMES = ("tp", "cp", "ep", "dp", "pp")
-FREE_NAMES = ("tp", "etp", "tp_inner", "p", "x2", "DP")  # some are parts of others
+FREE_NAMES = ("tp", "etp", "tp_inner", "p", "x2", "DP")  # some contain others
 
 sizes = st.integers(1, 4)
 
 
 @st.composite
 def twin_grids(draw):
-    """Draw a shape, names and an offset, and make our grid and Megatron's of them."""
+    """Draw a shape, names and an offset, and make a grid of hypercomm and one of Megatron."""
     layout = draw(layouts(dim_names=draw(st.sampled_from([MEGATRON_NAMES, FREE_NAMES]))))
     spare = draw(st.integers(0, 3))
     world_size = layout.rank_offset + layout.size + spare
@@ -31,21 +31,22 @@ def twin_grids(draw):
 
 @st.composite
 def twin_orders(draw):
-    """Draw an order and sizes, and make our layout and Megatron's generator of them.
+    """Draw an order and sizes, and make a layout of hypercomm and Megatron's generator.
 
-    Names that the order leaves out have size 1. Megatron has no generator with both ep and cp.
+    Names that are not in the order have size 1. Megatron's generator cannot have both ep and cp.
     """
     named = draw(st.lists(st.sampled_from(MEGATRON_NAMES), min_size=1, unique=True))
     by_name = dict.fromkeys(MEGATRON_NAMES, 1) | {name: draw(sizes) for name in named}
     by_name[draw(st.sampled_from(["ep", "cp"]))] = 1
-    order, rank_offset = draw(orders(named)), draw(st.integers(0, 9))
-    in_order = {name: by_name[name] for name in (*order.split("-"), *by_name)}
-    ours = RankLayout(in_order, rank_offset=rank_offset)
+    order = draw(orders(named))
+    rank_offset = draw(st.integers(0, 9))
+    flat = {name: by_name[name] for name in (*order.split("-"), *by_name)}
+    ours = RankLayout(flat, rank_offset=rank_offset)
     return ours, parallel_state.RankGenerator(**by_name, order=order, rank_offset=rank_offset)
 
 
-# get_rank_enum, _gen_rank_enum and _order_dims give the same lists and key, exactly, with dims in
-# any order; one dim may be a string.
+# get_rank_enum, _gen_rank_enum and _order_dims return exactly the same, for dims in any order and
+# for one dim as a string.
 @given(twin_grids(), st.data())
 def test_enumerations_agree(grids, data):
     ours, theirs = grids
@@ -59,8 +60,8 @@ def test_enumerations_agree(grids, data):
         assert ours._order_dims(given_dims) == order_dims(given_dims)
 
 
-# The groups of a token such as "tp-dp-cp" are the same lists, exactly, for every order of dims:
-# Megatron reads a token as a set of names, and lists groups and members ascending as we do.
+# The groups of a token such as "tp-dp-cp" are exactly the same lists for every order of dims:
+# Megatron reads a token as a set of names, and both list groups and members in ascending order.
 @given(twin_orders(), st.data())
 def test_groups_of_an_order_agree_with_rank_generator(orders_, data):
     ours, theirs = orders_

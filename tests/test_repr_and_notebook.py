@@ -1,10 +1,10 @@
-"""What values print, which of them become JSON, and the example notebook."""
+"""The repr and str of values, JSON of layouts, and the example notebook."""
 
 import json
 from pathlib import Path
 
 import pytest
-from launched import run_python
+from processes import run_python
 
 from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping
 from hypercomm.layout.difference import difference
@@ -13,9 +13,10 @@ from hypercomm.testing import fake_world, simulate
 EXAMPLE = Path(__file__).parents[1] / "examples" / "grid.ipynb"
 
 
-# `repr` of what calls return is one line, and `str` is a text.
-def test_one_line():
-    layout, listed = RankLayout("tp=2,dp=4"), RankLayout([2, 2], ["tp", "dp"], ranks=[9, 8, 0, 1])
+# repr() of a returned value is one line, and str() is not empty.
+def test_repr_is_one_line():
+    layout = RankLayout("tp=2,dp=4")
+    listed = RankLayout([2, 2], ["tp", "dp"], ranks=[9, 8, 0, 1])
     with fake_world(8), HyperCommGrid(layout) as grid:
         grid.create_pgs(["tp", "dp"])
         values = [grid, grid.explain("tp"), grid.connect(), grid.reshape("tp=4,dp=2")]
@@ -26,8 +27,8 @@ def test_one_line():
         assert str(value)
 
 
-# A mapping reads its ends off a grid or a text, as well as off a layout.
-def test_ends_of_a_mapping():
+# A mapping accepts a grid, a view or text in place of a layout.
+def test_mapping_accepts_grids_and_text():
     grid = HyperCommGrid("tp=2,dp=2", world_size=4)
     layout = RankLayout("tp=2,dp=2")
     assert RankMapping(grid, "dp=4") == RankMapping(layout, RankLayout("dp=4"))
@@ -55,12 +56,12 @@ for cell in json.loads(pathlib.Path(sys.argv[1]).read_text())["cells"]:
     if value is not None:
         print("a picture" if "<svg" in getattr(value, "_repr_html_", str)() else value)
 """
-"""What a kernel does with the cells of a notebook, as far as the example needs it."""
+"""Runs the cells of a notebook as a kernel does, as far as the example needs it."""
 
 
-# The example's cells run in order, also those on real ranks, and it holds no outputs that grow old.
+# The example's cells run in order, also on real ranks. The notebook is stored without outputs.
 @pytest.mark.slow
-def test_the_example(tmp_path):
+def test_example_notebook(tmp_path):
     done = run_python("-c", KERNEL, EXAMPLE, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -74,5 +75,6 @@ def test_the_example(tmp_path):
     assert "  this is rank 5, at tp=1, cp=0, dp=1" in lines
     assert lines[-1] == str([{"tp": 2, "dp": 2}] * 4)
     notebook = json.loads(EXAMPLE.read_text())
-    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    assert notebook["nbformat"] == 4
+    assert notebook["nbformat_minor"] == 5
     assert all(not cell.get("outputs") for cell in notebook["cells"])

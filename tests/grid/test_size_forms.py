@@ -1,4 +1,4 @@
-"""Grids of sizes in every form."""
+"""Sizes of grids, views and sets in every accepted form."""
 
 import pytest
 
@@ -16,19 +16,19 @@ FORMS = [
 
 
 @pytest.mark.parametrize(("args", "keywords"), FORMS)
-def test_every_form(args, keywords):
+def test_every_form_of_sizes(args, keywords):
     grid = HyperCommGrid(*args, world_size=8, **keywords)
     assert grid.layout == RankLayout([2, 4], ["tp", "dp"])
 
 
-# What is unspecified fills the world from the offset on, and what is not leaves the rest of it out.
-def test_offsets():
+# An unspecified size fills the world from the offset on. Without one, ranks may be left out.
+def test_sizes_with_an_offset():
     assert HyperCommGrid("tp=2,dp=-1", rank_offset=4, world_size=12).layout.ranks == range(4, 12)
     assert HyperCommGrid("tp=2", rank_offset=4, world_size=12).layout.ranks == range(4, 6)
     assert HyperCommGrid("tp=2,dp", rank_offset=6, world_size=12, name="a").shape == [2, 3]
 
 
-# A view takes its sizes in every form, too; what is unspecified fills the grid.
+# A view accepts its sizes in every form. An unspecified size fills the grid.
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -38,16 +38,16 @@ def test_offsets():
         (RankLayout(ep=4, rest=2),),
     ],
 )
-def test_views(sizes):
+def test_sizes_of_views(sizes):
     grid = HyperCommGrid("tp=2,dp=4", rank_offset=4, world_size=12)
     grid.register_view("expert", *sizes)
     assert grid.view("expert").layout == RankLayout([4, 2], ["ep", "rest"], 4)
     assert list(grid) == ["tp", "dp"]
 
 
-# A grid that leaves out ranks of the world says which, unless it is told what is meant, or where
-# the grid lies, or is made as Megatron makes it.
-def test_ranks_left_out():
+# A grid that leaves out ranks of the world warns and names them. It does not warn with cover="any",
+# with an offset, with Megatron's arguments, or with a layout.
+def test_ranks_left_out_warn():
     for sizes, keywords in ((("tp=2",), {}), (({"tp": 2},), {}), ((), {"tp": 2})):
         with pytest.warns(UserWarning, match=r"tp=2 leaves out ranks 2..7 .* 8.* cover='any'"):
             HyperCommGrid(*sizes, world_size=8, **keywords)
@@ -57,9 +57,9 @@ def test_ranks_left_out():
     HyperCommGrid(RankLayout(tp=2), world_size=8)
 
 
-# A set takes sizes in every form, by keyword too; a grid's text begins at rank 0.
-def test_sets():
-    forms = "tp=2,dp=4", {"tp": 2, "dp": -1}, RankLayout(tp=2, dp=4)
+# A set accepts sizes in every form, also as keywords. A grid given as text starts at rank 0.
+def test_sizes_of_sets():
+    forms = ("tp=2,dp=4", {"tp": 2, "dp": -1}, RankLayout(tp=2, dp=4))
     for form in forms:
         for grids in (
             GridSet({"a": form, "b": "tp=4"}, world_size=8),

@@ -1,4 +1,4 @@
-"""Timeouts on a machine whose processors are busy."""
+"""Timeouts on a machine whose cores are all busy."""
 
 import multiprocessing
 import time
@@ -33,7 +33,7 @@ def _busy():
 
 
 def calls(number):
-    """Return calls that need all ranks, by name; each one is made for the first time."""
+    """Return calls that need all ranks, by name. Each has an unused grid."""
     limit = timedelta(seconds=LIMIT_S)
     grid = HyperCommGrid("tp=2,dp=2", name=f"grid {number}")
     grids = GridSet.tile(a="tp=4", name=f"set {number}")
@@ -46,8 +46,8 @@ def calls(number):
     }
 
 
-def wait_in_vain():
-    """Make calls without one rank, and return how each one ended."""
+def calls_without_one_rank():
+    """Make calls that one rank does not join, and return how each one ended."""
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == ABSENT:
         store.wait([f"done {rank}" for rank in range(4) if rank != ABSENT], timedelta(minutes=9))
@@ -66,11 +66,11 @@ def wait_in_vain():
     return ended
 
 
-# Each call without a rank fails within its timeout plus two seconds, and all name the absent rank.
+# Each call fails within its timeout plus two seconds and names the absent rank.
 @pytest.mark.slow
 @pytest.mark.usefixtures("_busy")
-def test_timeouts_while_all_processors_are_busy():
-    found = run_ranks(wait_in_vain, 4, timeout=540)
+def test_timeouts_while_all_cores_are_busy():
+    found = run_ranks(calls_without_one_rank, 4, timeout=540)
     ended = [one for rank in found for one in rank]
     assert len(ended) == 3 * 5 * ROUNDS
     assert {missing for _, _, missing in ended} == {(ABSENT,)}

@@ -5,7 +5,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from launched import run_python
+from processes import run_python
 
 MEGATRON, EZPZ = "hypercomm.compat.megatron", "hypercomm.compat.ezpz"
 QUIET = {"TORCHDYNAMO_DISABLE": "1", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
@@ -42,7 +42,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(name="folder")
 def programs(tmp_path):
-    """A folder with programs; a small Megatron is next to them."""
+    """Write programs to a folder, with a small Megatron next to them."""
     for name, text in {
         "program.py": PROGRAM,
         "near.py": "",
@@ -73,7 +73,7 @@ def programs(tmp_path):
 # Arguments, paths, output, exit code and traceback are the same as with `python`, whether the
 # program succeeds, fails, cannot be imported, or has a syntax error.
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ["program.py", "well", "-m", "--out=1"],
         ["program.py", "fail"],
@@ -87,19 +87,19 @@ def programs(tmp_path):
     ],
     ids=" ".join,
 )
-def test_like_python(folder, words):
-    found = run_python("-m", MEGATRON, *words, folder=folder)
-    expected = run_python(*words, folder=folder)
+def test_same_result_as_python(folder, arguments):
+    found = run_python("-m", MEGATRON, *arguments, folder=folder)
+    expected = run_python(*arguments, folder=folder)
     assert (found.returncode, found.stdout) == (expected.returncode, expected.stdout)
     assert found.stderr.splitlines()[-1:] == expected.stderr.splitlines()[-1:]
-    if words[0] != "-m":  # there, Python's traceback has the frames of runpy
+    if arguments[0] != "-m":  # otherwise Python's traceback has frames of runpy
         assert found.stderr == expected.stderr
     assert "compat" not in found.stderr
 
 
-# The names are ours in the program, even if another Megatron is next to it.
+# The program gets hypercomm's modules, even if another Megatron is next to it.
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ["-m", MEGATRON, "which.py"],
         ["-m", MEGATRON, "-m", "which"],
@@ -108,22 +108,22 @@ def test_like_python(folder, words):
     ],
     ids=" ".join,
 )
-def test_names_are_ours(folder, words, tmp_path_factory):
-    elsewhere = folder if words[-1] == "which" else tmp_path_factory.mktemp("elsewhere")
-    words = [folder / word if word.endswith(".py") else word for word in words]
-    done = run_python(*words, folder=elsewhere)
+def test_program_gets_hypercomms_modules(folder, arguments, tmp_path_factory):
+    elsewhere = folder if arguments[-1] == "which" else tmp_path_factory.mktemp("elsewhere")
+    arguments = [folder / each if each.endswith(".py") else each for each in arguments]
+    done = run_python(*arguments, folder=elsewhere)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("hypercomm.compat.megatron.parallel_state")
 
 
-def test_ezpz(folder):
+def test_program_gets_ezpz_tp(folder):
     done = run_python("-m", EZPZ, "tp.py", folder=folder)
     assert done.stdout == "hypercomm.compat.ezpz\n", done.stderr
 
 
-# A program that cannot be found is an error in one line.
+# If the program is not found, the error is one line.
 @pytest.mark.parametrize(
-    ("words", "code", "problem"),
+    ("arguments", "code", "problem"),
     [
         ([], 2, f"usage: python -m {MEGATRON} (SCRIPT | -m MODULE) [arguments]"),
         (["-m"], 2, f"usage: python -m {MEGATRON} (SCRIPT | -m MODULE) [arguments]"),
@@ -132,14 +132,14 @@ def test_ezpz(folder):
         (["-m", "nothing"], 1, "ImportError: No module named nothing"),
     ],
 )
-def test_no_program(folder, words, code, problem):
-    done = run_python("-m", MEGATRON, *words, folder=folder)
+def test_missing_program(folder, arguments, code, problem):
+    done = run_python("-m", MEGATRON, *arguments, folder=folder)
     assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr == f"{problem}\n"
 
 
-# A sitecustomize may import Megatron before install() can: this is an error, not a silent mixture.
-def test_too_late(folder):
+# If sitecustomize has imported Megatron before install(), that is an error, not a silent mixture.
+def test_megatron_imported_by_sitecustomize(folder):
     path = f"{folder / 'early'}:{folder}:{Path.cwd()}"
     done = run_python("-m", MEGATRON, "which.py", folder=folder, PYTHONPATH=path)
     assert done.returncode == 2
@@ -148,18 +148,20 @@ def test_too_late(folder):
     assert done.stdout == ""
 
 
-def losses_of(*words):
+def losses_of(*launcher):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     sizes = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
     script = PRETRAINING / "pretrain_small.py"
-    done = run_python(*torchrun, *words, script, *sizes, "--train-iters", "3", seconds=300, **QUIET)
+    options = [*sizes, "--train-iters", "3"]
+    done = run_python(*torchrun, *launcher, script, *options, seconds=300, **QUIET)
     assert done.returncode == 0, done.stderr
     return done.stdout, re.findall(r"step \d loss (\S+)", done.stdout)
 
 
-# A program like pretrain_gpt.py, unedited and on four ranks, has the losses that it has without us.
+# An unmodified program like pretrain_gpt.py has the same losses on four ranks, with hypercomm or
+# not.
 @pytest.mark.clients
-def test_pretraining():
+def test_pretraining_has_the_same_losses():
     plain, expected = losses_of()
     printed, found = losses_of("-m", MEGATRON)
     assert "megatron.core.parallel_state pretrain_small.py __main__" in plain

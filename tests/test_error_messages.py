@@ -1,4 +1,4 @@
-"""Mistakes that people make: each raises its class and names the argument and the value."""
+"""Mistakes that people make: each raises a class, and names the argument and the value."""
 
 import math
 import pickle
@@ -6,7 +6,7 @@ import threading
 from datetime import timedelta
 
 import pytest
-from group_facts import tables
+from group_checks import tables
 
 from hypercomm import (
     GridSet,
@@ -72,12 +72,13 @@ def reconfigured(**options):
 
 
 def created(call):
-    """Call with a grid of 8 ranks, seen from rank 5, whose dp groups exist: nothing changes."""
+    """Call with a grid of 8 ranks, as rank 5, with dp groups. Nothing may change."""
 
     def called():
         with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
             grid.create_pg("dp")
-            before, groups = tables(), dict(grid.pgs)
+            before = tables()
+            groups = dict(grid.pgs)
             try:
                 call(grid)
             finally:
@@ -103,7 +104,7 @@ def after_destroy(grid):
     grid.create_pg("tp")
 
 
-# (the call, its error, what the message must hold: the argument, the value, what would have worked)
+# (the call, its error, parts of the message: the argument, the value, what would have worked)
 LAYOUTS = [
     (lambda: RankLayout([2, 4], ["tp"]), LayoutError, "shape", "dim_names", "['tp']"),
     (lambda: RankLayout([], []), LayoutError, "at least one dim"),
@@ -387,7 +388,7 @@ GRIDS = [
     (lambda: run_ranks(int, 0), LayoutError, "nprocs must be at least 1", "0"),
     (lambda: report(1), NotInitializedError, "only in a rank that run_ranks"),
 ]
-# with a grid of 8 ranks, seen from rank 5, whose dp groups exist
+# With a grid of 8 ranks, as rank 5, with dp groups.
 CREATED = [
     (lambda grid: grid.create_pg("dp"), GroupExistsError, "'dp'", "get_pg"),
     (lambda grid: grid.get_pg("tp"), GroupMissingError, "'tp'", "create_pg"),
@@ -537,7 +538,7 @@ TOOLS = [
 ]
 
 
-# Each mistake raises exactly its class, with a message that names what is wrong.
+# Each mistake raises exactly its class, with all parts in the message.
 @pytest.mark.parametrize(
     ("call", "kind", "parts"),
     [
@@ -554,8 +555,9 @@ def test_mistake(call, kind, parts, monkeypatch):
     assert [part for part in parts if part not in str(caught.value)] == []
 
 
-# Legacy code catches builtins: a layout's errors are ValueErrors, a group's are KeyErrors.
-def test_family():
+# Legacy code catches builtin types: errors of layouts are ValueErrors, errors of groups are
+# KeyErrors.
+def test_builtin_bases():
     assert issubclass(LayoutError, ValueError)
     assert issubclass(RankOutsideError, ValueError)
     assert issubclass(WorldSizeError, ValueError)

@@ -1,4 +1,4 @@
-"""Drawn states for `transfer_state`, whose parts on each rank torch.chunk alone computes."""
+"""Draws states for `transfer_state`. The expected part of each rank comes from torch.chunk."""
 
 import math
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool,
 
 
 def chunk(tensor, axis, count, at, pieces=1):
-    """A shard as torch.chunk cuts; a strided shard is one of each of several pieces."""
+    """Return a shard as torch.chunk cuts it. A strided shard takes one part of each piece."""
     whole = [part.chunk(count, axis) for part in tensor.chunk(pieces, axis)]
     found = [parts[at] for parts in whole if at < len(parts)]
     return torch.cat(found, axis) if found else tensor.narrow(axis, 0, 0)
@@ -24,7 +24,7 @@ def pick(random, *choices):
 
 
 class End:
-    """An end of a state: a layout of two dims, and how each parameter is held there."""
+    """The source or target of a transfer: a layout of two dims, and how it holds parameters."""
 
     def __init__(self, random, world, names):
         count = int(random.integers(1, min(world, 4) + 1))
@@ -34,7 +34,7 @@ class End:
         self.cuts, self.placements = {}, {}
 
     def draw(self, random, name, whole):
-        """Choose how a parameter is held: by dims that cut axes, or as a DTensor."""
+        """Choose how to hold a parameter: by dims that cut axes, or as a DTensor."""
         axes = [*range(whole.ndim)]
         if axes and random.random() < 0.5:
             choices = [Replicate(), Shard(pick(random, *axes)), Shard(pick(random, *axes))]
@@ -45,7 +45,7 @@ class End:
             self.cuts[name] = {dim: pick(random, *axes) for dim in dims}
 
     def part(self, name, whole, rank):
-        """The part of a whole tensor on a rank."""
+        """Return the part of a whole tensor that a rank holds."""
         coords = self.layout.coords(rank)
         if name in self.placements:
             for dim, placement in zip(self.sizes, self.placements[name], strict=True):
@@ -58,17 +58,17 @@ class End:
         return whole.clone()
 
     def mesh(self):
-        """The ranks in the order of a mesh with the dims of the layout."""
+        """Return the ranks in the order of a mesh with the dims of the layout."""
         return torch.tensor(self.layout.ranks).reshape([*self.sizes.values()][::-1]).T
 
 
 class Case:
-    """A state of a few parameters from one end to another.
+    """A state of one to three parameters, sometimes with fused ones, from a source to a target.
 
     Args:
         random: A generator of numpy.
         world: The number of ranks.
-        distribute: Makes a DTensor of a part, given the whole tensor, the end, the name and rank.
+        distribute: Makes a DTensor of a part, given the whole tensor, the end, its name, the rank.
     """
 
     def __init__(self, random, world, distribute):
@@ -95,9 +95,12 @@ class Case:
         return whole
 
     def _add_fused(self, random):
-        """Add q, k and v with heads, or parts of any lengths, which a dim of the target cuts."""
-        count, width = self.target.sizes["c"], int(random.integers(1, 4))
-        parts, heads, lengths = ["x.q", "x.k", "x.v"], None, random.integers(0, 9, 3)
+        """Add q, k and v, with heads or with parts of any length, cut by a dim of the target."""
+        count = self.target.sizes["c"]
+        width = int(random.integers(1, 4))
+        parts = ["x.q", "x.k", "x.v"]
+        heads = None
+        lengths = random.integers(0, 9, 3)
         if random.random() < 0.6:
             few = pick(random, *[n for n in (1, 2, 3, 4) if n % count == 0 or count % n == 0])
             heads = (few * count, few, few)
@@ -112,7 +115,7 @@ class Case:
         self.wanted["x.qkv"] = None
 
     def due(self, name, rank):
-        """The tensor that a target rank must receive."""
+        """Return the tensor that a target rank must receive."""
         if self.wanted[name] is not None:
             return self.convert(self.target.part(name, self.wanted[name], rank))
         count, at = self.target.sizes["c"], self.target.layout.coords(rank)["c"]
@@ -129,9 +132,10 @@ class Case:
         return tensor.to(self.dtype) if self.dtype and tensor.is_floating_point() else tensor
 
     def arguments(self, rank):
-        """The arguments of a rank, and the tensors that it must have received by name."""
-        given, due = dict(self.options), {}
-        # Patterns match the names of the rank only.
+        """Return the arguments of a rank, and by name the tensors that it must receive."""
+        given = dict(self.options)
+        due = {}
+        # The patterns of a rank match only names that it holds.
         shards = {}
         if rank in self.source.layout:
             given["state"] = {
@@ -161,14 +165,15 @@ class Case:
 
 
 class Mesh:
-    """Stands in for a DeviceMesh."""
+    """Replaces a DeviceMesh."""
 
 
-def stand_in(part, whole, end, name, rank):
-    """A DTensor of a rank without a process group."""
+def without_group(part, whole, end, name, rank):
+    """Return an object like a DTensor of a rank, without a process group."""
     coords = end.layout.coords(rank)
     mesh = Mesh()
-    mesh.mesh, mesh.shape = end.mesh(), tuple(end.sizes.values())
+    mesh.mesh = end.mesh()
+    mesh.shape = tuple(end.sizes.values())
     mesh.get_coordinate = lambda: [coords[dim] for dim in end.sizes]
     return SimpleNamespace(
         device_mesh=mesh,

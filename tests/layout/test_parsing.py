@@ -1,4 +1,4 @@
-"""Layouts from every form of sizes, texts that cannot be read, and dims in every spelling."""
+"""Sizes in every accepted form, text that cannot be parsed, and every way to name dims."""
 
 import itertools
 import math
@@ -17,12 +17,12 @@ from hypercomm.layout.text import short_repr
 pytestmark = pytest.mark.torch_free
 LAYOUT = RankLayout([2, 3, 4], ["tp", "cp", "dp"])
 
-# ---- one constructor rule -----------------------------------------------------------------------
+# ---- forms of sizes -----------------------------------------------------------------------------
 
 
-# Every form of the same sizes is the same layout, whoever reads it.
+# Every form of the same sizes makes the same layout, in the constructor and in read_layout.
 @pytest.mark.parametrize("read", [RankLayout, read_layout])
-def test_every_form(read):
+def test_every_form_of_sizes(read):
     forms = [
         read("tp=2,cp=3,dp=4"),
         read({"tp": 2, "cp": 3, "dp": 4}),
@@ -38,8 +38,8 @@ def test_every_form(read):
     assert read("tp=2", rank_offset=np.int64(4)).ranks == range(4, 6)
 
 
-# An unspecified size takes the ranks that are left of a world; a layout may leave some out.
-def test_layouts_in_a_world(monkeypatch):
+# An unspecified size takes the remaining ranks of the world. Without one, a layout may be smaller.
+def test_read_layout_in_a_world(monkeypatch):
     assert read_layout("tp=2,dp", rank_offset=4, world_size=12).ranks == range(4, 12)
     assert read_layout("tp=2,dp=2", world_size=12).size == 4
     monkeypatch.setenv("HYPERCOMM_LAYOUT", "tp=2,dp=-1")
@@ -53,19 +53,19 @@ def test_layouts_in_a_world(monkeypatch):
 # ---- text ---------------------------------------------------------------------------------------
 
 
-# A part that cannot be read is named.
+# The error quotes the part that cannot be parsed.
 @pytest.mark.parametrize(
     "part", ["tp=1e3", "tp=2xdp=4", "tp=-2", "tp=2.0", "tp=x", "tp=0", "tp=", "tp==2", "t+p=2"]
 )
 @pytest.mark.parametrize("text", ["{}", "{},pp=2", "pp=2, {}"])
-def test_sizes_that_cannot_be_read(text, part):
+def test_sizes_that_cannot_be_parsed(text, part):
     with pytest.raises(LayoutError, match=re.escape(repr(part))):
         RankLayout(text.format(part))
 
 
-# A text that makes no sense is answered quickly and shortly, however long it is.
+# Text that cannot be parsed fails fast and with a short message, however long it is.
 @pytest.mark.parametrize("text", ["a" * 100_000, "a1" * 50_000, "a=" * 50_000, "tp=2 " * 20_000])
-def test_long_texts(text):
+def test_long_text_fails_fast(text):
     begin = time.process_time()
     with pytest.raises(LayoutError) as caught:
         RankLayout(text)
@@ -73,8 +73,8 @@ def test_long_texts(text):
     assert len(str(caught.value)) < 500
 
 
-# Values in messages are cut before they are written.
-def test_values_are_shown_short():
+# Large values are truncated before they are formatted.
+def test_short_repr_is_short():
     for value in ("a" * 10**7, [0] * 10**7, {"a" * 10**6: 1}, 10**5000, np.zeros(10**6)):
         assert len(short_repr(value)) < 500
 
@@ -93,15 +93,15 @@ SPELLINGS = [
 ]
 
 
-# Every spelling means the same dims.
+# Every way to name the same dims is equivalent.
 @pytest.mark.parametrize("dims", SPELLINGS)
-def test_every_spelling(dims):
+def test_every_way_to_name_dims(dims):
     assert LAYOUT.order_dims(dims) == ("cp", "dp")
     assert LAYOUT.groups(*dims) == LAYOUT.groups("cp", "dp")
     assert LAYOUT.size_of(*dims) == 3 * 4
 
 
-# Sizes multiply, and a dim that is not there has the default.
+# size_of() of several dims is the product of their sizes. A missing dim has the default size.
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_sizes_multiply(count):
     sizes = {"tp": 2, "cp": 3, "dp": 4, "pp": 5}
@@ -112,6 +112,6 @@ def test_sizes_multiply(count):
 
 
 @pytest.mark.parametrize("text", ["", "tp,", "tp,tp", "tp+dp,dp+tp", 3])
-def test_groups_that_cannot_be_read(text):
+def test_groups_that_cannot_be_parsed(text):
     with pytest.raises(LayoutError):
         parse_groups(text)

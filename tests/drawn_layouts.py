@@ -1,4 +1,4 @@
-"""Layouts of every kind, with their ranks by numpy alone, in Fortran order."""
+"""Strategies for layouts of every kind, each with its table of ranks computed by numpy."""
 
 import math
 
@@ -13,20 +13,21 @@ def divisors(number):
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def in_order(table):
+def in_layout_order(table):
+    """List the ranks of a table, or of a part of it, in the order of the layout."""
     """The ranks of a table, or of a part of it, in the order of the layout."""
     return np.ravel(table, order="F").tolist()
 
 
-def read(layout):
-    """Ask a layout for its table: element [i, j, ...] is the rank at these coordinates."""
+def table_of(layout):
+    """Build a table by calling `rank`: element [i, j, ...] is the rank at these coordinates."""
     cells = (dict(zip(layout.dim_names, index, strict=True)) for index in np.ndindex(layout.shape))
     return np.array([layout.rank(**coords) for coords in cells]).reshape(layout.shape)
 
 
 @st.composite
-def some_coords(draw, layout, dims):
-    """Draw coordinates for some of these dims, or for none."""
+def partial_coords(draw, layout, dims):
+    """Draw coordinates for some of these dims."""
     return {
         dim: draw(st.integers(0, layout.size_of(dim) - 1)) for dim in dims if draw(st.booleans())
     }
@@ -37,23 +38,24 @@ def index_at(layout, coords):
 
 
 @st.composite
-def lists(draw, size):
-    """Draw distinct ranks: shuffled, some left out, or in even steps of another order."""
+def rank_lists(draw, size):
+    """Draw distinct ranks: shuffled, with gaps, or in even steps of another dim order."""
     if draw(st.booleans()):
         return draw(st.permutations(range(size + draw(st.integers(0, 5)))))[:size]
     outer = draw(st.sampled_from(divisors(size)))
     return (np.arange(size).reshape(outer, -1).T.ravel() * draw(st.integers(1, 3))).tolist()
 
 
-def by_strides(shape, strides, offset=0):
-    """The table of ranks that strides give: the sum of coordinate times stride."""
+def table_by_strides(shape, strides, offset=0):
+    """Return the table of ranks that strides give: the sum of coordinate times stride."""
     return sum(np.indices(shape)[axis] * stride for axis, stride in enumerate(strides)) + offset
 
 
 @st.composite
-def some_strides(draw, shape):
-    """Draw strides in any order of the dims, each past the ranks of the smaller ones."""
-    strides, reached = [1] * len(shape), 0
+def nested_strides(draw, shape):
+    """Draw strides in any order of the dims, each larger than the span of the smaller ones."""
+    strides = [1] * len(shape)
+    reached = 0
     for axis in draw(st.permutations(range(len(shape)))):
         strides[axis] = reached + 1 + draw(st.integers(0, 2))
         reached += (shape[axis] - 1) * strides[axis]
@@ -61,27 +63,27 @@ def some_strides(draw, shape):
 
 
 @st.composite
-def numbered(draw, kinds=("dense", "gaps", "strided", "listed"), **bounds):
-    """Draw a layout: dense, with the gaps of select(), with strides in any order, or a list."""
+def layouts_with_tables(draw, kinds=("dense", "gaps", "strided", "listed"), **bounds):
+    """Draw a layout and its table: dense, with the gaps of select(), with strides, or a list."""
     layout = draw(layouts(**{"max_ranks": 64} | bounds))
     table = np.arange(layout.size).reshape(layout.shape, order="F") + layout.rank_offset
     kind = draw(st.sampled_from(kinds))
     if kind == "gaps":
-        coords = draw(some_coords(layout, layout.dim_names[:-1]))
+        coords = draw(partial_coords(layout, layout.dim_names[:-1]))
         return layout.select(**coords), table[index_at(layout, coords)]
     if kind == "strided":
-        strides = draw(some_strides(layout.shape))
-        table = by_strides(layout.shape, strides, layout.rank_offset)
+        strides = draw(nested_strides(layout.shape))
+        table = table_by_strides(layout.shape, strides, layout.rank_offset)
         layout = RankLayout(layout.shape, layout.dim_names, layout.rank_offset, strides=strides)
     if kind == "listed":
-        ranks = draw(lists(layout.size))
+        ranks = draw(rank_lists(layout.size))
         table = np.array(ranks).reshape(layout.shape, order="F")
         layout = RankLayout(layout.shape, layout.dim_names, ranks=ranks)
     return layout, table
 
 
 def groups_of(table, axes):
-    """The groups along some axes in the layout's order: each first axis the fastest."""
+    """List the groups along some axes in the layout's order, the first axis fastest."""
     others = [axis for axis in range(table.ndim) if axis not in axes]
     turned = np.transpose(table, [*others[::-1], *sorted(axes)[::-1]])
     size = math.prod(table.shape[axis] for axis in axes)
@@ -89,7 +91,7 @@ def groups_of(table, axes):
 
 
 def slice_groups(groups, size, step):
-    """Cut each group into runs of `size * step`, and keep every `step`-th rank of a run."""
+    """Cut each group into runs of `size * step` ranks, and keep every `step`-th rank of a run."""
     return [
         group[start + phase : start + size * step : step]
         for group in groups
@@ -99,9 +101,9 @@ def slice_groups(groups, size, step):
 
 
 @st.composite
-def grouped(draw, **bounds):
-    """Draw groups, derived from others up to three times over, and the same by plain slices."""
-    layout, table = draw(numbered(**bounds))
+def groups_with_lists(draw, **bounds):
+    """Draw groups, derived from others up to three times, and the same groups by plain slices."""
+    layout, table = draw(layouts_with_tables(**bounds))
     dims = draw(dim_subsets(layout))
     groups = layout.groups(*dims)
     expected = groups_of(table, [layout.dim_names.index(dim) for dim in dims])

@@ -1,4 +1,4 @@
-"""Ranks of groups, and parts of tensors, by numpy alone: what tests expect."""
+"""The ranks of groups and the parts of tensors that tests expect, computed with numpy alone."""
 
 import math
 
@@ -6,9 +6,12 @@ import numpy as np
 
 
 def group_of(shape, names, ranks, dims, rank):
-    """The ranks of a rank's group over some dims, the first dim fastest; None for one outside.
+    """The ranks of the group of `rank` over `dims`, the first dim fastest.
 
-    `ranks` lists those of the layout, or is the first of them.
+    Args:
+        ranks: The ranks of the layout, or its first rank.
+
+    Returns: None if `rank` is not in the layout.
     """
     if isinstance(ranks, int):
         ranks = np.arange(np.prod(shape)) + ranks
@@ -23,7 +26,7 @@ def group_of(shape, names, ranks, dims, rank):
 
 
 def sum_of(*layout_dims_and_rank):
-    """10**member summed over that group; None for a rank outside."""
+    """The sum of 10**member over that group, or None for a rank that is not in the layout."""
     members = group_of(*layout_dims_and_rank)
     return None if members is None else sum(10**member for member in members)
 
@@ -38,7 +41,7 @@ def all_groups(table, names, dims):
 
 
 def cuts_of(mapping):
-    """The dims that cut each of three axes, outermost first."""
+    """The dims that cut each of three axes, the outermost dim first."""
     cuts = {} if mapping.along is None else {mapping.batch_axis % 3: [mapping.along]}
     for dim, axis in mapping.shards:
         cuts.setdefault(axis % 3, []).append(dim)
@@ -46,7 +49,7 @@ def cuts_of(mapping):
 
 
 def whole_of(mapping, times=1):
-    """A tensor of three axes that both ends can cut; its elements are numbers."""
+    """A tensor of three axes that source and target can both cut, with distinct elements."""
     shape = [times] * 3
     for axis, dims in cuts_of(mapping).items():
         sides = (mapping.source, mapping.target)
@@ -57,12 +60,13 @@ def whole_of(mapping, times=1):
 
 
 def held(mapping, shape, *, is_source):
-    """For each rank of an end's stage, in order, the indices that it has of each of three axes.
+    """For each rank of a stage, in order, the indices that it holds along each of three axes.
 
-    As torch.chunk cuts: the last shards may be shorter, or empty.
+    Axes are cut as torch.chunk cuts them: the last shards may be shorter, or empty.
     """
     layout = mapping.source if is_source else mapping.target
-    stage, found = -1 if is_source != mapping.backward else 0, {}
+    stage = -1 if is_source != mapping.backward else 0
+    found = {}
     for at, rank in enumerate(layout.ranks):
         index = map(int, np.unravel_index(at, layout.shape, order="F"))
         coords = dict(zip(layout.dim_names, index, strict=True))

@@ -1,4 +1,4 @@
-"""Ranks that die on purpose, where `run_ranks` would end all of them with the first."""
+"""Starts ranks that a test may kill. (`run_ranks` ends all ranks when the first one dies.)"""
 
 import json
 import multiprocessing
@@ -11,13 +11,13 @@ from pathlib import Path
 import cloudpickle
 import torch.distributed as dist
 
-# The server that run_ranks uses, too, with torch loaded.
+# The fork server that run_ranks uses, with torch loaded.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["hypercomm.grid", "cloudpickle"])
 
 
 def call(pickled):
-    """Call a function of a test file, which the process need not import."""
+    """Call a pickled function of a test file. This process need not import the file."""
     function, args = cloudpickle.loads(pickled)
     function(*args)
 
@@ -32,17 +32,17 @@ def start(function, *args):
     return process
 
 
-def end_by(number):
-    """End this process by a signal, or stop it, again should something let it continue."""
+def signal_self(number):
+    """Send this process a signal until it has ended or is stopped for good."""
     while True:
         os.kill(os.getpid(), number)
 
 
 def exit_codes(function, count, *args, seconds=60, stopped=(), port=None):
-    """Run `function(rank, port, *args)` as each rank of a job to its end; how each one ended.
+    """Run `function(rank, port, *args)` as each rank of a job, and return the exit codes.
 
-    The store of the job is here, unless another port is given. Who has not ended after some seconds
-    is killed, who is stopped at once.
+    This process serves the job's store, unless a port is given. A rank that has not ended after
+    `seconds` is killed. Ranks in `stopped` are killed without waiting for them.
     """
     if port is None:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -57,23 +57,23 @@ def exit_codes(function, count, *args, seconds=60, stopped=(), port=None):
     return [process.exitcode for process in ranks]
 
 
-def run_scene(folder, scene, size, *args, victims=(), timeout_s=30, seconds=90, port=None):
-    """Run `scene(rank, *args)` on the ranks of a job; what each one tells that is no victim.
+def run_scenario(folder, scene, size, *args, victims=(), timeout_s=30, seconds=90, port=None):
+    """Run `scene(rank, *args)` on the ranks of a job, and return the results of the survivors.
 
-    All others must end by themselves; a victim is killed or stopped.
+    A rank in `victims` must be killed or stopped. All others must end on their own.
     """
 
     def take_part(rank, port):
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-        told = json.dumps(scene(rank, *args))
+        result = json.dumps(scene(rank, *args))
         draft = Path(folder, f"{rank}.draft")
-        draft.write_text(told)
+        draft.write_text(result)
         draft.rename(draft.with_suffix(".json"))
         while len([*Path(folder).glob("*.json")]) < size - len(victims):
-            time.sleep(0.01)  # a rank that ends breaks connections
-        os._exit(0)  # WORLD may have lost ranks: nobody waits for it
+            time.sleep(0.01)  # a rank that ends breaks connections of others
+        os._exit(0)  # destroying a WORLD that has lost ranks would wait for them
 
     module = sys.modules[scene.__module__]
     cloudpickle.register_pickle_by_value(module)

@@ -1,8 +1,8 @@
-"""Groups made of groups, and groups shared between grids, in fake worlds."""
+"""Derived groups, and groups shared between grids, in fake worlds."""
 
 import pytest
 import torch.distributed as dist
-from group_facts import registered
+from group_checks import registered
 
 from hypercomm import HyperCommGrid
 from hypercomm.errors import GroupOptionsError
@@ -17,8 +17,8 @@ def ends(groups):
     return groups.pick(lambda group: (group[0], group[-1]))
 
 
-# Groups made of groups: the ends of each pipeline, halves, and the levels of a hierarchy;
-# ensure_pg refuses to make others.
+# derive= makes groups from groups: the ends of each pipeline, halves, levels of a hierarchy, lists.
+# ensure_pg with another function raises.
 @pytest.mark.parametrize(
     ("derive", "of_rank"),
     [
@@ -40,14 +40,15 @@ def test_derived_groups(derive, of_rank):
                 grid.ensure_pg("pp", name="made", derive=lambda groups: groups.chunks(4))
 
 
-# With share_with, a grid takes the other's group where the ranks are the same. Whichever of them
-# has it last destroys it, and nothing else; one that was destroyed serves nobody any more.
+# With share_with, a grid uses the other's group if the ranks are the same. The last grid that has a
+# group destroys it. A destroyed grid shares nothing more.
 @pytest.mark.parametrize("is_lender_first", [True, False])
-def test_the_last_grid_destroys(is_lender_first):
+def test_last_grid_destroys_a_shared_group(is_lender_first):
     with fake_world(8, rank=3):
         lender = HyperCommGrid([2, 4], ["tp", "dp"], share="identical")
         grid = HyperCommGrid([2, 2, 2], ["tp", "ep", "dp"], share="identical", share_with=lender)
-        tensor, data = lender.create_pg("tp"), lender.create_pg("dp")
+        tensor = lender.create_pg("tp")
+        data = lender.create_pg("dp")
         assert grid.create_pg("tp") is tensor
         own = grid.create_pg("dp")
         assert ranks(own) == [3, 7]
@@ -68,8 +69,7 @@ def test_the_last_grid_destroys(is_lender_first):
         assert len(registered()) == 1
 
 
-# Groups made of groups are shared where the caller's ranks are the same: the two ends of two stages
-# are the pipeline.
+# Derived groups are shared if the ranks are the same: with two stages, the ends are the pipeline.
 def test_derived_groups_are_shared():
     with fake_world(4, rank=1), HyperCommGrid([2, 2], ["tp", "pp"], share="identical") as grid:
         pipeline = grid.create_pg("pp")

@@ -1,0 +1,30 @@
+"""Time limits that hold while other tests run on the same machine."""
+
+import os
+import time
+
+from hypercomm.launch import run_ranks
+
+CROWDED = 3
+"""How much longer a process takes when four workers share two cores."""
+
+
+def scaled_s(quiet_s):
+    """Scale a time limit for a quiet machine to the load of this test run."""
+    return quiet_s * (CROWDED if "PYTEST_XDIST_WORKER" in os.environ else 1)
+
+
+def startup_timeout_s(nprocs):
+    """Return a timeout, in seconds, that is long enough to start ranks on this machine now."""
+    run_ranks(int, nprocs)  # starts the fork server
+    begin = time.monotonic()
+    run_ranks(int, nprocs)
+    return round(1 + 5 * (time.monotonic() - begin), 1)
+
+
+def wait_until(condition, quiet_s=20, say=str):
+    """Wait until `condition()` is true. `say()` is the message if that takes too long."""
+    deadline = time.monotonic() + scaled_s(quiet_s)
+    while not condition():
+        assert time.monotonic() < deadline, say()
+        time.sleep(0.02)
