@@ -179,7 +179,7 @@ class Scene:
         each = " each" if len(groups) > 1 else ""
         for level in self.levels:
             counts = units_of_groups(level.of_rank[some.to_array()])
-            least, most = int(counts.min()), int(counts.max())
+            least, most = int(np.min(counts)), int(np.max(counts))
             if most == 1:
                 return f"{words},{each} inside one {level.name}", LINKS.get(level.name, level.name)
             span = f"{least:,}" if least == most else f"{least:,} to {most:,}"
@@ -241,7 +241,7 @@ class Scene:
             layout, inner, outer = self._split(size if size <= MOST_RANKS else 1)
             rows = units.reshape(-1, layout.size_of(*inner))
             is_even = rows.shape[1] == size and (rows == rows[:, :1]).all()
-            if is_even and np.bincount(rows[:, 0]).max() == 1:
+            if is_even and np.max(np.bincount(rows[:, 0])) == 1:
                 return host, layout, inner, outer
         size = self.layout.size_of(*self.long_dims[0])
         return None, *self._split(size if size <= MOST_RANKS else 1)
@@ -292,7 +292,10 @@ def change_picture(found: LayoutDifference, levels: Sequence[Level]) -> Box:
 
 
 def mapping_picture(mapping: RankMapping) -> Box:
-    """Return what each source sends to each target; in large mappings, ranks share rows."""
+    """Return a matrix of the parts that each source rank sends to each target rank.
+
+    Parts that stay on their rank are marked "=". In large mappings, ranks share rows and columns.
+    """
     table = mapping.table()
     amounts = (table["stop"] - table["start"]).prod(axis=1)
     is_moved = table["source"] != table["target"]
@@ -306,15 +309,35 @@ def mapping_picture(mapping: RankMapping) -> Box:
     column = np.searchsorted(ends[1], table["target"]) // size
     moved = np.zeros((len(rows), len(columns)), dtype=np.int64)
     np.add.at(moved, (row, column), amounts * is_moved)
+    kept = np.zeros_like(moved)
+    np.add.at(kept, (row, column), amounts * ~is_moved)
+    most = int(np.max(moved))
     cells = [[Cell("from \\ to"), *map(Cell, columns)]]
-    for source, sent in zip(rows, moved.tolist(), strict=True):
+    for at, source in enumerate(rows):
         cells.append([Cell(source)])
-        for target, amount in zip(columns, sent, strict=True):
-            fill = AMOUNTS[min(3, 4 * amount // moved.max())] if amount else ""
-            tip = f"{source} to {target}: {pluralize(amount, 'part')}"
-            cells[-1].append(Cell(f"{amount:,}" if amount else ".", fill, tip=tip))
-    messages = pluralize(is_moved.sum(), "message")
-    kept = pluralize(amounts[~is_moved].sum(), "part")
-    summary = f"{pluralize(moved.sum(), 'part')} moved in {messages}, {kept} kept in place"
-    part = f"a part is 1/{table['stop'].max(axis=0).prod():,} of the tensor"
-    return Box(str(mapping), "", [Box("", f"{summary}; {part}", [cells])])
+        for to, target in enumerate(columns):
+            ends = f"{source} to {target}"
+            cells[-1].append(_amount_cell(ends, int(moved[at, to]), int(kept[at, to]), most))
+    messages = pluralize(int(is_moved.sum()), "message")
+    summary = (
+        f"{pluralize(int(moved.sum()), 'part')} moved in {messages}, "
+        f"{pluralize(int(kept.sum()), 'part')} kept in place"
+    )
+    whole = int(np.prod(np.max(table["stop"], axis=0)))
+    part = f"a part is 1/{whole:,} of the tensor"
+    legend = "= marks kept parts, . no parts"
+    return Box(str(mapping), "", [Box("", f"{summary}; {part}; {legend}", [cells])])
+
+
+def _amount_cell(ends: str, moved: int, kept: int, most: int) -> Cell:
+    """Return a cell of the matrix: the parts that move, "=" for parts that stay, else "."."""
+    tip = f"{ends}: {pluralize(moved, 'part')}"
+    if kept:
+        tip += f", {pluralize(kept, 'part')} kept in place"
+    text = f"{moved:,}" if moved else ""
+    if kept:
+        text += MARKS["kept"]
+    fill = FATES["kept"] if kept else ""
+    if moved:
+        fill = AMOUNTS[min(3, 4 * moved // most)]
+    return Cell(text or ".", fill, tip)
