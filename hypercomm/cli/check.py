@@ -17,14 +17,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from hypercomm.cli import options
-from hypercomm.cli.options import Key, read_keys, read_views
+from hypercomm.cli.options import Key, read_keys, read_sizes, read_views
 from hypercomm.cli.printing import console, numbers, print_json, quiet, table
 from hypercomm.errors import HyperCommError, RankFailedError, WorldSizeError
 from hypercomm.job_environment import FoundJob, find_job
 from hypercomm.launch import run_ranks
 from hypercomm.launch.run import most_ranks, preloads
 from hypercomm.layout import RankLayout
-from hypercomm.layout.parsing import infer_sizes, parse_sizes
 from hypercomm.layout.text import format_coords
 from hypercomm.layout.views import Views
 
@@ -42,7 +41,10 @@ preloads.append(__name__)  # for the ranks; torch is imported in functions that 
 @options.sizes
 @options.groups
 @click.option(
-    *("--nprocs", "--nproc", "--world-size", "ranks"),
+    "--nprocs",
+    "--nproc",
+    "--world-size",
+    "ranks",
     type=click.IntRange(min=1),
     help="The number of ranks; infers the one size that is -1.",
 )
@@ -95,7 +97,7 @@ def check(
         if ranks not in {None, job.size}:
             raise WorldSizeError(f"--nprocs is {ranks}, but {room}; leave --nprocs out")
         ranks = job.size
-    layout = RankLayout(infer_sizes(parse_sizes(sizes), ranks, room))
+    layout = RankLayout(read_sizes(sizes, ranks, room, "--nprocs"))
     others = read_views(layout, views)
     outcome = CheckResult(Request(layout, read_keys(others, wanted), others, backend))
     if job is None and not force and layout.size > most_ranks():

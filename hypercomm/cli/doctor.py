@@ -19,7 +19,7 @@ from rich.table import Column
 from hypercomm import __version__
 from hypercomm.cli import options
 from hypercomm.cli.printing import console, one_line, print_json, quiet, table
-from hypercomm.errors import LaunchError
+from hypercomm.errors import CreationError, LaunchError
 from hypercomm.job_environment import VARIABLES, find_job
 
 _PIPED_WIDTH = 100
@@ -27,6 +27,9 @@ _PIPED_WIDTH = 100
 
 _PACKAGES = ("torch", "numpy", "attrs", "megatron-core", "deepspeed")
 _TIMEOUT = timedelta(seconds=60)
+
+_NO_SPLIT = "not with gloo; needs a WORLD bound to a device"
+"""The reason why a group cannot be split off a WORLD that is not bound to a device."""
 
 _FAMILIES = ("CUDA_", "GLOO_", "HYPERCOMM_", "NCCL_", "OMPI_COMM_", "TORCH")
 """Environment variables that are shown begin like this; no other is, as it may hold a secret."""
@@ -126,11 +129,12 @@ def _why_not(creation: Any) -> str | None:
     """Create a group in one way, in a world of one gloo rank, and communicate over it.
 
     Returns:
-        None, or the error.
+        The reason why it does not work, or None if it does.
     """
     import torch.distributed as dist
 
     from hypercomm.grid import HyperCommGrid
+    from hypercomm.process_groups import torch_internals as torchdist
 
     stores: Any = dist  # has them, but not for type checkers
     try:
@@ -138,6 +142,9 @@ def _why_not(creation: Any) -> str | None:
         dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=_TIMEOUT)
         with HyperCommGrid([1], ["dp"], creation=creation) as grid:
             dist.barrier(grid.create_pg("dp"))
+    except CreationError as error:
+        is_unbound = creation == "split" and torchdist.bound_device() is None
+        return _NO_SPLIT if is_unbound else " ".join(str(error).split())
     except Exception as error:  # noqa: BLE001 - whatever it raises is the reason
         return one_line(error)
     finally:

@@ -39,7 +39,7 @@ class Joined(FoundJob):
 
     Attributes:
         launcher: Where rank and size come from: "torchrun", "srun", "Open MPI", ..., "the call" if
-            they were arguments, "nobody" in a world of one.
+            they were arguments, "none" in a world of one.
         rank: The rank of this process.
         size: The number of ranks.
         local_rank: The index of the rank on its host; None if unknown.
@@ -130,7 +130,7 @@ def join(
     Example:
         >>> with join(environment={}) as job:
         ...     print(job.rank, job.size, job.launcher, job.backend, job.device)
-        0 1 nobody gloo cpu
+        0 1 none gloo cpu
         >>> torch.distributed.is_initialized()
         False
     """
@@ -155,7 +155,7 @@ def join(
             "or give rank=, size=, address= and port="
         )
     else:
-        job = FoundJob("nobody", 0, 1, source="no launcher")
+        job = FoundJob("none", 0, 1, source="no launcher")
     job = attrs.evolve(
         job,
         local_rank=job.local_rank if local_rank is None else local_rank,

@@ -140,8 +140,8 @@ def run_ranks(
     positive(nprocs, "nprocs")
     if not is_positive(timeout):
         raise GroupOptionsError(
-            f"timeout must be a number of seconds above 0, got {short_repr(timeout)}; a timedelta "
-            f"has it as total_seconds()"
+            f"timeout must be a number of seconds above 0, got {short_repr(timeout)}; write the "
+            f"seconds as a number, such as 300"
         )
     if group_timeout is not None:
         check_duration(group_timeout, "group_timeout")

@@ -398,7 +398,7 @@ def _read_parts(parts: object, part: str, rank: int) -> tuple[dict[str, int], in
     """Return the size of each part, and the calling rank in the world."""
     if not isinstance(parts, Mapping) or not parts:
         raise LayoutError(
-            f"parts must be sizes by name, as {{'engine': 4}}, got {short_repr(parts)}"
+            f"parts must be sizes by name, such as {{'engine': 4}}, got {short_repr(parts)}"
         )
     for one in parts:
         if not isinstance(one, str) or not _PART.fullmatch(one):

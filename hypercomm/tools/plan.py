@@ -13,12 +13,12 @@ from rich.markup import escape
 from rich.table import Column
 
 from hypercomm.cli import options
-from hypercomm.cli.options import Key, read_keys, read_views
+from hypercomm.cli.options import Key, read_keys, read_sizes, read_views
 from hypercomm.cli.printing import console, numbers, print_json, table
 from hypercomm.errors import LayoutError
 from hypercomm.job_environment import find_number
 from hypercomm.layout import RankLayout
-from hypercomm.layout.parsing import UNSPECIFIED, infer_sizes, parse_sizes
+from hypercomm.layout.parsing import UNSPECIFIED, parse_sizes
 from hypercomm.layout.text import format_coords, format_range, pluralize
 from hypercomm.tools.launch_files.command import with_files
 from hypercomm.tools.place.command import on_option
@@ -67,7 +67,10 @@ def plan(
         return  # --on live: the first rank of the job prints
     topology = read_topology(where, layout.last_rank + 1)
     if "host" not in topology.names:
-        raise LayoutError(f"--on gives {topology.names}, but no hosts; add --on 8, GPUs per host")
+        raise LayoutError(
+            f"--on gives {' and '.join(topology.names)}, but no hosts; add the GPUs per host, as "
+            f"in --on 8"
+        )
     hosts = topology.level("host").of_rank
     others = read_views(layout, views)
     if rank is None:
@@ -105,7 +108,7 @@ def _read_layout(text: str, world_size: int | None, rank_offset: int) -> RankLay
         job = find_number("WORLD_SIZE", os.environ)
         if job is not None:
             world_size, room = job[0], f"the job has {job[0]} ({job[1]})"
-    sizes = infer_sizes(parse_sizes(text), world_size, room)
+    sizes = read_sizes(text, world_size, room, "--world-size")
     layout = RankLayout(sizes, rank_offset=rank_offset)
     if layout.size > _MOST_RANKS:
         raise LayoutError(f"{layout} has {layout.size:,} ranks; plan shows up to {_MOST_RANKS:,}")
@@ -120,7 +123,7 @@ def _hosts_of(layout: RankLayout, hosts: NDArray[np.int64]) -> dict[str, Any]:
     """
     counts = np.bincount(hosts[np.asarray(layout.ranks)])
     used = counts[counts > 0]
-    return {"hosts": used.size, "ranks_per_host": (int(used.min()), int(used.max()))}
+    return {"hosts": used.size, "ranks_per_host": (int(np.min(used)), int(np.max(used)))}
 
 
 def _groups_over(
@@ -145,7 +148,7 @@ def _groups_over(
         "strides": [layout.strides[layout.dim_names.index(dim)] for dim in key.dims],
         "example": own[:_EXAMPLE],
         "last": own[-1],
-        "hosts_per_group": (int(counts.min()), int(counts.max())),
+        "hosts_per_group": (int(np.min(counts)), int(np.max(counts))),
     }
 
 

@@ -36,7 +36,7 @@ def ports():
 # In plain python the world is this process alone; a grid works in it, and so do collectives.
 def test_a_world_of_one():
     with join() as job:
-        assert (job.launcher, job.rank, job.size) == ("nobody", 0, 1)
+        assert (job.launcher, job.rank, job.size) == ("none", 0, 1)
         assert "_made" not in repr(job)
         assert (job.local_rank, job.local_size, job.address, job.port) == (0, 1, None, None)
         assert (job.backend, job.device) == ("gloo", torch.device("cpu"))

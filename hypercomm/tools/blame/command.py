@@ -6,6 +6,7 @@ import click
 from rich.markup import escape
 
 from hypercomm.cli import options
+from hypercomm.cli.options import read_sizes
 from hypercomm.cli.printing import console, print_json, table
 from hypercomm.layout import RankLayout
 from hypercomm.tools.blame.analysis import Verdict
@@ -27,7 +28,7 @@ def blame(folder: str, sizes: str | None, as_json: bool) -> int:
     grid.watch(). Torch is not loaded, and no code in a dump is run. The exit code is 0 if no rank
     waits, 1 if one does, 2 for a folder that cannot be judged.
     """
-    layout = None if sizes is None else RankLayout(sizes)
+    layout = None if sizes is None else RankLayout(read_sizes(sizes))
     verdict = Verdict(read_folder(folder, layout))
     if as_json:
         print_json(verdict.to_dict())

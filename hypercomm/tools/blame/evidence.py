@@ -235,8 +235,9 @@ def read_folder(folder: str | os.PathLike[str], layout: RankLayout | None = None
     try:
         files = sorted(entry for entry in Path(folder).iterdir() if entry.is_file())
     except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
         raise ToolError(
-            f"cannot read the folder {short_repr(str(folder))}: {error}; give the folder that the "
+            f"cannot read the folder {short_repr(str(folder))}: {why}; give the folder that the "
             f"ranks wrote their dumps to"
         ) from None
     found = {file: _RANK.search(file.name) for file in files}

@@ -130,7 +130,10 @@ class Watch:
         rank: int,
     ) -> None:
         if not is_positive(seconds, 1e6):
-            raise ToolError(f"seconds must be above 0 and at most 1e6, got {short_repr(seconds)}")
+            raise ToolError(
+                f"seconds must be a number above 0 and at most 1e6, got {short_repr(seconds)}; "
+                f"write the seconds as a number, such as 60"
+            )
         self._seconds, self._layouts, self._pgs = seconds, layouts, pgs
         self.rank = rank
         self.file = Path(folder).absolute() / f"hypercomm_watch_{self.rank}.json"

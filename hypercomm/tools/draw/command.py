@@ -5,7 +5,10 @@ from __future__ import annotations
 import click
 
 from hypercomm.cli.diff import read
+from hypercomm.cli.options import read_sizes
 from hypercomm.cli.printing import console
+from hypercomm.errors import LayoutError
+from hypercomm.layout import RankLayout
 from hypercomm.layout.difference import LayoutDifference, difference
 from hypercomm.tools.draw.drawing import draw as draw_picture
 from hypercomm.tools.launch_files.command import with_files
@@ -39,17 +42,29 @@ def draw(
     --on none draws no hosts.
     """
     if after is not None and target is not None:
-        raise click.UsageError("a second layout draws a change, --to a mapping; give one of them")
+        raise LayoutError("a second layout draws a change, --to a mapping; give one of them")
     where = None if on == ("none",) else machine(on)
     if where is None and on != ("none",):
         return  # --on live: the first rank of the job draws
-    what: str | RankMapping | LayoutDifference = sizes
+    what: RankLayout | RankMapping | LayoutDifference
     if target is not None:
-        what = RankMapping(*read(sizes, target))
+        what = _mapping(*read(sizes, target))
     elif after is not None:
         what = difference(*read(sizes, after))
+    else:
+        what = RankLayout(read_sizes(sizes, option="--world-size"))
     drawing = draw_picture(what, where, groups)
     if output is None:
         console().print(drawing)
     else:
         drawing.save(output, force)
+
+
+def _mapping(source: RankLayout, target: RankLayout) -> RankMapping:
+    """Return the mapping that splits a batch along dp."""
+    if "dp" not in source.dim_names and "dp" not in target.dim_names:
+        raise LayoutError(
+            f"--to maps a batch that is split along dim 'dp', and neither {source} nor {target} "
+            f"has it; add it, as in '{source},dp=1'"
+        )
+    return RankMapping(source, target)

@@ -115,9 +115,16 @@ class Drawing:
         try:
             with file.open("wb" if force else "xb") as target:
                 target.write(content)
+        except FileExistsError as error:
+            raise LayoutError(f"{name} exists; force=True (--force) replaces it") from error
+        except FileNotFoundError as error:
+            folder = short_repr(str(file.parent))
+            raise LayoutError(
+                f"{name} cannot be written: there is no folder {folder}; create it first"
+            ) from error
         except (OSError, ValueError) as error:
-            advice = "; force=True (--force) replaces it" * isinstance(error, FileExistsError)
-            raise LayoutError(f"{name} cannot be written: {error}{advice}") from error
+            why = getattr(error, "strerror", None) or error
+            raise LayoutError(f"{name} cannot be written: {why}") from error
 
     def __rich_console__(self, console: Any, options: Any) -> Iterable[Any]:
         from hypercomm.tools.draw.terminal import lines_of
@@ -180,7 +187,9 @@ def draw(
     """
     if isinstance(what, (RankMapping, LayoutDifference)):
         if groups is not None:
-            raise LayoutError("groups applies to a layout; leave it out for a change or a mapping")
+            raise LayoutError(
+                "groups (--groups) applies to a layout; leave it out for a change or a mapping"
+            )
         if isinstance(what, RankMapping):
             return Drawing(mapping_picture(what))
         last_rank = max(what.before.last_rank, what.after.last_rank)

@@ -11,12 +11,15 @@ import click
 from click.core import ParameterSource
 
 from hypercomm.cli.diff import diff as diff_sizes
+from hypercomm.cli.options import read_sizes
 from hypercomm.cli.printing import print_json, write
-from hypercomm.layout.text import aligned, pluralize
+from hypercomm.layout.text import aligned, format_sizes, pluralize
 from hypercomm.tools.launch_files.config import LaunchConfig, is_launch_file, read_config
 
 _WORLD_SIZE = click.Option(
-    ["--world-size"], type=click.IntRange(min=1), help="The number of ranks, for a launch file."
+    ["--world-size"],
+    type=click.IntRange(min=1),
+    help="The number of ranks; infers the one size that is -1, also in a launch file.",
 )
 _HELP = (
     "In place of sizes, a launch file of Megatron, torchtitan, verl, DeepSpeed, vLLM or others is "
@@ -42,6 +45,10 @@ def with_files(*arguments: str) -> Callable[[click.Command], click.Command]:
             world_size = given["world_size"] if not own else given.pop("world_size")
             files = [name for name in arguments if given[name] and is_launch_file(given[name])]
             if not files:
+                if own and world_size is not None:
+                    given |= {
+                        name: _filled(given[name], world_size) for name in arguments if given[name]
+                    }
                 return run(**given) or 0
             configs = {name: read_config(Path(given[name]), world_size) for name in files}
             if given.get("as_json"):
@@ -66,6 +73,11 @@ def with_files(*arguments: str) -> Callable[[click.Command], click.Command]:
         )
 
     return decorate
+
+
+def _filled(text: str, world_size: int) -> str:
+    """Return sizes as text, with a size of -1 inferred from the number of ranks."""
+    return format_sizes(read_sizes(text, world_size, f"--world-size is {world_size}"))
 
 
 def _report(path: str, config: LaunchConfig) -> str:

@@ -191,7 +191,11 @@ def _load(given: str | os.PathLike[str]) -> tuple[str, Path]:
             content = file.read(_LARGEST + 1)
         text = content.decode("utf-8-sig")
     except (OSError, ValueError) as error:
-        raise LayoutError(f"{short_repr(str(given))} cannot be read as text: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise LayoutError(
+            f"{short_repr(str(given))} cannot be read as text: {why}; give the path of a launch "
+            f"file, or sizes, as in tp=8,dp=4"
+        ) from error
     if len(content) > _LARGEST or "\0" in text:
         raise LayoutError(
             f"{short_repr(str(given))} is no launch file: it is binary, or has more than "

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from hypercomm.cli import options
+from hypercomm.cli.options import in_options
 from hypercomm.cli.printing import print_json, write
 from hypercomm.tools.launch_files.command import with_files
 from hypercomm.tools.place.live import machine
@@ -58,7 +59,8 @@ def place_command(
         return 0
     found = place(sizes, where, **given)
     if as_json:
-        report = found.to_dict() | {"notes": found.notes, "better": None, "reordered": None}
+        notes = [in_options(note) for note in found.notes]
+        report = found.to_dict() | {"notes": notes, "better": None, "reordered": None}
         if found.better is not None:
             advice = found.advice_for(found.better)
             report["better"] = {"advice": advice, **found.better.to_dict()}
@@ -67,5 +69,5 @@ def place_command(
             report["reordered"] = {"advice": found.advice_for(other), **ranks, **other.to_dict()}
         print_json(report)
     else:
-        write(f"{found}\n")
+        write(in_options(f"{found}\n"))
     return 0

@@ -143,8 +143,8 @@ class Placed:
             groups=len(ranks),
             size=ranks.shape[1],
             across=len(leaving),
-            least=int(counts.min()),
-            most=int(counts.max()),
+            least=int(np.min(counts)),
+            most=int(np.max(counts)),
             bytes=None if sent is None else bytes_across(units, sent),
             first=tuple(leaving[0].tolist()) if len(leaving) else (),
         )
@@ -260,7 +260,7 @@ class Placed:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences that explain the table."""
+        """Sentences that explain the table, and assumptions that were made."""
         order = "the first dim varies fastest"
         if self.is_assumed:
             notes = [f"no traffic is given: tp matters most, then cp and ep, pp, and dp; {order}"]
@@ -268,6 +268,8 @@ class Placed:
             hidden = ["+".join(dims) for dims, one in self.traffic.items() if one.overlapped]
             waits = f"no step waits for {', '.join(hidden)}; " if hidden else ""
             notes = [f"bytes across: of all groups in a step; {waits}{order}"]
+        if self.topology.note:
+            notes.append(self.topology.note)
         if self.better is None:
             notes.append("no order of the dims is better on this machine")
         return notes
@@ -283,7 +285,7 @@ class Placed:
             is_tight = kinds & {"tp", "ep"} and "dp" not in kinds
             if spread.level == level and spread.across and is_tight:
                 first = ", ".join(map(str, spread.first[:8])) + ", ..." * (spread.size > 8)
-                largest = int(self.topology.level(level).sizes.max())
+                largest = int(np.max(self.topology.level(level).sizes))
                 why = f"; a {level} has {pluralize(largest, 'GPU')}" * (spread.size > largest)
                 found.append(
                     f"{spread.across:,} of {spread.groups:,} {'+'.join(spread.dims)} groups leave "
@@ -439,7 +441,10 @@ def _weights(given: str | Mapping[str, float], topology: Topology) -> dict[str, 
     for name, weight in traffics.read_amounts(given, "weights", "domain=1,leaf=7").items():
         if name not in names or not 0 <= weight < 10**9:
             text = f"weights (--weights) has {short_repr(name)}={weight}"
-            raise LayoutError(f"{text}; give a level of {names}, and a number from 0 to 10**9")
+            known = " and ".join(names)
+            raise LayoutError(
+                f"{text}; this machine has {known}, and a weight is a number from 0 to 10**9"
+            )
         weights[name] = weight
     return weights
 
@@ -472,7 +477,7 @@ def bytes_across(units: NDArray[np.int64], traffic: Traffic) -> int:
     if traffic.pattern == "ring":
         counts = units_of_groups(units)
         return traffic.bytes * int(counts[counts > 1].sum())
-    group = np.arange(groups)[:, None] * (units.max() + 1)
+    group = np.arange(groups)[:, None] * (np.max(units) + 1)
     members = np.unique(group + units, return_counts=True)[1]
     pairs = units.size * size - int((members**2).sum())
     return int(traffic.bytes * pairs // (size - 1))

@@ -40,11 +40,13 @@ _MOST_LEVELS = 20
 _SWITCHES = ("leaf", "spine", "core")
 _LEVELS = ("host", "domain", *_SWITCHES)
 _Names = Mapping[str, str]
-_KINDS = (
+_TEXTS = (
     "GPUs per host (8, '8,72' or 'host=8,domain=72'), a hostfile, a node list such as "
-    "'node[01-09]', SLURM's topology.conf or topology.yaml, a mapping of hosts to switches, or "
-    "the host of each rank, as ['a', 'b', 'a', 'b']"
+    "'node[01-09]', or SLURM's topology.conf or topology.yaml"
 )
+"""The forms of a source that is text."""
+
+_KINDS = f"{_TEXTS}, a mapping of hosts to switches, or a list with the host of each rank"
 
 
 @attrs.frozen
@@ -111,7 +113,8 @@ def read_topology(on: On, world_size: int | None = None) -> Topology:
         gpus = pluralize(topology.world_size, "GPU")
         hint = ""
         if _lists_hosts(on):
-            hint = f"; on (--on) lists the host of each rank, as none of {short_repr(on)} is a file"
+            listed = ", ".join(map(short_repr, on[:2]))
+            hint = f"; on (--on) lists the host of each rank, because {listed} are not files"
         raise LayoutError(f"{world_size:,} ranks need more than {gpus}{hint}")
     return topology.select(range(world_size))
 
@@ -125,9 +128,9 @@ def _read_machine(on: Any, world_size: int | None) -> Topology:
     sizes = _merged_sizes(sources)
     named = [source for source in sources if source.slots]
     levels: dict[str, Level] = {}
-    gpus = None
+    gpus, note = None, ""
     if named:
-        slots = _slots(named, sizes.get("host"), world_size)
+        slots, note = _slots(named, sizes.get("host"), world_size)
         hosts = named[0].hosts or [host for host, count in slots.items() for _ in range(count)]
         gpus = named[0].gpus
         levels["host"] = Level.of("host", hosts)
@@ -140,8 +143,9 @@ def _read_machine(on: Any, world_size: int | None) -> Topology:
         world_size = len(hosts)
     elif world_size is None:
         raise LayoutError(
-            f"on={short_repr(on)} does not give the number of GPUs: give all sizes or the number "
-            f"of ranks, or a machine that names its hosts"
+            "the machine names no hosts, so the number of ranks is unknown: give all sizes, or "
+            "world_size (--world-size), or name the hosts, as in on=['node[1-4]', 8] (--on "
+            "'node[1-4]' --on 8)"
         )
     for name, size in sizes.items():
         if name not in levels:
@@ -150,7 +154,8 @@ def _read_machine(on: Any, world_size: int | None) -> Topology:
                 units[np.argsort(levels["host"].of_rank, kind="stable")] = units.copy()
             units //= size  # in place: there may be 2**24 ranks
             levels[name] = Level(name, units)
-    return Topology([levels[name] for name in sorted(levels, key=place_of)], gpus=gpus)
+    known = [levels[name] for name in sorted(levels, key=place_of)]
+    return Topology(known, gpus=gpus, note=note)
 
 
 def _merged_sizes(sources: Sequence[_Found]) -> dict[str, int]:
@@ -168,8 +173,11 @@ def _merged_sizes(sources: Sequence[_Found]) -> dict[str, int]:
     return sizes
 
 
-def _slots(named: Sequence[_Found], per_host: int | None, world_size: int | None) -> dict[str, int]:
-    """Return the GPUs of each host, in the order of ranks."""
+def _slots(
+    named: Sequence[_Found], per_host: int | None, world_size: int | None
+) -> tuple[dict[str, int], str]:
+    """Return the GPUs of each host, in the order of ranks, and a note if no source gives them."""
+    note = ""
     known: dict[str, int] = {}
     for source in reversed(named):
         known |= {host: count for host, count in source.slots.items() if count is not None}
@@ -180,9 +188,14 @@ def _slots(named: Sequence[_Found], per_host: int | None, world_size: int | None
         if per_host < 1 or rest:
             text = f"{named[0].source} gives no number of GPUs for {unknown[0]!r}"
             raise LayoutError(f"{text}; add their number, as in on=[..., 8] (--on 8)")
+        note = (
+            f"{pluralize(per_host, 'GPU')} per host: {named[0].source} gives no number, so "
+            f"{pluralize(left, 'rank')} are spread evenly over {pluralize(len(unknown), 'host')}; "
+            f"give the number, as in on=[..., 8] (--on 8)"
+        )
     slots = {host: known.get(host, per_host or 0) for host in named[0].slots}
     as_world_size(sum(slots.values()), f"the number of GPUs of all hosts of {named[0].source}")
-    return slots
+    return slots, note
 
 
 def tier(number: int) -> str:
@@ -264,7 +277,7 @@ def _read(on: object) -> _Found:
     elif re.search(r"[\[,]", text) and not re.search(r"[/\\{]", text):
         found = _Found(f"the node list {short_repr(text)}", dict.fromkeys(_expand_hosts(text)))
     else:
-        raise LayoutError(f"{short_repr(text)} is not a file; on (--on) must be {_KINDS}")
+        raise LayoutError(f"{short_repr(text)} is not a file; on (--on) must be {_TEXTS}")
     if not found.slots:
         raise LayoutError(f"{found.source} names no host")
     return found
@@ -282,9 +295,9 @@ def _read_sizes(text: str) -> _Found:
                 f"{short_repr(part)} cannot be read; write '8,72' or 'host=8,domain=72'"
             )
         if place_of(name) == place_of(""):
-            check_choice(f"the level in on={short_repr(text)}", name, _LEVELS, LayoutError)
+            check_choice(f"the level in {short_repr(text)}", name, _LEVELS, LayoutError)
         sizes[name] = int(number)
-        as_world_size(sizes[name], f"the size in {short_repr(part)}")
+        as_world_size(sizes[name], f"the number of GPUs in {short_repr(part)}")
     return _Found(f"on={short_repr(text)}", sizes=sizes)
 
 
@@ -350,7 +363,9 @@ def _expand_brackets(text: str, where: str) -> list[str]:
     try:
         return list(hostlist.expand_hostlist(text, allow_duplicates=True))
     except (hostlist.BadHostlist, RecursionError, ValueError) as error:
-        raise LayoutError(f"{where}{short_repr(text)} is not a node list: {error}") from error
+        raise LayoutError(
+            f"{where}{short_repr(text)} is not a node list: {error}; write it like 'node[01-09]'"
+        ) from error
 
 
 # ---- SLURM's topology files ---------------------------------------------------------------------

@@ -45,7 +45,7 @@ class Level:
     """The number of units."""
 
     def __attrs_post_init__(self) -> None:
-        object.__setattr__(self, "units", int(self.of_rank.max()) + 1)
+        object.__setattr__(self, "units", int(np.max(self.of_rank)) + 1)
         if len(self._names) not in {0, self.units}:
             raise LayoutError(f"level {self.name!r} needs a name for each of its units")
 
@@ -92,6 +92,7 @@ class Topology:
     Args:
         levels: For example host, domain, leaf, spine. Each covers the same ranks.
         gpus: The number of the GPU of each rank within its host. Default: not known.
+        note: An assumption that was made about the machine, as a sentence. Default: none.
 
     Raises:
         LayoutError: There are no levels, two have the same name, or they cover different numbers
@@ -111,6 +112,7 @@ class Topology:
 
     levels: Sequence[Level]
     gpus: tuple[int, ...] | None = attrs.field(default=None, kw_only=True)
+    note: str = attrs.field(default="", kw_only=True, eq=False)
 
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "levels", tuple(self.levels))
@@ -171,7 +173,7 @@ class Topology:
             names = [level.names[unit] for unit in dict.fromkeys(units)]
             levels.append(Level(level.name, Level.of(level.name, units).of_rank, names))
         gpus = None if self.gpus is None else tuple([self.gpus[rank] for rank in wanted.tolist()])
-        return Topology(levels, gpus=gpus)
+        return Topology(levels, gpus=gpus, note=self.note)
 
     def sort(self, ranks: Sequence[int]) -> NDArray[np.int64]:
         """Return ranks sorted by the outermost level, then the next, and by GPU and rank.
@@ -193,6 +195,6 @@ class Topology:
     def __str__(self) -> str:
         rows = [("level", "units", "ranks of each")]
         for level in self.levels:
-            sizes = format_range(int(level.sizes.min()), int(level.sizes.max()))
+            sizes = format_range(int(np.min(level.sizes)), int(np.max(level.sizes)))
             rows.append((level.name, f"{level.units:,}", sizes))
         return "\n".join([*aligned(rows), pluralize(self.world_size, "rank")])

@@ -117,7 +117,10 @@ def read_traffic(
         found[dims] = value
     for dims in hidden:
         if dims not in found:
-            raise LayoutError(f"overlapped (--overlap) has {'+'.join(dims)}, which has no traffic")
+            raise LayoutError(
+                f"overlapped (--overlap) has {'+'.join(dims)}, which has no traffic; add it to "
+                f"traffic (--traffic)"
+            )
     return found
 
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import pickle
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -141,8 +142,9 @@ def test_exception(grid, tmp_path):
 # Bad arguments, a second watch and no job: nothing is replaced, and nothing written.
 def test_what_it_rejects(grid, tmp_path):
     before = methods()
-    for seconds in (0, -1, float("nan"), float("inf")):
-        with pytest.raises(ToolError, match="seconds must be above 0 and at most 1e6, got"):
+    message = "seconds must be a number above 0 and at most 1e6, got .*; write the seconds as a"
+    for seconds in (0, -1, float("nan"), float("inf"), timedelta(seconds=60), "60"):
+        with pytest.raises(ToolError, match=message):
             grid.watch(seconds, tmp_path)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")
