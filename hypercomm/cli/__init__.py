@@ -132,8 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = cli.main(arguments, prog_name="hypercomm", standalone_mode=False)
     except click.ClickException as error:
         if _is_first():
-            _add_hint(error, arguments[0] if arguments else "")
-            error.show()
+            _with_hint(error, arguments[0] if arguments else "").show()
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         _say("interrupted; every rank that was started has been ended")
@@ -147,24 +146,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     return result if isinstance(result, int) else 0
 
 
-def _add_hint(error: click.ClickException, name: str) -> None:
-    """Add an example to an error about arguments, and the right name of an unknown option."""
-    is_about_arguments = type(error) is click.UsageError or isinstance(
-        error, (click.MissingParameter, click.BadOptionUsage)
-    )
-    if is_about_arguments and name in _COMMANDS:
-        said = error.message.rstrip(".")
-        example = f"For example: hypercomm {name} {_COMMANDS[name].example}"
-        error.message = f"{said}. {example}" if said else example
-    elif isinstance(error, click.NoSuchOption) and error.option_name in _USUAL_NAMES:
-        here = _USUAL_NAMES[error.option_name]
+def _with_hint(error: click.ClickException, name: str) -> click.ClickException:
+    """Return an error with an example call, or with the right name of an unknown option.
+
+    Args:
+        error: The error.
+        name: The name of the command.
+    """
+    if isinstance(error, click.NoSuchOption):
+        here = _USUAL_NAMES.get(error.option_name, "")
         parameters = error.ctx.command.params if error.ctx else []
-        is_known = any(here.split()[0] in parameter.opts for parameter in parameters)
-        error.possibilities = [here] if is_known else []
+        if any(here.split()[:1] == [option] for one in parameters for option in one.opts):
+            message = f"No such option {error.option_name!r}; did you mean {here!r}?"
+            return click.UsageError(message, error.ctx)
+    elif isinstance(error, click.UsageError) and name in _COMMANDS:
+        is_about_value = isinstance(error, click.BadParameter)
+        if not is_about_value or isinstance(error, click.MissingParameter):
+            said = error.format_message().rstrip(".")
+            example = f"hypercomm {name} {_COMMANDS[name].example}"
+            return click.UsageError(f"{said}. For example: {example}", error.ctx)
+    return error
 
 
 def _is_first() -> bool:
-    """Return whether this is rank 0, or no rank of a job; else wait until rank 0 has printed."""
+    """Return whether this process prints errors: rank 0, or a process outside a job.
+
+    Any other rank first waits until rank 0 has had time to print.
+    """
     from hypercomm.job_environment import find_job
 
     try:

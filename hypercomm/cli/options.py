@@ -36,14 +36,15 @@ groups = click.option(
     "wanted",
     metavar="DIMS",
     callback=lambda _, __, text: None if text is None else parse_groups(text),
-    help="As in tp,dp+cp. Default: every combination, of more than 6 dims every pair.",
+    help="The groups, as in tp,dp+cp. Default: every combination of dims; with more than 6 dims, "
+    "every pair.",
 )
 views = click.option(
     "--view",
     "views",
     multiple=True,
     metavar="NAME:SIZES",
-    help="Another factorisation, too, as in expert:ep=4,rest=-1. May be given several times.",
+    help="Another factorisation of the ranks, as in expert:ep=4,rest=-1. May be repeated.",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 
@@ -90,18 +91,18 @@ def read_sizes(
 # ---- the groups that a command is about ---------------------------------------------------------
 
 _MANY_DIMS = 6
-"""More dims than this have too many combinations to look at."""
+"""With more dims, only single dims and pairs are shown."""
 
 
 @attrs.frozen
 class Key:
-    """The groups over some dims, of a view or of the layout itself (None)."""
+    """The dims of groups. `view` is the view that has the dims, or None for the layout itself."""
 
     view: str | None
     dims: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Write it as tables show it.
+        """Return the key as tables show it.
 
         >>> str(Key(None, ("tp", "dp"))), str(Key("expert", ("ep",)))
         ('tp+dp', 'expert:ep')
@@ -111,7 +112,7 @@ class Key:
 
 
 def combinations_of(layout: RankLayout) -> list[tuple[str, ...]]:
-    """List each dim, and the combinations of dims larger than 1; of more than 6 dims, the pairs.
+    """Return each dim, and the combinations of dims larger than 1: of more than 6 dims, pairs.
 
     Example:
         >>> combinations_of(RankLayout("tp=2,cp=1,dp=2"))
@@ -124,9 +125,9 @@ def combinations_of(layout: RankLayout) -> list[tuple[str, ...]]:
 
 
 def read_views(layout: RankLayout, texts: Sequence[str]) -> Views:
-    """Read views such as "expert:ep=2,rest=-1"; the second without a name is "view2".
+    """Read views such as "expert:ep=2,rest=-1". A second view without a name is called "view2".
 
-    Dims that make the same groups in the layout and the view are shared.
+    Dims that make the same groups in the layout and in the view are shared.
 
     Raises:
         LayoutError: A text cannot be read.
@@ -141,24 +142,30 @@ def read_views(layout: RankLayout, texts: Sequence[str]) -> Views:
     for number, text in enumerate(texts, 1):
         name, colon, sizes = text.partition(":")
         if not colon:
-            name, sizes = f"view{number}", text
+            name = f"view{number}"
+            sizes = text
         if not name.strip():
             raise LayoutError(
                 f"--view {short_repr(text)} has no name before ':'; write expert:ep=4,rest=-1"
             )
         room = f"the layout {layout} has {layout.size}"
-        closed = read_sizes(sizes, layout.size, room)
-        other = layout.renumber(tuple(closed.values()), tuple(closed))
-        both = [dim for dim in layout.dim_names if dim in closed]
+        inferred = read_sizes(sizes, layout.size, room)
+        other = layout.renumber(tuple(inferred.values()), tuple(inferred))
+        both = [dim for dim in layout.dim_names if dim in inferred]
         shared = [dim for dim in both if layout.groups(dim) == other.groups(dim)]
         if shared and layout.groups(*shared) != other.groups(*shared):
             shared = shared[:1]
-        views.register(name.strip(), closed, shared_dims=shared)
+        views.register(name.strip(), inferred, shared_dims=shared)
     return views
 
 
 def read_keys(views: Views, wanted: Sequence[tuple[str, ...]] | None) -> list[Key]:
-    """Return the key of each set of dims; default: all combinations, shared ones only once.
+    """Return the key of each set of dims.
+
+    Args:
+        views: The layout and its views.
+        wanted: The sets of dims. Default: all combinations; dims that a view shares with the layout
+            are listed once.
 
     Raises:
         UnknownDimError: Neither the layout nor a view has the dims.

@@ -316,8 +316,8 @@ def mapping_picture(mapping: RankMapping) -> Box:
     for at, source in enumerate(rows):
         cells.append([Cell(source)])
         for to, target in enumerate(columns):
-            ends = f"{source} to {target}"
-            cells[-1].append(_amount_cell(ends, int(moved[at, to]), int(kept[at, to]), most))
+            pair = f"{source} to {target}"
+            cells[-1].append(_amount_cell(pair, int(moved[at, to]), int(kept[at, to]), most))
     messages = pluralize(int(is_moved.sum()), "message")
     summary = (
         f"{pluralize(int(moved.sum()), 'part')} moved in {messages}, "
@@ -329,9 +329,9 @@ def mapping_picture(mapping: RankMapping) -> Box:
     return Box(str(mapping), "", [Box("", f"{summary}; {part}; {legend}", [cells])])
 
 
-def _amount_cell(ends: str, moved: int, kept: int, most: int) -> Cell:
+def _amount_cell(pair: str, moved: int, kept: int, most: int) -> Cell:
     """Return a cell of the matrix: the parts that move, "=" for parts that stay, else "."."""
-    tip = f"{ends}: {pluralize(moved, 'part')}"
+    tip = f"{pair}: {pluralize(moved, 'part')}"
     if kept:
         tip += f", {pluralize(kept, 'part')} kept in place"
     text = f"{moved:,}" if moved else ""

@@ -113,8 +113,7 @@ def read_topology(on: On, world_size: int | None = None) -> Topology:
         gpus = pluralize(topology.world_size, "GPU")
         hint = ""
         if _lists_hosts(on):
-            listed = ", ".join(map(short_repr, on[:2]))
-            hint = f"; on (--on) lists the host of each rank, because {listed} are not files"
+            hint = "; on (--on) lists the host of each rank, because its values are not files"
         raise LayoutError(f"{world_size:,} ranks need more than {gpus}{hint}")
     return topology.select(range(world_size))
 
