@@ -24,7 +24,7 @@ from hypercomm.transfers.mapping import RankMapping
 @click.option("--to", "target", metavar="SIZES", help="Draw the messages of a mapping to SIZES.")
 @on_option("8")
 @click.option("--groups", help="The dims whose groups have colours, as in tp,dp+cp.")
-@click.option("-o", "--output", metavar="FILE", help="Write a file, .svg or .png.")
+@click.option("-o", "--output", metavar="FILE", help="Write a file: .svg or .png.")
 @click.option("--force", is_flag=True, help="Replace the file if it exists.")
 def draw(
     sizes: str,
@@ -37,9 +37,9 @@ def draw(
 ) -> None:
     """Draw a layout such as tp=8,dp=4,pp=2: ranks on their hosts, and groups as colours.
 
-    With a second layout, draw which groups a change keeps, ends and creates; with --to, the
-    messages of a mapping. Large layouts are schematics. Without -o, print to the terminal.
-    --on none draws no hosts.
+    With a second layout, draw which groups a change keeps, ends and creates. With --to, draw the
+    messages of a mapping. Large layouts are schematics. Without -o, print to the terminal. With
+    --on none, draw no hosts.
     """
     if after is not None and target is not None:
         raise LayoutError("a second layout draws a change, --to a mapping; give one of them")

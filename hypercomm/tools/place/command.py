@@ -18,7 +18,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def on_option(*default: str) -> Callable[[_Command], _Command]:
-    """Return the option `--on` of a command, which is required if it has no default."""
+    """Return the option `--on` of a command. Without a default, the option is required."""
     return click.option(
         "--on",
         multiple=True,
@@ -37,9 +37,14 @@ def on_option(*default: str) -> Callable[[_Command], _Command]:
 @on_option()
 @click.option("--traffic", help="Bytes that a rank sends in a step, as in tp=40G,dp=6.5G,pp=100M.")
 @click.option(
-    "--overlap", "overlapped", default="", help="Dims whose traffic overlaps with computation: dp."
+    "--overlap",
+    "overlapped",
+    default="",
+    help="Dims whose traffic overlaps with computation, as in dp.",
 )
-@click.option("--weights", default="", help="Cost of a byte that crosses a level: host=1,leaf=7.")
+@click.option(
+    "--weights", default="", help="Cost of a byte that crosses a level, as in host=1,leaf=7."
+)
 @click.option("--groups", default="", metavar="DIMS", help="More groups to report, as in tp+dp.")
 @options.as_json
 def place_command(
@@ -50,9 +55,9 @@ def place_command(
 ) -> int:
     """Show how the groups of a layout such as tp=4,dp=16,pp=4 are spread over a machine.
 
-    The table shows how many groups of each dim leave their host, domain or switch, and the bytes
-    that cross. It is followed by the best order of the dims, and of the ranks if hosts alternate.
-    No process is started, and torch is loaded for --on live only.
+    The table shows how many groups of each dim leave their host, domain or switch, and how many
+    bytes cross. Below it are the best order of the dims, and of the ranks if hosts alternate. No
+    process is started, and torch is loaded for --on live only.
     """
     where = machine(on)
     if where is None:
