@@ -97,7 +97,8 @@ class Drawing:
             force: Whether to replace an existing file.
 
         Raises:
-            LayoutError: The ending is neither .svg nor .png, the file exists, or it cannot be written.
+            LayoutError: The path does not end in .svg or .png, the file exists, or it cannot be
+                written.
             MissingPackageError: A .png file needs resvg-py, which is not installed.
 
         Example:
