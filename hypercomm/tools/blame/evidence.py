@@ -62,7 +62,7 @@ class LoggedCall:
         peer: The other rank of a send or receive.
         channel: "" for a collective, "send 0->1" for a message, "recv anybody" for a receive
             without a source.
-        source: The recorded object that this call was read from.
+        source: The simulated call, in a simulation.
     """
 
     op: str
