@@ -179,7 +179,7 @@ def test_ranks_that_hang():
     first, second, third = (reason.partition(head)[2] for head in heads[1:])
     assert "in barrier" in first.partition(heads[2])[0]
     assert "in body" in second
-    assert third == "\n  (it does not answer)"
+    assert third == "\n  (it does not respond)"
     assert "thread" not in reason  # nothing of the thread that waits for the parent
     assert_gone(pids)
 
