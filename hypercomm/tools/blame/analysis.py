@@ -217,7 +217,7 @@ def find_deviations(
     in one order, such as all_reduce over tp, then all_reduce over dp. A rank that leaves this
     order is reported only if the deviation explains a wait or a difference: the rank is absent
     from a group over the dims of the usual call, differs in it, or waits in a group over the dims
-    of its own call. Ranks are not reported if all members of that group leave the order together.
+    of the call that it makes. Ranks are not reported if all members of that group deviate together.
 
     Args:
         evidence: The calls.

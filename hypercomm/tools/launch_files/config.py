@@ -155,7 +155,8 @@ def read_config(
     if world_size is not None:
         as_world_size(world_size, "world_size")
     text, path = _load(path_or_text)
-    file, settings = path.name, _settings(text, path)
+    file = path.name
+    settings = _settings(text, path)
     framework = next((one for one in known.FRAMEWORKS if re.search(one.mark, text)), None)
     if framework is None:
         names = ", ".join(dict.fromkeys(one.name for one in known.FRAMEWORKS))
