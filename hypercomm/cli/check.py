@@ -34,7 +34,7 @@ _SHOWN_FAILURES = 8
 _ROUNDS = 3
 _BYTES = 4 * 1024 * 1024
 
-preloads.append(__name__)  # for the ranks; torch is imported in functions that they call
+preloads.append(__name__)  # the ranks import this module; only its functions import torch
 
 
 @click.command(short_help="Create every group on real processes and all-reduce over it.")

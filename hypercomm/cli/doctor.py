@@ -127,7 +127,7 @@ def _describe_torch(found: Report) -> None:
         build = f"ROCm {torch.version.hip}"
     elif torch.version.cuda:
         build = f"CUDA {torch.version.cuda}"
-    nccl: Any = torch.cuda.nccl  # has no types
+    nccl: Any = torch.cuda.nccl  # an untyped module
     found.versions |= {
         "torch": torch.version.__version__,
         "torch_build": build,

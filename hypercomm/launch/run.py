@@ -312,7 +312,7 @@ def _receive(rank: _Rank) -> tuple[str, Any]:
         f"on stderr. A script must call run_ranks() under if __name__ == '__main__':"
     )
     if code is not None and code < 0:
-        names = {one.value: one.name for one in signal.Signals}  # real-time signals have none
+        names = {one.value: one.name for one in signal.Signals}  # real-time signals have no name
         reason = f"killed by signal {-code} ({names.get(-code) or signal.strsignal(-code)})"
     return "failed", (0.0, reason)  # the first failure: a death causes errors on other ranks
 
@@ -382,7 +382,7 @@ def _serve(
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the ranks
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the fork server has it blocked
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the fork server blocked it
     os.environ.clear()
     os.environ.update(_environment(job, rank))
     _to_parent.append(link)
