@@ -186,6 +186,8 @@ def command_table() -> str:
 
 
 def _default(parameter: Any) -> str:
+    if isinstance(parameter.show_default, str):
+        return f"`{parameter.show_default}`"
     return f"`{parameter.default}`" if parameter.show_default else ""
 
 

@@ -1,10 +1,10 @@
-"""The variables that launchers set for the ranks that they start, and the job that they describe.
+"""Reads rank, size and address of a job from the environment variables of launchers.
 
-`hypercomm.join` and `hypercomm check` find their job with `find_job`; `find_number` is for a
+`hypercomm.join` and `hypercomm check` find their job with `find_job`. `find_number` is for a
 process that has not joined its job yet.
 
-Sources: torchrun of torch 2.13, mpirun of Open MPI 4.1 and mpiexec of MPICH 4.0 as they print
-them; https://slurm.schedmd.com/srun.html, "OUTPUT ENVIRONMENT VARIABLES".
+Sources: the environment of processes that torchrun (torch 2.13), mpirun (Open MPI 4.1) and mpiexec
+(MPICH 4.0) start; https://slurm.schedmd.com/srun.html, "OUTPUT ENVIRONMENT VARIABLES".
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ import attrs
 from hypercomm.errors import LaunchError
 from hypercomm.layout.text import short_repr
 
-_FIRST_PORT, _PORTS = 20_000, 10_000
-"""Derived ports are below those that Linux assigns."""
+_FIRST_PORT = 20_000
+_PORTS = 10_000
+"""Derived ports are below the range from which Linux assigns ports."""
 
 _LAST_STEP = 2**32 - 16
-"""SLURM uses step ids from here on for itself: interactive, batch, extern and pending."""
+"""SLURM reserves step ids from here on: interactive, batch, extern and pending."""
 
 
 @attrs.frozen
 class Launcher:
-    """The variables that one launcher sets.
+    """Environment variables set by one launcher.
 
     Attributes:
-        name: Its name in messages.
-        rank: The variable that holds the rank.
-        size: The variables that may hold the number of ranks; the first one that is set counts.
-        local_rank: The variable that holds the index of the rank on its host.
-        local_size: The variable that holds the number of ranks on the host.
-        mark: A variable that distinguishes it from launchers that set the same ones.
+        name: The name of the launcher in messages.
+        rank: The variable with the rank.
+        size: The variables that may have the number of ranks. The first one that is set counts.
+        local_rank: The variable with the index of the rank on its host.
+        local_size: The variable with the number of ranks on the host. "" if there is none.
+        mark: A variable that only this launcher sets, if another one sets the same variables.
     """
 
     name: str
@@ -47,40 +48,62 @@ class Launcher:
     mark: str = ""
 
 
-_BY_HAND = ("RANK", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_ENVIRONMENT = Launcher(
+    "the environment",
+    rank="RANK",
+    size=("WORLD_SIZE",),
+    local_rank="LOCAL_RANK",
+    local_size="LOCAL_WORLD_SIZE",
+)
 
 LAUNCHERS = (
-    Launcher("torchrun", *_BY_HAND, mark="TORCHELASTIC_RUN_ID"),
-    Launcher("the environment", *_BY_HAND),
+    attrs.evolve(_ENVIRONMENT, name="torchrun", mark="TORCHELASTIC_RUN_ID"),
+    _ENVIRONMENT,
     Launcher(
         "Open MPI",
-        *("OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
-        *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        rank="OMPI_COMM_WORLD_RANK",
+        size=("OMPI_COMM_WORLD_SIZE",),
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    # and other launchers that speak PMI: Intel MPI, srun --mpi=pmi2
-    Launcher("MPICH", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    # last: on several hosts mpirun starts its daemons with srun
+    # Other launchers with PMI set these variables too: Intel MPI, srun --mpi=pmi2.
+    Launcher(
+        "MPICH",
+        rank="PMI_RANK",
+        size=("PMI_SIZE",),
+        local_rank="MPI_LOCALRANKID",
+        local_size="MPI_LOCALNRANKS",
+    ),
+    # The last one, because on several hosts mpirun starts its daemons with srun.
     Launcher(
         "srun",
-        *("SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_LOCALID"),
+        rank="SLURM_PROCID",
+        size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        local_rank="SLURM_LOCALID",
         mark="SLURM_STEP_ID",
     ),
 )
-"""The launchers in order of precedence: the first one whose rank and size are set counts."""
+"""The launchers in order of precedence. The first one whose rank and size are set counts."""
 
-_OTHERS = (
-    *("MASTER_ADDR", "MASTER_PORT", "PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES"),
-    *("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_DISTRIBUTION"),
-)
+_OTHERS = {
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "PMIX_NAMESPACE",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_STEP_NODELIST",
+    "SLURM_JOB_NODELIST",
+    "SLURM_DISTRIBUTION",
+}
 VARIABLES = frozenset(_OTHERS).union(
     *({row.rank, *row.size, row.local_rank, row.local_size, row.mark} - {""} for row in LAUNCHERS)
 )
-"""Every variable that is read."""
+"""All variables that are read."""
 
 
 @attrs.frozen
 class FoundJob:
-    """The job that an environment describes; None stands for an unknown value.
+    """The job that an environment describes. Unknown values are None.
 
     Attributes:
         launcher: The name of the launcher.
@@ -89,8 +112,8 @@ class FoundJob:
         local_rank: The index of the rank on its host.
         local_size: The number of ranks on the host.
         address: The host of rank 0.
-        port: A port there.
-        source: Where rank and size come from, for messages.
+        port: The port on that host.
+        source: The variables that rank and size were read from, for messages.
     """
 
     launcher: str
@@ -106,7 +129,7 @@ class FoundJob:
         """Return the address and port of rank 0.
 
         Raises:
-            LaunchError: One of them is unknown; the message explains how to set it.
+            LaunchError: The address or the port is unknown. The message explains how to set it.
 
         Example:
             >>> job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node7"}
@@ -123,18 +146,18 @@ class FoundJob:
 
 
 def find_job(environment: Mapping[str, str]) -> FoundJob | None:
-    """Return the job that a launcher's variables describe; None if there are none.
+    """Return the job that a launcher's variables describe, or None if no variables are set.
 
-    A launcher that runs inside another one has precedence, such as mpirun in a SLURM job. A job of
-    one rank is a job.
+    If a launcher runs inside another one, such as mpirun in a SLURM job, the inner one counts. A
+    job may have a single rank.
 
     Args:
         environment: Variables and their values, such as `os.environ`.
 
     Raises:
         LaunchError: A value is not a number, only the rank or only the size is set, RANK and
-            WORLD_SIZE contradict a launcher, or this is a SLURM allocation in which srun started
-            nothing.
+            WORLD_SIZE contradict a launcher, or a SLURM allocation has several tasks and srun did
+            not start this process.
 
     Example:
         >>> step = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0",
@@ -151,10 +174,10 @@ def find_job(environment: Mapping[str, str]) -> FoundJob | None:
     first = jobs[0]
     same = [job for job in jobs if (job.rank, job.size) == (first.rank, first.size)]
     for job in jobs:
-        # An outer launcher's variables describe its own processes, such as torchrun's agents.
+        # The variables of an outer launcher describe its processes, such as torchrun's agents.
         if first.launcher == "the environment" and job not in same and job.size > 1:
             raise LaunchError(
-                f"{first.source}, but {job.source}; unset those that are left from another job"
+                f"{first.source}, but {job.source}; unset the variables of another job"
             )
 
     def known(field: str) -> Any:
@@ -171,19 +194,19 @@ def find_job(environment: Mapping[str, str]) -> FoundJob | None:
 
 
 def find_number(variable: str, environment: Mapping[str, str]) -> tuple[int, str] | None:
-    """Return the world size or the rank that an environment describes; None if there is none.
+    """Return the world size or the rank that an environment describes, or None.
 
-    WORLD_SIZE without RANK counts, and RANK without WORLD_SIZE: they may be set by hand.
+    WORLD_SIZE counts without RANK, and RANK without WORLD_SIZE, because users set them by hand.
 
     Args:
         variable: "WORLD_SIZE" or "RANK".
         environment: Variables and their values, such as `os.environ`.
 
     Returns:
-        The number, and where it comes from.
+        The number, and the variables that it was read from.
 
     Raises:
-        LaunchError: As `find_job`.
+        LaunchError: The variables are incomplete or contradict each other, as for `find_job`.
 
     Example:
         >>> step = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0"}
@@ -204,7 +227,7 @@ def find_number(variable: str, environment: Mapping[str, str]) -> tuple[int, str
 
 
 def _read(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that are read, without spaces around the values and empty ones.
+    """Return the non-empty variables that are read, without spaces around the values.
 
     SLURM_STEP_ID is left out unless srun started the step.
     """
@@ -217,11 +240,12 @@ def _read(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _job_of(launcher: Launcher, held: Mapping[str, str]) -> FoundJob | None:
-    """Return the job that the variables of one launcher describe; None if they are not set."""
+    """Return the job that the variables of one launcher describe, or None if they are not set."""
     size_name = next((name for name in launcher.size if name in held), None)
     if size_name is None or not {launcher.rank, launcher.mark or launcher.rank} <= held.keys():
         return None
-    rank, size = _number(launcher.rank, held), _number(size_name, held, 1)
+    rank = _number(launcher.rank, held)
+    size = _number(size_name, held, 1)
     source = f"{launcher.rank}={rank} and {size_name}={size} of {launcher.name}"
     if rank >= size:
         raise LaunchError(f"{source}: ranks of a job of {size} are 0 to {size - 1}")
@@ -231,18 +255,19 @@ def _job_of(launcher: Launcher, held: Mapping[str, str]) -> FoundJob | None:
     )
     address = port = None
     if launcher.name == "srun":
-        address, port = _first_host(held), _port_of_step(held)
-    elif launcher.name == "Open MPI" and "PMIX_NAMESPACE" in held:  # the name of this mpirun
+        address = _first_host(held)
+        port = _port_of_step(held)
+    elif launcher.name == "Open MPI" and "PMIX_NAMESPACE" in held:  # differs for each mpirun
         text = held["PMIX_NAMESPACE"].encode(errors="replace")
         port = _FIRST_PORT + zlib.crc32(text) % _PORTS
     return FoundJob(launcher.name, rank, size, local_rank, local_size, address, port, source)
 
 
 def _check_not_forgotten(held: Mapping[str, str]) -> None:
-    """Raise an error if variables of a launcher are set, but no rank.
+    """Raise if variables of a launcher are set without a rank.
 
     Raises:
-        LaunchError: Names the variable, and the command to start the program with.
+        LaunchError: The message has the variable, and the command that starts the program.
     """
     for launcher in LAUNCHERS:
         there = next((name for name in (launcher.rank, *launcher.size) if name in held), None)
@@ -258,10 +283,10 @@ def _check_not_forgotten(held: Mapping[str, str]) -> None:
                 f"{name}={held[name]} is set, but srun did not start this process, which is in a "
                 f"SLURM allocation; start it with srun, or unset {name}"
             )
-    if "MASTER_ADDR" in held:  # else each process would create a world alone
+    if "MASTER_ADDR" in held:  # otherwise each process would create a world of one rank
         raise LaunchError(
             f"RANK and WORLD_SIZE are missing, but MASTER_ADDR={short_repr(held['MASTER_ADDR'])} "
-            f"is set; set all, or none"
+            f"is set; set all of them, or none"
         )
 
 
@@ -275,8 +300,8 @@ def _number(name: str, held: Mapping[str, str], smallest: int = 0, largest: int 
 
 
 def _first_host(held: Mapping[str, str]) -> str | None:
-    """Return the host of rank 0: the first one of a list such as "gpu[03-04,9],login"."""
-    if held.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):  # rank 0 may be on any
+    """Return the host of rank 0: the first host of a list such as "gpu[03-04,9],login"."""
+    if held.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):  # rank 0 may be on any host
         return None
     nodes = held.get("SLURM_STEP_NODELIST") or held.get("SLURM_JOB_NODELIST") or ""
     first = re.match(r"(?:[^\[\],\s]|\[[^\[\]]*\])+", nodes)
@@ -284,7 +309,7 @@ def _first_host(held: Mapping[str, str]) -> str | None:
 
 
 def _port_of_step(held: Mapping[str, str]) -> int | None:
-    """Return a port for a step; steps of one job get different ones, as they may share hosts."""
+    """Return a port for a step. Steps of one job get different ports: they may share hosts."""
     if "SLURM_JOB_ID" not in held:
         return None
     number = _number("SLURM_JOB_ID", held) + 7919 * int(held["SLURM_STEP_ID"])

@@ -214,8 +214,16 @@ TEXTS = [
     (lambda: RankLayout("tp=3,dp=-1", world_size=8), WorldSizeError, "3", "8"),
     (lambda: RankLayout("tp=3,dp=2", world_size=8), WorldSizeError, "6", "8"),
     (lambda: RankLayout("tp=4,dp=4", world_size=8), WorldSizeError, "16 ranks; the world has 8"),
-    (lambda: read_layout("tp=3,dp", world_size=8), WorldSizeError, "of 3 ranks, as 6 and 9; the"),
-    (lambda: read_layout("tp=4,dp", None, 5, 8), WorldSizeError, "as 4; 3 are left from rank 5 on"),
+    (
+        lambda: read_layout("tp=3,dp", world_size=8),
+        WorldSizeError,
+        "of 3 ranks, for example 6 and 9; the",
+    ),
+    (
+        lambda: read_layout("tp=4,dp", None, 5, 8),
+        WorldSizeError,
+        "for example 4; 3 are left from rank 5 on",
+    ),
     (lambda: read_layout("tp=4", None, 6, 8), WorldSizeError, "from rank 6 needs 10 ranks; the"),
     (
         lambda: RankLayout.fit(8, tp=[2, 4], rank_ofset=4),
@@ -370,7 +378,7 @@ GRIDS = [
         GroupOptionsError,
         "timeout must be a number of seconds",
         "seconds=9",
-        "total_seconds()",
+        "write the seconds as a number",
     ),
     (
         lambda: run_ranks(int, 1, timeout=0),

@@ -1,6 +1,6 @@
-"""Judges calls: those that differ, those that wait, and ranks that leave the common order.
+"""The analysis of recorded calls: differences, waits, and ranks that leave the common order.
 
-Dumps and simulations are judged by the same functions, which read no files.
+The same functions analyse dumps and simulations. They read no files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class AwaitedRanks:
     """A call that has not ended.
 
     Attributes:
-        calls: The call by rank, of the ranks that are in it.
+        calls: The call of each rank that has entered it.
         absent: The members that have not entered it.
     """
 
@@ -38,29 +38,40 @@ class AwaitedRanks:
         return next(iter(self.calls.values()))
 
     def to_row(self) -> tuple[str, ...]:
-        """Return the wait as a row below `Verdict.COLUMNS`."""
-        group, waiting = self.call.group, format_ranks(sorted(self.calls))
-        call = f"{self.call.op} {self.call.number}"
-        absent = format_ranks(self.absent) or "-"
-        return group.title, format_ranks(group.ranks), call, waiting, absent
+        """Return the wait as a row of the table with the titles `Verdict.COLUMNS`."""
+        group = self.call.group
+        return (
+            group.title,
+            format_ranks(group.ranks),
+            f"{self.call.op} {self.call.number}",
+            format_ranks(sorted(self.calls)),
+            format_ranks(self.absent) or "-",
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the wait as a dict for JSON."""
-        call, known = self.call, {"waiting": sorted(self.calls), "absent": self.absent}
-        known |= {name: getattr(call, name) for name in ("op", "number", "where")}
-        return {"group": call.group.title, "members": call.group.ranks, **known}
+        call = self.call
+        return {
+            "group": call.group.title,
+            "members": call.group.ranks,
+            "waiting": sorted(self.calls),
+            "absent": self.absent,
+            "op": call.op,
+            "number": call.number,
+            "where": call.where,
+        }
 
 
 @attrs.frozen(eq=False)
 class Deviation:
-    """A call at which one rank leaves the order of calls that most ranks have.
+    """A call at which one rank leaves the order of calls of most ranks.
 
     Attributes:
         rank: The rank.
-        last: Its last call in the common order; None if it deviates at its first call.
-        own: The call that it makes next.
-        usual: The call that most ranks make there.
-        by: One of these ranks.
+        last: Its last call in the common order, or None if it deviates at its first call.
+        own: The call that the rank makes next.
+        usual: The call that most ranks make instead.
+        by: A rank that makes the usual call.
     """
 
     rank: int
@@ -71,7 +82,7 @@ class Deviation:
 
 
 def _majority(values: Iterable[_T]) -> _T | None:
-    """Return the value that more than half of all are equal to, if there is one."""
+    """Return the value of more than half of `values`, or None."""
     votes = Counter(values)
     usual, most = votes.most_common(1)[0] if votes else (None, 0)
     return usual if 2 * most > votes.total() else None
@@ -81,7 +92,7 @@ def _majority(values: Iterable[_T]) -> _T | None:
 
 
 def find_differences(evidence: Evidence) -> list[dict[int, LoggedCall]]:
-    """Return the first calls of each group and of each channel that differ, by rank."""
+    """Return the first differing calls of each group and of each channel, by rank."""
     found: list[dict[int, LoggedCall]] = []
     for (group, channel), own in evidence.lanes.items():
         ends = own
@@ -100,9 +111,13 @@ def find_differences(evidence: Evidence) -> list[dict[int, LoggedCall]]:
 
 
 def _find_odd(evidence: Evidence, calls: Mapping[int, LoggedCall]) -> tuple[list[int], list[int]]:
-    """Return the ranks that differ from most, and the ranks of sibling groups that decided it."""
+    """Return the ranks that differ from the majority, and the sibling ranks that decided it.
+
+    If the members have no majority, the ranks of the other groups over the same dims count too.
+    """
     terms = [call.terms for call in calls.values()]
-    usual, siblings = _majority(terms), []
+    siblings = []
+    usual = _majority(terms)
     if usual is None:
         siblings = [one for one in _sibling_calls(evidence, calls) if one[1].terms in terms]
         usual = _majority([*terms, *(call.terms for _, call in siblings)])
@@ -129,7 +144,8 @@ def _sibling_calls(
 def find_waits(evidence: Evidence) -> list[AwaitedRanks]:
     """Find the first call of each lane that has not ended, with the members that are absent.
 
-    If no member is absent, members whose device has the call only queued are counted as absent.
+    If no member of any group is absent, members whose device has only queued the call are counted
+    as absent.
     """
     found: list[AwaitedRanks] = []
     for (group, channel), by_rank in evidence.lanes.items():
@@ -152,9 +168,11 @@ def find_waits(evidence: Evidence) -> list[AwaitedRanks]:
 
 
 def _message_wait(evidence: Evidence, rank: int, call: LoggedCall) -> Iterator[AwaitedRanks]:
-    peer, group, (way, _, route) = call.peer, call.group, call.channel.partition(" ")
+    peer = call.peer
+    group = call.group
+    way, _, route = call.channel.partition(" ")
     if peer == rank or (way == "send" and not evidence.ranks[rank].is_at(call)):
-        return  # gloo reports the end of a send only to a rank that waits for it
+        return  # gloo reports the end of a send only if the rank waits for it
     absent: tuple[int, ...] = ()
     if peer is not None and all(evidence.has_channels(one, group) for one in (rank, peer)):
         answered = evidence.last(peer, group, f"{ANSWERS[way]} {route}")
@@ -163,8 +181,8 @@ def _message_wait(evidence: Evidence, rank: int, call: LoggedCall) -> Iterator[A
 
 
 def _wait_graph(evidence: Evidence, waits: Iterable[AwaitedRanks]) -> Any:
-    """Return a directed graph from ranks to their waits, and from these to the absent ranks."""
-    import networkx as nx  # comes with torch
+    """Return a directed graph from ranks to their waits, and from waits to absent ranks."""
+    import networkx as nx  # a dependency of torch
 
     graph = nx.DiGraph()
     for wait in waits:
@@ -193,13 +211,13 @@ def find_deviations(
     waits: Iterable[AwaitedRanks],
     differences: Iterable[Mapping[int, LoggedCall]],
 ) -> dict[int, Deviation]:
-    """Find ranks that leave the common order of calls, and because of which a rank waits.
+    """Find ranks that leave the common order of calls and thereby make a rank wait.
 
     Ranks with groups over the same dims run the same program, so most of them make their calls
-    in one order: all_reduce over tp, all_reduce over dp, and so on. A rank that leaves this
-    order is reported only if it is missing in a group over the dims of the usual call, differs
-    there, or waits in a group over the dims of the call that it made; and if not all members of
-    that group leave the order together.
+    in one order, such as all_reduce over tp, then all_reduce over dp. A rank that leaves this
+    order is reported only if the deviation explains a wait or a difference: the rank is absent
+    from a group over the dims of the usual call, differs in it, or waits in a group over the dims
+    of the call that it makes. Ranks are not reported if all members of that group deviate together.
 
     Args:
         evidence: The calls.
@@ -224,7 +242,13 @@ def find_deviations(
 
 
 def _explains(one: Deviation, leaving: set[int], trouble: AwaitedRanks) -> bool:
-    """Return whether a rank waits, or calls differ, because one rank left the common order."""
+    """Return whether a deviation explains a wait or a difference.
+
+    Args:
+        one: The deviation.
+        leaving: The ranks that deviate in the same way.
+        trouble: The wait, or the calls that differ.
+    """
     group = trouble.call.group
     is_missed = one.rank in trouble.absent and group.title == one.usual.group.title
     if one.usual.channel:
@@ -236,7 +260,7 @@ def _explains(one: Deviation, leaving: set[int], trouble: AwaitedRanks) -> bool:
 
 
 def _compare_orders(evidence: Evidence, with_messages: bool) -> Iterator[Deviation]:
-    """Yield where a rank leaves the order of those with groups over the same dims."""
+    """Yield the deviations of each rank from the ranks with groups over the same dims."""
     classes: dict[frozenset[str], dict[int, list[LoggedCall]]] = {}
     for rank, record in evidence.ranks.items():
         lanes = [own for (_, way), own in record.lanes.items() if with_messages or not way]
@@ -252,12 +276,12 @@ def _compare_orders(evidence: Evidence, with_messages: bool) -> Iterator[Deviati
                 break
             by = min(rank for rank in keys if keys[rank] == usual)
             for rank in [rank for rank in keys if keys[rank] != usual]:
-                own = following.pop(rank)  # what it calls later is not compared
+                own = following.pop(rank)  # later calls of the rank are not compared
                 yield Deviation(rank, own[place - 1] if place else None, own[place], here[by], by)
 
 
 def _from_a_common_start(calls: Mapping[int, list[LoggedCall]]) -> dict[int, list[LoggedCall]]:
-    """Cut the calls where the oldest are lost, so that all ranks start at the same call."""
+    """Return the calls from the first one that all ranks have, if the oldest calls are lost."""
     places: dict[int, dict[tuple[str, int], int]] = {}
     for rank, own in calls.items():
         collectives = [(place, call) for place, call in enumerate(own) if not call.channel]
@@ -274,13 +298,13 @@ def _from_a_common_start(calls: Mapping[int, list[LoggedCall]]) -> dict[int, lis
 
 @attrs.frozen
 class Finding:
-    """One thing that is wrong.
+    """One fault.
 
     Attributes:
         kind: "absent", "no dump", "unreadable", "order", "circle", "shape", "dtype" or "stuck".
-        culprits: The ranks to blame; empty if the dumps are inconclusive.
-        involved: All ranks that it concerns.
-        waiting: The ranks that wait because of it, directly or through others.
+        culprits: The ranks to blame. Empty if the dumps are inconclusive.
+        involved: All ranks that the fault concerns.
+        waiting: The ranks that wait because of the fault, directly or through others.
         says: A description.
     """
 
@@ -292,7 +316,7 @@ class Finding:
 
 
 class Verdict:
-    """Which ranks of a job the others wait for; str() describes it.
+    """The ranks of a job that the others wait for. `str()` returns a description.
 
     Args:
         evidence: The calls, as `read_folder` returns them.
@@ -300,7 +324,7 @@ class Verdict:
     Attributes:
         evidence: The calls.
         waits: The calls that have not ended, with the members that have not entered them.
-        findings: The faults, the worst first.
+        findings: The faults, the most severe first.
 
     Example:
         Rank 1 has not entered the second all_reduce.
@@ -319,7 +343,8 @@ class Verdict:
     COLUMNS = ("group", "ranks", "call", "waiting in it", "not entered by")
 
     def __init__(self, evidence: Evidence) -> None:
-        self.evidence, self.waits = evidence, find_waits(evidence)
+        self.evidence = evidence
+        self.waits = find_waits(evidence)
         self._graph = _wait_graph(evidence, self.waits)
         self._explained: set[int] = set()  # ranks that others wait for because of a finding
         self.findings = [*self._mistakes(), *self._ends()] or list(self._unknowns())
@@ -332,7 +357,7 @@ class Verdict:
 
     @property
     def outcome(self) -> str:
-        """Return "clear", "blamed", or "unclear" if something is wrong and no rank is blamed."""
+        """Return "clear", "blamed", or "unclear" if there is a fault and no rank is blamed."""
         return "blamed" if self.culprits else "unclear" if self.findings else "clear"
 
     def __str__(self) -> str:
@@ -411,7 +436,7 @@ class Verdict:
         return self._found(kind, says, calls, odd)
 
     def _ends(self) -> Iterator[Finding]:
-        """Yield the ranks, or circles of ranks, at which the waiting of others ends."""
+        """Yield the ranks, or circles of ranks, that the others wait for in the end."""
         import networkx as nx
 
         unknown = [rank for rank in self.evidence.missing if rank in self._graph]
@@ -436,17 +461,21 @@ class Verdict:
         return self._found("circle", f"ranks wait for each other: {'; '.join(each)}", calls)
 
     def _absent(self, rank: int) -> Finding:
-        evidence, record = self.evidence, self.evidence.ranks.get(rank)
+        evidence = self.evidence
+        record = evidence.ranks.get(rank)
         awaiting = [wait for wait in self.waits if rank in wait.absent]
         wait = min(awaiting, key=lambda wait: wait.call.order)
         does = "answered" if wait.call.channel else "entered"
         if does == "entered" and evidence.last(rank, wait.call.group) >= wait.call.number:
-            does = "started"  # its device has it queued
-        kind, why = "absent", ""
+            does = "started"  # its device has only queued the call
+        kind = "absent"
+        why = ""
         if rank in evidence.unreadable:
-            kind, why = "unreadable", f"; {evidence.unreadable[rank]}"
+            kind = "unreadable"
+            why = f"; {evidence.unreadable[rank]}"
         elif record is None:
-            kind, why = "no dump", "; it left no dump, so it may have died"
+            kind = "no dump"
+            why = "; it left no dump, so it may have died"
         elif record.why.startswith(("left", "raised")):
             why = f"; it {record.why}"
         elif record.place:
@@ -458,7 +487,7 @@ class Verdict:
         return self._found(kind, says, [rank], [rank] if kind != "unreadable" else [])
 
     def _unknowns(self) -> Iterator[Finding]:
-        """Yield what may be wrong where nothing else is found."""
+        """Yield a possible fault, if no other fault is found."""
         missing = self.evidence.missing
         if self.waits:
             wait = next((wait for wait in self.waits if not wait.absent), self.waits[0])

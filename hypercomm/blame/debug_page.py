@@ -77,7 +77,7 @@ class GridPage(DebugHandler):
         return page
 
     def _judge(self) -> Verdict | str:
-        """Return the verdict on the calls that have not ended for a second; why not as text."""
+        """Return the verdict on calls that have been pending for a second, or an error as text."""
         try:
             before = self._read()
             time.sleep(_APART_S)
@@ -89,7 +89,7 @@ class GridPage(DebugHandler):
             for call in itertools.chain.from_iterable(record.lanes.values()):
                 calls = earlier.lanes.get((call.group, call.channel), [])
                 if all(one.number != call.number or one.state == "finished" for one in calls):
-                    call.state = "finished"  # it has only begun
+                    call.state = "finished"  # it started within the last second
         return Verdict(now)
 
     def _read(self) -> Evidence:
@@ -108,9 +108,10 @@ def _fields_of(answer: Any) -> Any:
 
 
 def _describe_ranks(evidence: Evidence) -> Iterator[tuple[object, ...]]:
-    """Yield the row of each rank: where it is, and its last call."""
+    """Yield the row of each rank: its coordinates, its host and its last call."""
     for rank in range(evidence.world_size):
-        known, record = evidence.describe(rank), evidence.ranks.get(rank)
+        known = evidence.describe(rank)
+        record = evidence.ranks.get(rank)
         calls = [] if record is None else [call for own in record.lanes.values() for call in own]
         last = max(calls, key=lambda call: call.order, default=None)
         call = evidence.unreadable.get(rank, "none") if last is None else last
@@ -120,7 +121,7 @@ def _describe_ranks(evidence: Evidence) -> Iterator[tuple[object, ...]]:
 
 @functools.cache
 def serve(record: Callable[[], dict[str, Any] | None]) -> None:
-    """Answer the debug server with the record of this process; None if it has no watch."""
+    """Serve the record of this process to the debug server, or status 404 without a watch."""
 
     def answer(_request: Any, response: Any) -> None:
         found = record()

@@ -1,8 +1,8 @@
 """The calls that the ranks of a job recorded, in one form for dumps and simulations.
 
-Dumps have the form of torch's flight recorder, which `grid.watch` writes too. A dump is data from
-elsewhere: a pickle of anything but plain values is not read, and the type of each number and text
-is checked before it is used.
+Dumps have the format of torch's flight recorder, which `grid.watch` writes too. A dump is untrusted
+data: only pickles of plain values are read, and the type of each number and text is checked before
+it is used.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LoggedGroup:
     Attributes:
         name: torch's name.
         ranks: Its ranks.
-        title: Its dims, as in "cp+dp of expert"; "WORLD" or "group 7" without dims; "" in a
+        title: Its dims, as in "cp+dp of expert". Without dims, "WORLD" or "group 7". "" in a
             simulation.
     """
 
@@ -50,18 +50,19 @@ class LoggedCall:
     """One collective, send or receive of one rank, or one creation of a group.
 
     Attributes:
-        op: The name in torch.distributed, "all_reduce".
+        op: The name in torch.distributed, such as "all_reduce".
         group: The group.
-        number: The position in its lane (the collectives of a group, or a channel), from 1.
+        number: The position in its lane, from 1. A lane is the collectives of a group or a channel.
         order: The position among all calls of the rank.
         state: "queued", "started" or "finished".
-        terms: The values that must be equal on all members: op, sizes, dtypes and others.
+        terms: The values that must be equal on all members, such as op, sizes and dtypes.
         shapes: The shapes of the first tensors.
-        dtypes: Their dtypes.
-        where: The line of the user's code; "" if unknown.
+        dtypes: The dtypes of these tensors.
+        where: The line of the user's code, or "" if unknown.
         peer: The other rank of a send or receive.
-        channel: "" for a collective, "send 0->1" for a message, "recv anybody" without a source.
-        source: The object that the call was made from.
+        channel: "" for a collective, "send 0->1" for a message, "recv anybody" for a receive
+            without a source.
+        source: The simulated call, in a simulation.
     """
 
     op: str
@@ -98,25 +99,25 @@ class LoggedCall:
         return f" with {first_n(self.shapes, 2)} {dtypes}" if self.shapes else ""
 
 
-# A group and a channel: calls of one lane are numbered together.
+# A group and a channel. The calls of a lane have one numbering.
 Lane = tuple[LoggedGroup, str]
 
 
 @attrs.define(eq=False)
 class RankLog:
-    """The calls of one rank, and the facts that its dump holds about its process.
+    """The calls of one rank, and the data of its dump about its process.
 
     Attributes:
         rank: The rank.
         lanes: The calls of each lane, in order.
         counts: The number of the last call of each lane.
         groups: The groups of the rank.
-        is_whole: False if older calls are lost; if True, a lane without a count had no calls.
+        is_whole: Whether no older calls are lost. If so, a lane without a count had no calls.
         file: The name of the dump.
-        host: The host; "" if unknown.
-        why: Why the dump was written.
+        host: The host, or "" if unknown.
+        why: The reason why the dump was written.
         place: The frames of the main thread, innermost first.
-        layout: The layout of the grid; None if unknown.
+        layout: The layout of the grid, or None if unknown.
     """
 
     rank: int
@@ -137,7 +138,7 @@ class RankLog:
         self.counts[lane] = call.number
 
     def is_at(self, call: LoggedCall) -> bool:
-        """Return whether the rank may be inside a call, going by its stack."""
+        """Return whether the rank may be inside a call, according to its stack."""
         return not self.place or call.where in self.place
 
 
@@ -148,8 +149,8 @@ class Evidence:
     Attributes:
         ranks: The records by rank.
         world_size: The number of ranks.
-        unreadable: Why the dump of a rank cannot be read, by rank.
-        layout: The layout of the job; None if unknown.
+        unreadable: The reason why a dump cannot be read, by rank.
+        layout: The layout of the job, or None if unknown.
     """
 
     ranks: dict[int, RankLog]
@@ -159,7 +160,7 @@ class Evidence:
 
     @property
     def missing(self) -> list[int]:
-        """The ranks without a dump that can be read."""
+        """The ranks without a readable dump."""
         return [rank for rank in range(self.world_size) if rank not in self.ranks]
 
     @cached_property
@@ -172,19 +173,19 @@ class Evidence:
         return found
 
     def last(self, rank: int, group: LoggedGroup, channel: str = "") -> float:
-        """Return the number of the last call of a rank in a lane; infinite if it is unknown."""
+        """Return the number of a rank's last call in a lane, or infinity if it is unknown."""
         record = self.ranks.get(rank)
         if record is None:
             return 0
         return record.counts.get((group, channel), 0 if record.is_whole else math.inf)
 
     def has_channels(self, rank: int, group: LoggedGroup) -> bool:
-        """Return whether the messages of a rank in a group can be matched with those of others."""
+        """Return whether the messages of a rank in a group can be matched with other ranks'."""
         record = self.ranks.get(rank)
         return record is None or (record.is_whole and (group, FROM_ANYBODY) not in record.lanes)
 
     def describe(self, rank: int) -> dict[str, Any]:
-        """Return a rank with its coordinates and its host, as far as they are known."""
+        """Return a rank with its coordinates and its host, if they are known."""
         record = self.ranks.get(rank)
         layouts = (self.layout, None if record is None else record.layout)
         known = (one.coords(rank) for one in layouts if one is not None and rank in one)
@@ -195,7 +196,7 @@ class Evidence:
         }
 
     def name(self, rank: int) -> str:
-        """Return a rank with its position: "rank 3 (tp=1, dp=1; host a)"."""
+        """Return a rank with coordinates and host, such as "rank 3 (tp=1, dp=1; host a)"."""
         known = self.describe(rank)
         host = f"host {known['host']}" if known["host"] else ""
         details = "; ".join(filter(None, [format_coords(known["coords"]), host]))
@@ -204,9 +205,11 @@ class Evidence:
 
 # ---- a folder of dumps --------------------------------------------------------------------------
 
-_MOST_BYTES, _MOST_CHARACTERS, _MOST_TENSORS = 64 * 2**20, 4096, 8
+_MOST_BYTES = 64 * 2**20
+_MOST_CHARACTERS = 4096
+_MOST_TENSORS = 8
 
-# The rank in the name of a file; "core.1" is not a dump.
+# The rank at the end of a dump's file name. "core.1" is not a dump.
 _RANK = re.compile(r"(?<![\d.])(\d{1,6})(?:\.(?:json|pkl|pickle))?$")
 
 
@@ -214,13 +217,14 @@ def read_folder(folder: str | os.PathLike[str], layout: RankLayout | None = None
     """Read the dumps of a job from a folder.
 
     Args:
-        folder: The folder; the name of each dump ends with the rank: "nccl_trace_rank_3",
+        folder: The folder. The name of each dump ends with the rank, as in "nccl_trace_rank_3" and
             "hypercomm_watch_3.json".
-        layout: The layout of the job, which replaces those in the dumps.
+        layout: The layout of the job. Default: the layout in the dumps.
 
     Raises:
-        ToolError: The folder cannot be read, holds no dump, two of one rank, or those of two jobs.
-        WorldSizeError: The layout has other ranks than the job.
+        ToolError: The folder cannot be read, has no dump, has two dumps of one rank, or has dumps
+            of two jobs.
+        WorldSizeError: The layout and the job have different numbers of ranks.
 
     Example:
         >>> import json, tempfile
@@ -235,8 +239,9 @@ def read_folder(folder: str | os.PathLike[str], layout: RankLayout | None = None
     try:
         files = sorted(entry for entry in Path(folder).iterdir() if entry.is_file())
     except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
         raise ToolError(
-            f"cannot read the folder {short_repr(str(folder))}: {error}; give the folder that the "
+            f"cannot read the folder {short_repr(str(folder))}: {why}; give the folder that the "
             f"ranks wrote their dumps to"
         ) from None
     found = {file: _RANK.search(file.name) for file in files}
@@ -258,11 +263,17 @@ def read_dumps(
     source: str,
     hint: str = "",
 ) -> Evidence:
-    """Read the dumps of a job: the rank, the name and a function that loads each one.
+    """Read the dumps of a job.
+
+    Args:
+        dumps: The rank and the name of each dump, and a function that loads it.
+        layout: The layout of the job. Default: the layout in the dumps.
+        source: The place of the dumps, for errors.
+        hint: The end of the error for a place without dumps.
 
     Raises:
-        ToolError, WorldSizeError: As `read_folder`; `source` names what holds the dumps, `hint`
-            says where they come from.
+        ToolError: There is no dump, there are two dumps of one rank, or dumps of two jobs.
+        WorldSizeError: The layout and the job have different numbers of ranks.
     """
     records: dict[int, RankLog] = {}
     unreadable: dict[int, str] = {}
@@ -270,13 +281,13 @@ def read_dumps(
         record = RankLog(rank, file=name)
         try:
             _read_dump(record, load(), layout)
-        except Exception as error:  # noqa: BLE001 - whatever a dump holds, the others are judged
+        except Exception as error:  # noqa: BLE001 - a broken dump does not prevent a verdict
             why = _printable(f"{type(error).__name__}: {error}"[:200])
             unreadable[rank] = f"{name} cannot be read as a dump: {why}"
             continue
         if rank in records:
             both = f"{records[rank].file} and {name}"
-            raise ToolError(f"rank {rank} has two dumps, {both}; keep one of them")
+            raise ToolError(f"rank {rank} has two dumps, {both}; delete one of them")
         records[rank] = record
     if not records:
         raise ToolError(f"{source} has {next(iter(unreadable.values()), 'no dump')}{hint}")
@@ -290,12 +301,12 @@ def read_dumps(
 def _world_size(
     records: Mapping[int, RankLog], unreadable: Mapping[int, str], layout: RankLayout | None
 ) -> int:
-    """Return the number of ranks of WORLD, else that of the layout, else of the dumps."""
+    """Return the number of ranks, from WORLD if known, else from the layout, else the dumps."""
     groups = [(group, one.file) for one in records.values() for group in one.groups]
     worlds = {group.ranks: file for group, file in groups if group.title == WORLD}
     if len(worlds) > 1:
         files = " and ".join(sorted(worlds.values())[:2])
-        raise ToolError(f"{files} are of two jobs; keep the dumps of one of them in the folder")
+        raise ToolError(f"{files} are of two jobs; keep the dumps of one job in the folder")
     known = max([*records, *unreadable]) + 1
     size = len(next(iter(worlds), ())) or (known if layout is None else layout.size)
     if layout is not None and (layout.size != size or known > size):
@@ -310,7 +321,7 @@ def _world_size(
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads a pickle that holds plain values; code in it is not run."""
+    """Reads a pickle of plain values. Code in the pickle is not run."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it holds {module}.{name}, which is not a plain value")
@@ -337,7 +348,7 @@ def _text(value: object) -> str:
 
 
 def _printable(text: str) -> str:
-    """Replace control characters, which would change the terminal."""
+    """Return text with control characters replaced, because they would control the terminal."""
     return text if text.isprintable() else re.sub(r"[^ -~]", "?", text)
 
 
@@ -358,7 +369,7 @@ def _places(frames: Any) -> Iterator[str]:
             yield f"{file}:{line} in {name}"
 
 
-# ---- the form of torch 2.10 to 2.15: torch/distributed/flight_recorder/components ---------------
+# ---- the format of torch 2.10 to 2.15: torch/distributed/flight_recorder/components -------------
 
 _STATES = {"completed": "finished", "started": "started", "scheduled": "queued"}
 OPS = {
@@ -368,7 +379,7 @@ OPS = {
     "reduce_scatter_single": "reduce_scatter_tensor",
     "all_reduce_barrier": "barrier",
 }
-# Ops whose first tensors have the same size on every rank; those of other ops may be uneven.
+# Ops whose first tensors have the same size on every rank. Tensors of other ops may be uneven.
 _ONE_SHAPE = {"all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "send", "recv"}
 _ONE_SHAPE |= {"reduce_scatter_tensor"}
 
@@ -382,14 +393,18 @@ _LIBRARY = re.compile(
 
 
 def _read_dump(record: RankLog, fields: Mapping[str, Any], layout: RankLayout | None) -> None:
-    entries, process = fields["entries"], fields.get("hypercomm")
-    if process is not None:  # what `grid.watch` adds
-        record.host, record.why = _text(process["host"]), _text(process["why"])
+    entries = fields["entries"]
+    process = fields.get("hypercomm")
+    if process is not None:  # fields that `grid.watch` adds
+        record.host = _text(process["host"])
+        record.why = _text(process["why"])
         record.place = tuple(_places(process["stack"]))
         record.layout = RankLayout(**process["layouts"][""])
     groups: dict[str, LoggedGroup] = {}
     for config in fields["pg_config"].values():
-        name, desc, ranks = _text(config["name"]), _text(config["desc"]), _ranks(config["ranks"])
+        name = _text(config["name"])
+        desc = _text(config["desc"])
+        ranks = _ranks(config["ranks"])
         title = desc if desc not in {"", "undefined"} else _dims_of(ranks, layout or record.layout)
         title = WORLD if desc == "default_pg" else title or f"group {name}"
         groups[name] = LoggedGroup(name, ranks, title)
@@ -410,7 +425,7 @@ def _read_dump(record: RankLog, fields: Mapping[str, Any], layout: RankLayout | 
 
 
 def _dims_of(ranks: Sequence[int], layout: RankLayout | None) -> str:
-    """Return the dims over which the layout has exactly these ranks; "" if there are none."""
+    """Return the dims over which these ranks are a group of the layout, or ""."""
     if layout is None or not all(rank in layout for rank in ranks):
         return ""
     coords = [layout.coords(rank) for rank in ranks]
@@ -421,9 +436,10 @@ def _dims_of(ranks: Sequence[int], layout: RankLayout | None) -> str:
 def _read_call(
     entry: Mapping[str, Any], group: LoggedGroup, batches: Mapping[Any, str]
 ) -> LoggedCall | None:
-    """Return the call of an entry; None for a batch of messages, whose messages are entries too."""
+    """Return the call of an entry, or None for a batch: its messages have entries too."""
     op = _text(entry["profiling_name"]).partition(":")[2]
-    message, state = _MESSAGE.search(op), _text(entry["state"])
+    message = _MESSAGE.search(op)
+    state = _text(entry["state"])
     if op == "coalesced" or (message is not None and not entry["is_p2p"]):
         return None
     op = OPS.get(op, op)
@@ -434,7 +450,7 @@ def _read_call(
     call.dtypes = tuple(map(_text, entry["input_dtypes"][:_MOST_TENSORS]))
     call.where = next(_places(entry.get("frames", [])), "")
     if message is not None:
-        call.op, own, other, tag = message[1], message[2], message[3], message[4] or ""
+        call.op, own, other, tag = message.groups("")
         call.peer = group.ranks[int(other)]
         route = f"{own}->{other}{tag}" if call.op == "send" else f"{other}->{own}{tag}"
         call.channel = f"{call.op} {route}"
@@ -442,7 +458,8 @@ def _read_call(
         if call.op == "recv":
             call.shapes = _shapes(entry["output_sizes"]) or call.shapes
     elif op == "recv_anysource":
-        call.op, call.channel = "recv", FROM_ANYBODY
+        call.op = "recv"
+        call.channel = FROM_ANYBODY
     call.state = _STATES[state]
     sizes = tuple(map(math.prod, call.shapes)) if call.op in _ONE_SHAPE else ()
     dtypes = call.dtypes if call.op in _ONE_SHAPE else tuple(sorted(set(call.dtypes)))

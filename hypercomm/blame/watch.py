@@ -1,10 +1,10 @@
 """`grid.watch`: records the collectives of this process, and writes them when nothing moves.
 
-While a watch is on, the communicating methods of torch's ProcessGroup class are replaced by ones
-that record the call first. The watch sees every call from Python, including those of FSDP and of
-pipelines, but no calls from C++: the buckets of DistributedDataParallel and functional
-collectives (DTensor, compiled code). The file has the form of torch's flight recorder as JSON,
-with a further field "hypercomm" about the process.
+While a watch is active, it replaces the communicating methods of torch's ProcessGroup class with
+methods that record the call first. It records every call from Python, including the calls of FSDP
+and of pipelines. It does not record calls from C++: the buckets of DistributedDataParallel, and
+functional collectives (DTensor, compiled code). The file is JSON in the format of torch's flight
+recorder, with an additional field "hypercomm" about the process.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ __all__ = ["Watch"]
 
 logger = logging.getLogger(__name__)
 
-_MOST_CHARACTERS, _MOST_TENSORS = 120, 8
-_KEPT = 500  # calls, of all groups together
-_MOST_PENDING = 1000  # gloo never reports the end of a message that is not awaited
+_MOST_CHARACTERS = 120
+_MOST_TENSORS = 8
+_KEPT = 500  # calls of all groups together
+_MOST_PENDING = 1000  # gloo does not report the end of a message unless the rank waits for it
 
-# Names of the flight recorder that differ from those of torch.distributed.
+# Names of the flight recorder that differ from the names of torch.distributed.
 _NAMES = {op: name for name, op in OPS.items() if name.startswith("_")}
 
 _CALLS = {
@@ -81,7 +82,7 @@ _CALLS = {
     "alltoall_base": "all_to_all_single",
     "all_to_all_single": "all_to_all_single",
 }
-"""The methods of a ProcessGroup that communicate, and torch.distributed's names for them."""
+"""The methods of a ProcessGroup that communicate, with their names in torch.distributed."""
 
 _ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 _LIBRARIES = (
@@ -91,30 +92,33 @@ _LIBRARIES = (
 
 
 class _Group:
-    """A group as it is recorded; `counts` has the number of calls of each lane."""
+    """A recorded group. `counts` has the number of calls of each lane."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        self.name, self.description = group.group_name, group.group_desc
-        self.ranks, self.own = dist.get_process_group_ranks(group), group.rank()
+        self.name = group.group_name
+        self.description = group.group_desc
+        self.ranks = dist.get_process_group_ranks(group)
+        self.own = group.rank()
         self.backend = dist.get_backend(group).rpartition(":")[2]
         self.counts: Counter[str] = Counter()
 
 
 class Watch:
-    """Records the collectives of this rank until `stop()`; made by `grid.watch`.
+    """Records the collectives of this rank until `stop()`. `grid.watch` creates it.
 
     Args:
-        seconds: The time without a call that starts or ends, after which the record is written.
+        seconds: The record is written when no call has started or ended for so many seconds.
         folder: The folder of the record.
-        layouts: Returns the layouts of the grid, "", and of its views, by name.
+        layouts: Returns the layout of the grid, by the name "", and of its views, by name.
         pgs: Returns the existing groups.
+        rank: The rank of this process.
 
     Attributes:
-        rank: This rank.
+        rank: The rank of this process.
         file: The file that is written.
 
     Raises:
-        ToolError: The seconds or the folder cannot be used, or this process has a watch.
+        ToolError: The seconds or the folder cannot be used, or this process already has a watch.
         NotInitializedError: torch.distributed is not initialised.
     """
 
@@ -130,15 +134,22 @@ class Watch:
         rank: int,
     ) -> None:
         if not is_positive(seconds, 1e6):
-            raise ToolError(f"seconds must be above 0 and at most 1e6, got {short_repr(seconds)}")
-        self._seconds, self._layouts, self._pgs = seconds, layouts, pgs
+            raise ToolError(
+                f"seconds must be a number above 0 and at most 1e6, got {short_repr(seconds)}; "
+                f"write the seconds as a number, such as 60"
+            )
+        self._seconds = seconds
+        self._layouts = layouts
+        self._pgs = pgs
         self.rank = rank
         self.file = Path(folder).absolute() / f"hypercomm_watch_{self.rank}.json"
         self._groups: WeakKeyDictionary[ProcessGroup, _Group] = WeakKeyDictionary()
         self._entries: deque[dict[str, Any]] = deque(maxlen=_KEPT)
         self._pending: deque[tuple[dict[str, Any], Any]] = deque(maxlen=_MOST_PENDING)
-        self._moves, self._ids = 0, itertools.count()
-        self._lock, self._over = threading.Lock(), threading.Event()
+        self._moves = 0
+        self._ids = itertools.count()
+        self._lock = threading.Lock()
+        self._over = threading.Event()
         self._originals: dict[str, Any] = {}
         self._thread = threading.Thread(target=self._run, name="hypercomm watch", daemon=True)
         with Watch._starting:
@@ -152,7 +163,7 @@ class Watch:
         folder = self.file.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self.file.write_text("")  # instead of the record of an earlier job
+            self.file.write_text("")  # removes the record of an earlier job
             self.file.unlink()
         except OSError as error:
             raise ToolError(
@@ -173,10 +184,10 @@ class Watch:
         self.stop(error)
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Stop recording and write the record; a second call does nothing.
+        """Stop recording and write the record. A second call does nothing.
 
         Args:
-            error: The exception that ended the program, which is recorded too.
+            error: The exception that ended the program. It is recorded too.
         """
         if self._over.is_set():
             return
@@ -193,9 +204,9 @@ class Watch:
 
         The page "/grid" shows which rank the others wait for, as `hypercomm blame` does, every
         call in which ranks wait, and each rank with its coordinates and its last call. It reads
-        the calls twice, a second apart, and counts those as ended that are not the same. Every
-        rank must have a watch, and call this before it starts the server; rank 0 shows the page.
-        The server's `dump_dir` gets the verdict too if `enabled_dumps` has "grid".
+        the calls twice, a second apart; calls that changed in between count as ended. Every rank
+        must have a watch, and call this before it starts the server. Rank 0 shows the page. The
+        verdict is written to the server's `dump_dir` too if `enabled_dumps` has "grid".
 
         Raises:
             ToolError: The installed torch has no such pages.
@@ -212,8 +223,8 @@ class Watch:
             from hypercomm.blame.debug_page import GridPage, serve
         except ImportError as error:
             raise ToolError(
-                f"torch's debug server cannot have this page: {error}; that of torch 2.13 can, "
-                f"with aiohttp, jinja2 and tabulate"
+                f"torch's debug server cannot have this page: {error}; it needs torch 2.13 or "
+                f"newer, with aiohttp, jinja2 and tabulate"
             ) from error
         serve(_current_record)
         return GridPage()
@@ -236,12 +247,15 @@ class Watch:
         inputs = list(_tensors(args[1:2])) or outputs
         where = _caller(sys._getframe(2))
         with self._lock:
-            self._poll(2)  # so that ended calls do not keep tensors alive
+            self._poll(2)  # releases the tensors of ended calls
             known = self._groups.get(group) or self._groups.setdefault(group, _Group(group))
-            name, lane = _NAMES.get(op, op), FROM_ANYBODY if op == "recv_anysource" else ""
+            name = _NAMES.get(op, op)
+            lane = FROM_ANYBODY if op == "recv_anysource" else ""
             is_p2p = op in {"send", "recv"} and len(args) == 3
             if is_p2p:
-                own, peer, tag = known.own, args[1], f" tag {args[2]}" if args[2] else ""
+                own = known.own
+                peer = args[1]
+                tag = f" tag {args[2]}" if args[2] else ""
                 name = f"{op} {own}{'->' if op == 'send' else '<-'}{peer}{tag}"
                 lane = f"send {own}->{peer}{tag}" if op == "send" else f"recv {peer}->{own}{tag}"
             known.counts[lane] += 1
@@ -268,7 +282,7 @@ class Watch:
         return entry
 
     def _poll(self, most: int = _MOST_PENDING) -> None:
-        """Find calls that have ended; the caller holds the lock."""
+        """Mark pending calls that have ended. The caller holds the lock."""
         for _ in range(min(most, len(self._pending))):
             entry, work = self._pending.popleft()
             if work is None or work.is_completed():
@@ -280,12 +294,15 @@ class Watch:
     # ---- writing --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        seen, since, is_written = -1, time.monotonic(), False
+        seen = -1
+        since = time.monotonic()
+        is_written = False
         while not self._over.wait(min(max(self._seconds / 4, 0.02), 1)):
             with self._lock:
                 self._poll()
             if self._moves != seen:
-                seen, since = self._moves, time.monotonic()
+                seen = self._moves
+                since = time.monotonic()
                 if is_written:  # the record is out of date
                     self.file.unlink(missing_ok=True)
                     is_written = False
@@ -297,15 +314,16 @@ class Watch:
         draft = self.file.with_suffix(".part")
         try:
             draft.write_text(json.dumps(self.record(why, error)))
-            draft.replace(self.file)  # atomic: no reader sees half of it
+            draft.replace(self.file)  # atomic, so no reader sees a part of it
         except Exception as failure:  # noqa: BLE001 - the program continues without a record
             logger.warning("the watch cannot write %s: %s", self.file, failure)
 
     def record(self, why: str = "is watched", error: BaseException | None = None) -> dict[str, Any]:
-        """Return the calls so far in the form of torch's flight recorder, as they are written."""
+        """Return the calls so far in the format of torch's flight recorder."""
         with self._lock:  # other threads keep calling
             self._poll()
-            groups, entries = dict(self._groups), [dict(entry) for entry in self._entries]
+            groups = dict(self._groups)
+            entries = [dict(entry) for entry in self._entries]
             counts = {one.name: dict(one.counts) for one in groups.values()}
         if error is not None and entries:
             _reopen(entries[-1], error)
@@ -331,13 +349,13 @@ class Watch:
 
 
 def _current_record() -> dict[str, Any] | None:
-    """Return the record of this process's watch; None if it has none."""
+    """Return the record of this process's watch, or None without a watch."""
     watch = Watch._current
     return None if watch is None else watch.record()
 
 
 def _reopen(entry: dict[str, Any], error: BaseException) -> None:
-    """Mark the last call as not ended if the error was raised in it, as by a timeout."""
+    """Mark the last call as not ended if it raised the error, for example at a timeout."""
     lines = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
     is_in_call = any((one["filename"], one["line"]) in lines for one in entry["frames"])
     if is_in_call and "/torch/distributed/" in lines[-1][0]:

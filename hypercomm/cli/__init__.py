@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import click
 
@@ -23,16 +24,63 @@ _GRACE_S = 3.0
 Launchers end all ranks when one exits.
 """
 
+
+class _Command(NamedTuple):
+    """A command that is imported when it is called.
+
+    Attributes:
+        home: The module and the name of the command.
+        summary: Its line in `hypercomm --help`.
+        example: The arguments of a typical call.
+    """
+
+    home: str
+    summary: str
+    example: str
+
+
 _COMMANDS = {
-    "plan": ("hypercomm.tools.plan:plan", "Show a layout and its groups."),
-    "draw": ("hypercomm.tools.draw.command:draw", "Draw a layout, a change or a mapping."),
-    "place": ("hypercomm.tools.place.command:place_command", "Place a layout on a machine."),
-    "diff": ("hypercomm.tools.launch_files.command:diff", "Compare the groups of two layouts."),
-    "check": ("hypercomm.cli.check:check", "Run every group of a layout on real ranks."),
-    "doctor": ("hypercomm.cli.doctor:doctor", "Show what is installed and what works."),
-    "blame": ("hypercomm.tools.blame:blame", "Find the rank that a hung job waits for."),
+    "plan": _Command(
+        "hypercomm.tools.plan:plan", "Show a layout and its groups.", "tp=8,cp=2,dp=64"
+    ),
+    "draw": _Command(
+        "hypercomm.tools.draw.command:draw",
+        "Draw a layout, a change or a mapping.",
+        "tp=8,dp=4 -o layout.svg",
+    ),
+    "place": _Command(
+        "hypercomm.tools.place.command:place_command",
+        "Place a layout on a machine.",
+        "tp=8,dp=4,pp=4 --on 8",
+    ),
+    "diff": _Command(
+        "hypercomm.tools.launch_files.command:diff",
+        "Compare the groups of two layouts.",
+        "tp=2,dp=4 tp=4,dp=2",
+    ),
+    "check": _Command(
+        "hypercomm.cli.check:check",
+        "Run every group of a layout on real ranks.",
+        "tp=2,cp=2,dp=2",
+    ),
+    "doctor": _Command("hypercomm.cli.doctor:doctor", "Show what is installed and what works.", ""),
+    "blame": _Command(
+        "hypercomm.tools.blame:blame",
+        "Find the rank that a hung job waits for.",
+        "hypercomm_watch",
+    ),
 }
-"""Where each command is, and what `--help` says about it."""
+
+_USUAL_NAMES = {
+    "--gpus-per-node": "--on 8",
+    "--gpus-per-host": "--on 8",
+    "--nproc-per-node": "--on 8",
+    "--hostfile": "--on FILE",
+    "--nprocs": "--world-size",
+    "--nproc": "--world-size",
+    "--ranks": "--world-size",
+}
+"""Options of launchers and of other commands, and the option that has their purpose here."""
 
 
 class _LazyGroup(click.Group):
@@ -46,14 +94,25 @@ class _LazyGroup(click.Group):
         del ctx
         if cmd_name not in _COMMANDS:
             return None
-        module, _, attribute = _COMMANDS[cmd_name][0].partition(":")
+        module, _, attribute = _COMMANDS[cmd_name].home.partition(":")
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name in _COMMANDS or name.startswith("-") or ctx.resilient_parsing:
+            return super().resolve_command(ctx, args)
+        from hypercomm.layout.text import did_you_mean
+
+        hint = did_you_mean(name, _COMMANDS) or f"; the commands are {', '.join(_COMMANDS)}"
+        raise click.UsageError(f"No such command {name!r}{hint}", ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         del ctx
         with formatter.section("Commands"):
-            formatter.write_dl([(name, summary) for name, (_, summary) in _COMMANDS.items()])
+            formatter.write_dl([(name, command.summary) for name, command in _COMMANDS.items()])
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -66,26 +125,54 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
     Args:
-        argv: The arguments; default: those of the process.
+        argv: The arguments; default: the arguments of the process.
     """
+    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        result = cli.main(argv, prog_name="hypercomm", standalone_mode=False)
+        result = cli.main(arguments, prog_name="hypercomm", standalone_mode=False)
     except click.ClickException as error:
         if _is_first():
-            error.show()
+            _with_hint(error, arguments[0] if arguments else "").show()
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         _say("interrupted; every rank that was started has been ended")
         return 130
     except HyperCommError as error:
         if _is_first():
-            _say(str(error))
+            from hypercomm.cli.options import in_options
+
+            _say(in_options(str(error)))
         return 2
     return result if isinstance(result, int) else 0
 
 
+def _with_hint(error: click.ClickException, name: str) -> click.ClickException:
+    """Return an error with an example call, or with the right name of an unknown option.
+
+    Args:
+        error: The error.
+        name: The name of the command.
+    """
+    if isinstance(error, click.NoSuchOption):
+        here = _USUAL_NAMES.get(error.option_name, "")
+        parameters = error.ctx.command.params if error.ctx else []
+        if any(here.split()[:1] == [option] for one in parameters for option in one.opts):
+            message = f"No such option {error.option_name!r}; did you mean {here!r}?"
+            return click.UsageError(message, error.ctx)
+    elif isinstance(error, click.UsageError) and name in _COMMANDS:
+        is_about_value = isinstance(error, click.BadParameter)
+        if not is_about_value or isinstance(error, click.MissingParameter):
+            said = error.format_message().rstrip(".")
+            example = f"hypercomm {name} {_COMMANDS[name].example}"
+            return click.UsageError(f"{said}. For example: {example}", error.ctx)
+    return error
+
+
 def _is_first() -> bool:
-    """Return whether this is rank 0, or no rank of a job; else wait until rank 0 has printed."""
+    """Return whether this process prints errors: rank 0, or a process outside a job.
+
+    Any other rank first waits until rank 0 has had time to print.
+    """
     from hypercomm.job_environment import find_job
 
     try:

@@ -17,14 +17,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from hypercomm.cli import options
-from hypercomm.cli.options import Key, read_keys, read_views
+from hypercomm.cli.options import Key, read_keys, read_sizes, read_views
 from hypercomm.cli.printing import console, numbers, print_json, quiet, table
 from hypercomm.errors import HyperCommError, RankFailedError, WorldSizeError
 from hypercomm.job_environment import FoundJob, find_job
 from hypercomm.launch import run_ranks
 from hypercomm.launch.run import most_ranks, preloads
 from hypercomm.layout import RankLayout
-from hypercomm.layout.parsing import infer_sizes, parse_sizes
 from hypercomm.layout.text import format_coords
 from hypercomm.layout.views import Views
 
@@ -35,14 +34,17 @@ _SHOWN_FAILURES = 8
 _ROUNDS = 3
 _BYTES = 4 * 1024 * 1024
 
-preloads.append(__name__)  # for the ranks; torch is imported in functions that they call
+preloads.append(__name__)  # the ranks import this module; only its functions import torch
 
 
 @click.command(short_help="Create every group on real processes and all-reduce over it.")
 @options.sizes
 @options.groups
 @click.option(
-    *("--nprocs", "--nproc", "--world-size", "ranks"),
+    "--nprocs",
+    "--nproc",
+    "--world-size",
+    "ranks",
     type=click.IntRange(min=1),
     help="The number of ranks; infers the one size that is -1.",
 )
@@ -51,7 +53,7 @@ preloads.append(__name__)  # for the ranks; torch is imported in functions that 
     "--backend",
     default="gloo",
     show_default=True,
-    help="Any that torch knows, as in nccl or cpu:gloo,cuda:nccl.",
+    help="A backend that torch knows, such as nccl or cpu:gloo,cuda:nccl.",
 )
 @click.option(
     "--timeout",
@@ -78,15 +80,15 @@ def check(
 ) -> int:
     """Create every group of a layout such as tp=2,cp=2,dp=2 and all-reduce over it.
 
-    Starts the ranks on this machine, or joins the job when a launcher started it (torchrun, srun,
-    mpirun):
+    Starts the ranks on this machine. In a job that torchrun, srun or mpirun started, it uses the
+    ranks of the job:
 
     torchrun --nproc-per-node 8 -m hypercomm check tp=2,cp=2,dp=2
     """
-    # torch reads it when it is loaded: its own reports of a dead peer would hide ours.
+    # torch reads this variable when it is loaded. Its reports of a dead peer would hide ours.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     job = find_job(os.environ)
-    if job is not None and job.size == 1:  # a single rank starts local ones
+    if job is not None and job.size == 1:  # a job of one rank starts local ranks
         job = None
     room = "" if ranks is None else f"--nprocs is {ranks}"
     if job is not None:
@@ -95,14 +97,14 @@ def check(
         if ranks not in {None, job.size}:
             raise WorldSizeError(f"--nprocs is {ranks}, but {room}; leave --nprocs out")
         ranks = job.size
-    layout = RankLayout(infer_sizes(parse_sizes(sizes), ranks, room))
+    layout = RankLayout(read_sizes(sizes, ranks, room, "--nprocs"))
     others = read_views(layout, views)
     outcome = CheckResult(Request(layout, read_keys(others, wanted), others, backend))
     if job is None and not force and layout.size > most_ranks():
         raise WorldSizeError(
             f"{layout} would start {layout.size} processes on this machine: at most {most_ranks()} "
             f"are started without --force; use torchrun for several machines, or 'hypercomm plan', "
-            f"which starts none"
+            f"which starts no process"
         )
     is_first = job is None or job.rank == 0
     what = f"checking {layout} on {layout.size} {backend} ranks"
@@ -134,9 +136,9 @@ class Request:
 
 
 class Figures(TypedDict):
-    """The measurements of one rank over its group of some dims, in seconds and bytes/s.
+    """The measurements of one rank over one group, in seconds and bytes per second.
 
-    `wrong` describes a wrong result; it is empty if the result is right.
+    `wrong` describes a wrong result. It is empty if the result is right.
     """
 
     host: str
@@ -146,7 +148,7 @@ class Figures(TypedDict):
 
 
 Message = tuple[int, Key, str | Figures]
-"""A report of one rank about some groups: the step that it begins, or in the end its figures."""
+"""A rank, the dims of its group, and the step that begins, or the figures at the end."""
 
 
 @attrs.define
@@ -155,9 +157,9 @@ class CheckResult:
 
     Attributes:
         request: The layout and the groups.
-        found: The figures of each rank, by the groups.
-        failed: The rank that failed and the reason; None if none failed. In a launched job this is
-            always the own rank, even if another rank caused the error.
+        found: The figures of each rank, by group.
+        failed: The rank that failed and the reason, or None. In a launched job this is always the
+            rank of this process, even if another rank caused the error.
     """
 
     request: Request
@@ -194,7 +196,7 @@ class CheckResult:
         from hypercomm.launch import join
 
         def send(message: Message) -> None:
-            if isinstance(message[2], str):  # only figures are gathered
+            if isinstance(message[2], str):  # a step; only figures are gathered
                 self.record(message)
                 return
             everyone: list[Any] = [None] * job.size
@@ -207,9 +209,9 @@ class CheckResult:
                 joined = join(backend=self.request.backend, timeout=timedelta(seconds=timeout))
                 probe(self.request, send, joined.device)
                 joined.leave()
-            except (HyperCommError, RuntimeError) as error:  # torch's where a peer dies
+            except (HyperCommError, RuntimeError) as error:  # RuntimeError: a peer has died
                 reason = " ".join(str(error).split())
-                self.failed = job.rank, f"on {socket.gethostname()}, or on a peer of it: {reason}"
+                self.failed = job.rank, f"on {socket.gethostname()}, or on a peer: {reason}"
 
     def record(self, message: Message) -> None:
         """Record a message of one rank."""
@@ -221,12 +223,13 @@ class CheckResult:
 
     def show(self, *, as_json: bool) -> int:
         """Print the result and return the exit code."""
-        layout, keys = self.request.layout, self.request.keys
+        layout = self.request.layout
         rows = [
             self._row(key, found) for key, found in self.found.items() if len(found) == layout.size
         ]
         wrong = [line for row in rows for line in row["wrong"]]
-        ok = len(rows) == len(keys) and not wrong and self.failed is None
+        requested = len(self.request.keys)
+        ok = len(rows) == requested and not wrong and self.failed is None
         seconds = time.monotonic() - self._started
         if as_json:
             print_json(
@@ -259,7 +262,7 @@ class CheckResult:
             rank, reason = self.failed
             key, step = self._at.get(rank, (None, ""))
             place = self._place_of(rank, key) + (f", in {step}" if step else "")
-            verdict = f"failed after {len(rows)} of {len(keys)}: {place}: {reason}"
+            verdict = f"failed after {len(rows)} of {requested}: {place}: {reason}"
         out.print(verdict, markup=False, soft_wrap=True)
         return 0 if ok else 1
 
@@ -272,7 +275,7 @@ class CheckResult:
         return {**place, "step": step, "reason": reason}
 
     def _row(self, key: Key, found: Mapping[int, Figures]) -> dict[str, Any]:
-        """Return the facts of the groups over some dims, with the slowest rank's figures."""
+        """Return the row of the groups over some dims, with the figures of the slowest rank."""
         groups = self.request.views.layout_of(key.view).groups(*key.dims)
         slowest = min(sorted(found), key=lambda rank: found[rank]["bandwidth"])
         alone = groups.group_size == 1
@@ -292,8 +295,9 @@ class CheckResult:
         }
 
     def _place_of(self, rank: int, key: Key | None) -> str:
-        """Name a rank with its coordinates, and its group."""
-        layout, group = self.request.layout, ""
+        """Return a rank as text, with its coordinates and its group."""
+        layout = self.request.layout
+        group = ""
         if key is not None:
             layout = self.request.views.layout_of(key.view)
             group = f" in group {key} of ranks {[*layout.groups(*key.dims).of(rank)]}"
@@ -314,7 +318,8 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
             escape(str(Key(row["view"], row["dims"]))),
             f"{row['groups']} x {row['size']}",
             f"{row['creation_s'] * 1e3:.1f} ms",
-            *(bandwidth, slowest),
+            bandwidth,
+            slowest,
             "[red]wrong[/]" if row["wrong"] else "[green]ok[/]",
         )
     return shown
@@ -324,10 +329,10 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def probe_local(request: Request) -> None:
-    """Run the probe as one of the ranks that `run_ranks` started."""
+    """Run the probe on a rank that `run_ranks` started."""
     from hypercomm.launch import join, report
 
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the parent prints the result, maybe as JSON
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # only the parent prints
     probe(request, report, join().device)
 
 
@@ -337,16 +342,16 @@ def probe(
     """Create all requested groups, one after another, and report the figures of each.
 
     Args:
-        request: The groups; the layout must fill the world.
+        request: The groups. The layout must fill the world.
         send: Called with each step that begins, and with the figures.
-        device: The device of the tensors; default: the CPU.
+        device: The device of the tensors. Default: the CPU.
     """
     import torch
     import torch.distributed as dist
 
     from hypercomm.grid import HyperCommGrid
 
-    rank, host = dist.get_rank(), socket.gethostname()
+    rank = dist.get_rank()
     with HyperCommGrid(request.layout, backend=request.backend, cover="exact") as grid:
         for name, view in request.views.items():
             grid.register_view(name, view.layout.sizes, shared_dims=view.shared_dims)
@@ -361,16 +366,22 @@ def probe(
             ranks = owner.group_ranks(key.dims)
             total = torch.tensor([rank + 1, rank * rank], dtype=torch.int64, device=device)
             dist.all_reduce(total, group=group)
-            got, expected = total.tolist(), [sum(r + 1 for r in ranks), sum(r * r for r in ranks)]
-            wrong = "" if got == expected else f"all-reduce gave {got}, expected {expected}"
-            bandwidth = _bandwidth(group, device)
-            send(
-                (rank, key, Figures(host=host, creation=creation, bandwidth=bandwidth, wrong=wrong))
+            got = total.tolist()
+            expected = [sum(r + 1 for r in ranks), sum(r * r for r in ranks)]
+            figures = Figures(
+                host=socket.gethostname(),
+                creation=creation,
+                bandwidth=_bandwidth(group, device),
+                wrong="" if got == expected else f"all-reduce gave {got}, expected {expected}",
             )
+            send((rank, key, figures))
 
 
 def _bandwidth(group: Any, device: torch.device | None) -> float:
-    """Return 4 MiB over the median time of an all-reduce of them; the first one connects."""
+    """Return 4 MiB divided by the median time of an all-reduce of 4 MiB.
+
+    The first all-reduce is not timed, because it connects the ranks.
+    """
     import torch
     import torch.distributed as dist
 

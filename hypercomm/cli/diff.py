@@ -1,4 +1,4 @@
-"""`hypercomm diff`: what becomes of groups and ranks when a layout changes."""
+"""`hypercomm diff`: how a change of layout affects groups and ranks."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from hypercomm.layout.parsing import UNSPECIFIED, infer_sizes, parse_sizes
 _COLOURS = {"kept": "green", "partly": "yellow", "gone": "red", "new": "cyan"}
 
 
-@click.command(short_help="Show which groups a change of layout keeps, ends and makes.")
+@click.command(short_help="Show which groups a change of layout keeps, ends and creates.")
 @click.argument("before")
 @click.argument("after")
 @click.option(
     "--world-size",
     type=click.IntRange(min=1),
-    help="Infer a size that is -1 from this. Default: from the ranks of the other layout.",
+    help="The number of ranks; infers a size that is -1. Default: the ranks of the other layout.",
 )
 @options.as_json
 def diff(before: str, after: str, world_size: int | None, as_json: bool) -> None:
     """Show what changes from a layout such as tp=2,cp=2,dp=2 to another such as tp=4,dp=2.
 
-    For every combination of dims: which dims make the same groups afterwards, and which groups are
-    kept, gone or new. Nothing is started, and torch is not loaded.
+    For every combination of dims, the table shows the dims that make the same groups afterwards,
+    and how many groups are kept, gone or new. No process is started, and torch is not loaded.
     """
     changes = difference(*read(before, after, world_size))
     if as_json:
@@ -39,16 +39,16 @@ def diff(before: str, after: str, world_size: int | None, as_json: bool) -> None
 
 
 def read(before: str, after: str, world_size: int | None = None) -> tuple[RankLayout, RankLayout]:
-    """Read both layouts; without a world size, an unspecified size makes them equally large.
+    """Read both layouts. An unspecified size is inferred from the ranks of the other layout.
 
     Args:
-        before: The sizes before, as in tp=2,cp=2,dp=2.
-        after: The sizes after.
-        world_size: The number of ranks that either must have, if given.
+        before: The sizes before the change, as in tp=2,cp=2,dp=2.
+        after: The sizes after the change.
+        world_size: The number of ranks of both layouts, if given.
 
     Raises:
-        LayoutError: A text cannot be read, or both have an unspecified size and no world size is
-            given.
+        LayoutError: A text cannot be read, or both layouts have an unspecified size and no world
+            size is given.
         WorldSizeError: The sizes do not multiply to the world size.
 
     Example:

@@ -19,7 +19,7 @@ from rich.table import Column
 from hypercomm import __version__
 from hypercomm.cli import options
 from hypercomm.cli.printing import console, one_line, print_json, quiet, table
-from hypercomm.errors import LaunchError
+from hypercomm.errors import CreationError, LaunchError
 from hypercomm.job_environment import VARIABLES, find_job
 
 _PIPED_WIDTH = 100
@@ -28,15 +28,19 @@ _PIPED_WIDTH = 100
 _PACKAGES = ("torch", "numpy", "attrs", "megatron-core", "deepspeed")
 _TIMEOUT = timedelta(seconds=60)
 
+_NO_SPLIT = "not with gloo; needs a WORLD bound to a device"
+"""The reason why a group cannot be split off a WORLD that is not bound to a device."""
+
 _FAMILIES = ("CUDA_", "GLOO_", "HYPERCOMM_", "NCCL_", "OMPI_COMM_", "TORCH")
-"""Environment variables that are shown begin like this; no other is, as it may hold a secret."""
+"""Prefixes of the environment variables that are shown. Others may hold a secret."""
 
 
 @attrs.define
 class Report:
-    """The state of this installation; `problems` make the exit code 1.
+    """The state of this installation. With `problems`, the exit code is 1.
 
-    A backend or strategy has the reason why it does not work here, None if it does.
+    `backends` and `strategies` map each name to the reason why it does not work here, or to None
+    if it works.
     """
 
     versions: dict[str, str | None]
@@ -66,14 +70,17 @@ def doctor(*, as_json: bool) -> int:
 
 
 def report() -> Report:
-    """Return what works here; creates groups in a world of one rank, and destroys it."""
+    """Return the state of this installation.
+
+    Creates groups in a world of one rank, and destroys that world.
+    """
     environment = {name: value for name, value in os.environ.items() if matters(name)}
     found = Report(_versions(), environment, _launcher())
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch reads it when it is loaded
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch reads it when loaded
     with quiet():
         try:
             from hypercomm.process_groups import torch_internals as torchdist
-        except Exception as error:  # noqa: BLE001 - whatever it raises is the problem
+        except Exception as error:  # noqa: BLE001 - any error is reported
             found.problems = [f"torch cannot be loaded: {one_line(error)}"]
             return found
         _describe_torch(found)
@@ -95,8 +102,12 @@ def _versions() -> dict[str, str | None]:
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-    python, system = platform.python_version(), platform.platform()
-    return {"hypercomm": __version__, "python": python, "platform": system, **found}
+    return {
+        "hypercomm": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **found,
+    }
 
 
 def _launcher() -> str:
@@ -111,11 +122,15 @@ def _describe_torch(found: Report) -> None:
     import torch
     import torch.distributed as dist
 
-    cuda, hip = torch.version.cuda, torch.version.hip
-    nccl: Any = torch.cuda.nccl  # has no types
+    build = "CPU"
+    if torch.version.hip:
+        build = f"ROCm {torch.version.hip}"
+    elif torch.version.cuda:
+        build = f"CUDA {torch.version.cuda}"
+    nccl: Any = torch.cuda.nccl  # an untyped module
     found.versions |= {
         "torch": torch.version.__version__,
-        "torch_build": f"ROCm {hip}" if hip else f"CUDA {cuda}" if cuda else "CPU",
+        "torch_build": build,
         "nccl": ".".join(map(str, nccl.version())) if dist.is_nccl_available() else None,
     }
     devices = range(torch.cuda.device_count())
@@ -123,22 +138,26 @@ def _describe_torch(found: Report) -> None:
 
 
 def _why_not(creation: Any) -> str | None:
-    """Create a group in one way, in a world of one gloo rank, and communicate over it.
+    """Create a group with one strategy, in a world of one gloo rank, and communicate over it.
 
     Returns:
-        None, or the error.
+        The reason why it does not work, or None if it does.
     """
     import torch.distributed as dist
 
     from hypercomm.grid import HyperCommGrid
+    from hypercomm.process_groups import torch_internals as torchdist
 
-    stores: Any = dist  # has them, but not for type checkers
+    stores: Any = dist  # type checkers do not know its stores
     try:
         store = stores.HashStore()
         dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=_TIMEOUT)
         with HyperCommGrid([1], ["dp"], creation=creation) as grid:
             dist.barrier(grid.create_pg("dp"))
-    except Exception as error:  # noqa: BLE001 - whatever it raises is the reason
+    except CreationError as error:
+        is_unbound = creation == "split" and torchdist.bound_device() is None
+        return _NO_SPLIT if is_unbound else " ".join(str(error).split())
+    except Exception as error:  # noqa: BLE001 - any error is the reason
         return one_line(error)
     finally:
         if dist.is_initialized():

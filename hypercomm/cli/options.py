@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import chain, combinations
 
 import attrs
 import click
 
+from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.parsing import infer_sizes, parse_groups, parse_sizes
+from hypercomm.layout.parsing import (
+    UNSPECIFIED,
+    check_one_unspecified,
+    did_you_mean_sizes,
+    infer_sizes,
+    parse_groups,
+    parse_sizes,
+)
+from hypercomm.layout.text import short_repr
 from hypercomm.layout.views import Views
+
+_ARGUMENT = re.compile(r"\b[a-z_]+(?:=(?:\[.*?\]|\S+))? \((--[^()]+)\)")
+"""A Python argument and, in parentheses, the option of the command line with the same purpose."""
 
 
 def _joined(_: object, __: object, texts: tuple[str, ...]) -> str:
@@ -19,44 +32,87 @@ def _joined(_: object, __: object, texts: tuple[str, ...]) -> str:
 
 sizes = click.argument("sizes", nargs=-1, required=True, metavar="SIZES", callback=_joined)
 groups = click.option(
-    *("--groups", "wanted"),
+    "--groups",
+    "wanted",
     metavar="DIMS",
     callback=lambda _, __, text: None if text is None else parse_groups(text),
-    help="As in tp,dp+cp. Default: every combination, of more than 6 dims every pair.",
+    help="The groups, as in tp,dp+cp. Default: every combination of dims; with more than 6 dims, "
+    "every pair.",
 )
 views = click.option(
-    *("--view", "views"),
+    "--view",
+    "views",
     multiple=True,
     metavar="NAME:SIZES",
-    help="Another factorisation, too, as in expert:ep=4,rest=-1. May be given several times.",
+    help="Another factorisation of the ranks, as in expert:ep=4,rest=-1. May be repeated.",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+
+
+def in_options(message: str) -> str:
+    """Return a message with the options of the command line in place of Python's arguments.
+
+    >>> in_options("overlapped (--overlap) needs traffic (--traffic), as in on=[..., 8] (--on 8)")
+    '--overlap needs --traffic, as in --on 8'
+    """
+    return _ARGUMENT.sub(r"\1", message)
+
+
+def read_sizes(
+    text: str, ranks: int | None = None, room: str = "", option: str = ""
+) -> dict[str, int]:
+    """Read sizes, and infer a size of -1 from the number of ranks.
+
+    Args:
+        text: The sizes, as in "tp=2,dp=-1".
+        ranks: The number of ranks, or None if it is unknown.
+        room: The clause of an error about that number. Default: "the world has 8".
+        option: The option of the command that gives the number, if it has one.
+
+    Raises:
+        LayoutError: The text cannot be read, or the number of ranks is needed and unknown.
+        WorldSizeError: The sizes do not multiply to the number of ranks.
+
+    Example:
+        >>> read_sizes("tp=2,dp=-1", 8)
+        {'tp': 2, 'dp': 4}
+    """
+    sizes = parse_sizes(text)
+    dim = check_one_unspecified([name for name, size in sizes.items() if size == UNSPECIFIED])
+    if dim is not None and ranks is None:
+        also = f", or the number of ranks, as in {option} 16" if option else ""
+        raise LayoutError(
+            f"the size of dim {short_repr(dim)} is unspecified; give it, as in '{dim}=2'{also}"
+            f"{did_you_mean_sizes([dim])}"
+        )
+    return infer_sizes(sizes, ranks, room)
 
 
 # ---- the groups that a command is about ---------------------------------------------------------
 
 _MANY_DIMS = 6
-"""More dims than this have too many combinations to look at."""
+"""With more dims, only single dims and pairs are shown."""
 
 
 @attrs.frozen
 class Key:
-    """The groups over some dims, of a view or of the layout itself (None)."""
+    """The dims of groups. `view` is the view that has the dims, or None for the layout itself."""
 
     view: str | None
     dims: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Write it as tables show it.
+        """Return the key as tables show it.
 
         >>> str(Key(None, ("tp", "dp"))), str(Key("expert", ("ep",)))
         ('tp+dp', 'expert:ep')
         """
-        return f"{self.view}:" * (self.view is not None) + "+".join(self.dims)
+        view = "" if self.view is None else f"{self.view}:"
+        return view + "+".join(self.dims)
 
 
 def combinations_of(layout: RankLayout) -> list[tuple[str, ...]]:
-    """List each dim, and the combinations of dims larger than 1; of more than 6 dims, the pairs.
+    """Return each dim, and the combinations of dims larger than 1: of more than 6 dims, pairs.
 
     Example:
         >>> combinations_of(RankLayout("tp=2,cp=1,dp=2"))
@@ -69,9 +125,9 @@ def combinations_of(layout: RankLayout) -> list[tuple[str, ...]]:
 
 
 def read_views(layout: RankLayout, texts: Sequence[str]) -> Views:
-    """Read views such as "expert:ep=2,rest=-1"; the second without a name is "view2".
+    """Read views such as "expert:ep=2,rest=-1". A second view without a name is called "view2".
 
-    Dims that make the same groups in the layout and the view are shared.
+    Dims that make the same groups in the layout and in the view are shared.
 
     Raises:
         LayoutError: A text cannot be read.
@@ -86,20 +142,30 @@ def read_views(layout: RankLayout, texts: Sequence[str]) -> Views:
     for number, text in enumerate(texts, 1):
         name, colon, sizes = text.partition(":")
         if not colon:
-            name, sizes = f"view{number}", text
+            name = f"view{number}"
+            sizes = text
+        if not name.strip():
+            raise LayoutError(
+                f"--view {short_repr(text)} has no name before ':'; write expert:ep=4,rest=-1"
+            )
         room = f"the layout {layout} has {layout.size}"
-        closed = infer_sizes(parse_sizes(sizes), layout.size, room)
-        other = layout.renumber(tuple(closed.values()), tuple(closed))
-        both = [dim for dim in layout.dim_names if dim in closed]
+        inferred = read_sizes(sizes, layout.size, room)
+        other = layout.renumber(tuple(inferred.values()), tuple(inferred))
+        both = [dim for dim in layout.dim_names if dim in inferred]
         shared = [dim for dim in both if layout.groups(dim) == other.groups(dim)]
         if shared and layout.groups(*shared) != other.groups(*shared):
             shared = shared[:1]
-        views.register(name.strip(), closed, shared_dims=shared)
+        views.register(name.strip(), inferred, shared_dims=shared)
     return views
 
 
 def read_keys(views: Views, wanted: Sequence[tuple[str, ...]] | None) -> list[Key]:
-    """Return the key of each set of dims; default: all combinations, shared ones only once.
+    """Return the key of each set of dims.
+
+    Args:
+        views: The layout and its views.
+        wanted: The sets of dims. Default: all combinations; dims that a view shares with the layout
+            are listed once.
 
     Raises:
         UnknownDimError: Neither the layout nor a view has the dims.

@@ -17,7 +17,7 @@ from rich.table import Column, Table
 
 
 class _Output(Console):
-    """Prints to stdout; removes trailing spaces unless it is a terminal."""
+    """Prints to stdout, without trailing spaces unless stdout is a terminal."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print as `rich.console.Console.print` does."""
@@ -36,7 +36,7 @@ def console(piped_width: int = 120) -> Console:
 
 
 def write(text: str) -> None:
-    """Write to stdout; ignore that the reader has closed the pipe, as `head` does."""
+    """Write to stdout. A pipe that its reader has closed, as `head` does, is not an error."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -45,7 +45,7 @@ def write(text: str) -> None:
 
 
 def print_json(value: object, **options: Any) -> None:
-    """Print a value as JSON, with the options of `json.dumps`."""
+    """Print a value as JSON. The options are passed to `json.dumps`."""
     write(json.dumps(value, **options) + "\n")
 
 

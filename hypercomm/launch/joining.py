@@ -1,4 +1,4 @@
-"""`join` initialises torch.distributed for a launcher's job; `renew_world` replaces its WORLD."""
+"""`join` initialises torch.distributed for a launcher's job. `renew_world` replaces its WORLD."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class Joined(FoundJob):
     A context manager: on exit it destroys the process group that `join` created, and no other.
 
     Attributes:
-        launcher: Where rank and size come from: "torchrun", "srun", "Open MPI", ..., "the call" if
-            they were arguments, "nobody" in a world of one.
+        launcher: The launcher: "torchrun", "srun", "Open MPI" or another one. "the call" if rank
+            and size were arguments, and "none" in a world of one rank.
         rank: The rank of this process.
         size: The number of ranks.
-        local_rank: The index of the rank on its host; None if unknown.
-        local_size: The number of ranks on the host; None if unknown.
-        address: The host of rank 0; None if the ranks did not meet over a network.
-        port: The port there.
-        source: The variables or arguments that rank and size come from.
+        local_rank: The index of the rank on its host, or None if unknown.
+        local_size: The number of ranks on the host, or None if unknown.
+        address: The host of rank 0, or None if the ranks did not connect over a network.
+        port: The port on that host, or None.
+        source: The variables or arguments with rank and size.
         host: The name of this host.
         backend: The backend of WORLD.
         device: The device for this rank's tensors.
@@ -58,9 +58,9 @@ class Joined(FoundJob):
     _made: list[Any] = attrs.field(factory=list, repr=False, eq=False)
 
     def leave(self) -> None:
-        """Destroy the process group that `join` created for this object, if it still is WORLD.
+        """Destroy the process group that `join` created for this object, if it is still WORLD.
 
-        A process group that existed before is left alone. May be called twice.
+        A process group that existed before is not destroyed. A second call does nothing.
 
         Example:
             >>> import hypercomm
@@ -93,36 +93,37 @@ def join(
     environment: Mapping[str, str] | None = None,
     need_launcher: bool = False,
 ) -> Joined:
-    """Join the job that a launcher started this process for: initialise torch.distributed.
+    """Initialise torch.distributed for the job that a launcher started this process for.
 
     Reads the environment variables of torchrun, srun, Open MPI and MPICH, or RANK and WORLD_SIZE
-    set by hand. Without any of them the world is this process alone, without a network. If
-    torch.distributed is already initialised, nothing changes, and the live job is returned; then
-    only `rank`, `size` and `backend` are compared with it, and the other arguments are not used.
+    set by hand. Without any of them, the world consists of this process alone, and no network is
+    used. If torch.distributed is already initialised, nothing changes, and the existing job is
+    returned. In this case `rank`, `size` and `backend` are compared with it, and the other
+    arguments are ignored.
 
-    With srun, and with Open MPI on one host, the ranks agree on the host of rank 0 and a port;
-    MASTER_ADDR and MASTER_PORT override that. The environment is not changed.
+    With srun, and with Open MPI on one host, all ranks derive the same address and port of rank 0
+    from the environment. MASTER_ADDR and MASTER_PORT override them. The environment is not changed.
 
     Args:
-        backend: The backend of WORLD; default: gloo, with GPUs "cpu:gloo,cuda:nccl".
-        device: The device of this rank, which becomes the current one; default: the GPU of its
-            local number, if the host has GPUs.
-        timeout: How long to wait for the other ranks, and for a collective; default: torch's.
-        rank: The rank of this process; requires `size`. Default: the launcher's.
+        backend: The backend of WORLD. Default: gloo; with GPUs "cpu:gloo,cuda:nccl".
+        device: The device of this rank, which becomes the current device. Default: the GPU with the
+            index of the local rank, if the host has GPUs.
+        timeout: The limit for the other ranks to join, and for collectives. Default: torch's.
+        rank: The rank of this process. Requires `size`. Default: the launcher's.
         size: The number of ranks.
         local_rank: The index of this rank on its host.
         address: The host of rank 0.
-        port: A port there.
+        port: A port on the host of rank 0.
         environment: The variables to read instead of `os.environ`.
-        need_launcher: Raise an error instead of creating a world of one.
+        need_launcher: Whether to raise an error instead of creating a world of one rank.
 
     Returns:
-        The job; a context manager that leaves it.
+        The job. As a context manager it leaves the job on exit.
 
     Raises:
         LaunchError: The variables of launchers are incomplete or contradict each other, an
-            argument contradicts the live job, the address of rank 0 is unknown, the device does
-            not fit, or the other ranks did not arrive in time.
+            argument contradicts the existing job, the address of rank 0 is unknown, the device
+            does not fit, or the other ranks did not join in time.
         GroupOptionsError: The backend is unknown or cannot run here, or `timeout` is not a
             positive timedelta.
         LayoutError: A number is not an int.
@@ -130,7 +131,7 @@ def join(
     Example:
         >>> with join(environment={}) as job:
         ...     print(job.rank, job.size, job.launcher, job.backend, job.device)
-        0 1 nobody gloo cpu
+        0 1 none gloo cpu
         >>> torch.distributed.is_initialized()
         False
     """
@@ -155,7 +156,7 @@ def join(
             "or give rank=, size=, address= and port="
         )
     else:
-        job = FoundJob("nobody", 0, 1, source="no launcher")
+        job = FoundJob("none", 0, 1, source="no launcher")
     job = attrs.evolve(
         job,
         local_rank=job.local_rank if local_rank is None else local_rank,
@@ -175,7 +176,7 @@ def join(
 
 
 def _launched(variables: Mapping[str, str], rank: int, size: int) -> FoundJob:
-    """Return the launcher's job if it has this rank and size, else a job of these alone."""
+    """Return the launcher's job if it has this rank and size, else a job with rank and size."""
     with contextlib.suppress(LaunchError):
         found = find_job(variables)
         if found is not None and (found.rank, found.size) == (rank, size):
@@ -186,12 +187,13 @@ def _launched(variables: Mapping[str, str], rank: int, size: int) -> FoundJob:
 def _live(
     rank: int | None, size: int | None, backend: str | None, variables: Mapping[str, str]
 ) -> Joined:
-    """Describe the live job.
+    """Return the job for which torch.distributed is initialised.
 
     Raises:
         LaunchError: An argument contradicts it.
     """
-    live, here = torchdist.default_backend(), (dist.get_rank(), dist.get_world_size())
+    live = torchdist.default_backend()
+    here = (dist.get_rank(), dist.get_world_size())
     is_same = rank is None or (rank, size) == here
     if backend is not None:
         check_known(backend)
@@ -206,7 +208,7 @@ def _live(
     job = attrs.evolve(_launched(variables, *here), address=address, port=port)
     kind = torchdist.devices_made_for(live)
     device = torch.device("cpu")
-    if kind != "cpu" and _count(kind):  # a fake world may be for absent devices
+    if kind != "cpu" and _count(kind):  # the devices of a fake world may not exist
         device = torch.device(kind, torch.get_device_module(kind).current_device())
     return Joined(**attrs.asdict(job), backend=live, device=device)
 
@@ -214,16 +216,16 @@ def _live(
 def _initialise(
     job: FoundJob, backend: str, device: torch.device, timeout: timedelta | None
 ) -> None:
-    """Create WORLD on the device, or leave torch.distributed as it was."""
+    """Create WORLD on the device. On an error, torch.distributed remains uninitialised."""
     options: dict[str, Any] = {"rank": job.rank, "world_size": job.size, "timeout": timeout}
     if device.type != "cpu":
         torch.get_device_module(device.type).set_device(device)
         if torchdist.parts_of(backend)[device.type] in torchdist.NCCL:
             options["device_id"] = device
     if job.address is None:
-        stores: Any = dist  # has them, but not for type checkers
+        stores: Any = dist  # type checkers do not know its stores
         options["store"] = stores.HashStore()
-    else:  # torch knows whether torchrun's agent or rank 0 serves the store
+    else:  # torch finds out whether torchrun's agent or rank 0 serves the store
         host = f"[{job.address}]" if ":" in job.address else job.address
         options["init_method"] = f"tcp://{host}:{job.port}"
     try:
@@ -233,8 +235,9 @@ def _initialise(
         if not isinstance(error, Exception) or isinstance(error, HyperCommError):
             raise
         where = "" if job.address is None else f" at {job.address}, port {job.port}"
-        is_taken = "EADDRINUSE" in str(error)
-        advice = "; another program uses this port: set MASTER_PORT, or give port=" * is_taken
+        advice = ""
+        if "EADDRINUSE" in str(error):
+            advice = "; another program uses this port: set MASTER_PORT, or give port="
         raise LaunchError(
             f"rank {job.rank} of {job.size} on {socket.gethostname()} could not join{where} "
             f"({job.source}): {' '.join(str(error).split())}{advice}"
@@ -247,12 +250,12 @@ def _initialise(
 def _choose(
     backend: str | None, device: torch.device | str | int | None, job: FoundJob
 ) -> tuple[str, torch.device]:
-    """Return the backend of WORLD and the device of this rank: those given, else the host's.
+    """Return the backend of WORLD and the device of this rank, with the host's as defaults.
 
     Raises:
         GroupOptionsError: The backend is unknown, or cannot run here.
-        LaunchError: The backend is not for the device, there are fewer devices than ranks, or it
-            is unknown which one belongs to this rank.
+        LaunchError: The backend is not for the device, the host has fewer devices than ranks, or
+            the device of this rank is unknown.
     """
     check_backend(backend)
     if device is None:
@@ -275,7 +278,7 @@ def _choose(
 
 def _index_of_rank(kind: str, job: FoundJob) -> int:
     count = _count(kind)
-    if count == 1:  # a launcher may show each rank only its own
+    if count == 1:  # a launcher may make one device visible to each rank
         return 0
     ranks = max(job.local_size or 0, (job.local_rank or 0) + 1)
     if ranks > count or job.local_rank is None:
@@ -288,7 +291,7 @@ def _index_of_rank(kind: str, job: FoundJob) -> int:
 
 
 def _accelerator() -> str:
-    """Return the type of this host's accelerator if torch has a backend for it; else "cpu"."""
+    """Return the type of this host's accelerator if torch has a backend for it, else "cpu"."""
     found = torch.accelerator.current_accelerator(check_available=True)
     backend = found and dist.Backend.default_device_backend_map.get(found.type)
     if found is None or backend in {None, "gloo"} or torchdist.why_unavailable(str(backend)):
@@ -306,7 +309,7 @@ def _count(kind: str) -> int:
 
 @attrs.frozen(kw_only=True)
 class Renewed(Joined):
-    """A job that continues with some ranks of another one, which have new numbers.
+    """A job that continues with some ranks of another job. They have new numbers.
 
     Attributes:
         numbers: The new number of each rank, by its number in the old WORLD.
@@ -318,33 +321,34 @@ class Renewed(Joined):
 def renew_world(
     ranks: Iterable[int], *, store: Any = None, timeout: timedelta | None = None
 ) -> Renewed:
-    """Create a new WORLD of some ranks of this one, such as those that are left after a failure.
+    """Create a new WORLD of some ranks of WORLD, such as the survivors of a failure.
 
-    For code that uses WORLD by default. Exactly the given ranks call this. They meet in the job's
-    store first, so nothing has changed if one of them does not arrive. Then each destroys the old
-    WORLD with all of its process groups, and initialises the new one with the same backend and
+    For code that uses WORLD by default. Exactly the given ranks call this. They first wait for each
+    other in the job's store, so nothing has changed if a rank does not join. Then each destroys the
+    old WORLD with all its process groups, and initialises the new WORLD with the same backend and
     timeout. The ranks are numbered in the order of `ranks`. Grids continue with
     `grid.reshape(target, ranks=...)`, which takes the new numbers.
 
-    With `store` the ranks do not meet first: the old WORLD is destroyed even if a rank is missing.
+    With `store`, the ranks do not wait for each other before they destroy the old WORLD. It is
+    destroyed even if a rank is missing.
 
     Args:
-        ranks: Ranks of the old WORLD, in the order of the new one; the same on all of them.
-        store: A new store of torch, such as a FileStore, in which to create the new WORLD. Use it
-            if the process that serves the job's store (rank 0, or torchrun's agent) is lost.
-            Default: the job's store.
-        timeout: How long to wait for the other ranks in the job's store; default: the timeout of
+        ranks: Ranks of the old WORLD, in the order of the new one. Equal on all of these ranks.
+        store: A new store of torch, such as a FileStore, for the new WORLD. Use it if the process
+            that serves the job's store (rank 0, or torchrun's agent) is lost. Default: the job's
+            store.
+        timeout: The limit for the other ranks to join in the job's store. Default: the timeout of
             WORLD.
 
     Returns:
-        The new job, and each rank's number in it; a context manager like that of `join`.
+        The new job, with each rank's new number. A context manager, as the result of `join` is.
 
     Raises:
         RankOutsideError: The calling rank is not one of the ranks.
         LayoutError: `ranks` are not ranks of WORLD.
-        LaunchError: The world is a fake one, or the new WORLD could not be created: the old one is
-            then gone, so restart the job.
-        GroupCreationTimeout: A rank did not arrive; names it (`error.missing`).
+        LaunchError: The world is a fake one, or the new WORLD could not be created. In the second
+            case the old WORLD no longer exists: restart the job.
+        GroupCreationTimeout: A rank did not join in time. `error.missing` has the missing ranks.
         OutcomeUnknownError: The job's store is lost.
         NotInitializedError: torch.distributed is not initialised.
         GroupOptionsError: `timeout` is not a positive timedelta.
@@ -365,11 +369,11 @@ def renew_world(
         raise LaunchError("this torch does not expose the job's store; pass a store as store=")
     if old.rank not in given:
         raise RankOutsideError(
-            f"rank {old.rank} is not among ranks, {format_ranks(sorted(given))}; only those of the "
+            f"rank {old.rank} is not among ranks, {format_ranks(sorted(given))}; only ranks of the "
             f"new WORLD call renew_world(): end this process"
         )
-    if store is None:  # one record for all lists of ranks, so that other lists are an error
-        key = _meet(old, given, timeout)
+    if store is None:  # all lists of ranks share one record, so that a different list is an error
+        key = _wait_for(old, given, timeout)
         store = torchdist.default_store()
     else:
         digest = hashlib.sha256(json.dumps(given).encode()).hexdigest()[:16]
@@ -377,12 +381,13 @@ def renew_world(
     return _renew(old, given, dist.PrefixStore(key, store))  # type: ignore[attr-defined]
 
 
-def _meet(old: World, ranks: tuple[int, ...], timeout: timedelta | None) -> str:
-    """Wait in the old WORLD until all ranks have joined; return a key that is new for each call."""
+def _wait_for(old: World, ranks: tuple[int, ...], timeout: timedelta | None) -> str:
+    """Wait in the old WORLD until all ranks have joined. Return a key that is new for each call."""
     names: list[str] = []
     entries = [f"{_RENEW} with ranks {list(ranks)}"]
     title = f"{_RENEW} of ranks {format_ranks(sorted(ranks))}"
-    scope, limit_s = Scope(old, "new world", ranks, is_fenced=True), limit_of(timeout, old)
+    scope = Scope(old, "new world", ranks, is_fenced=True)
+    limit_s = limit_of(timeout, old)
     agree(scope, title, lambda: entries, limit_s, lambda turn: names.append(turn.name)).get()
     return names[0]
 
@@ -392,7 +397,8 @@ def _renew(old: World, ranks: tuple[int, ...], store: Any) -> Renewed:
     options: dict[str, Any] = {"timeout": old.timeout_of(old.backend)}
     if (device := torchdist.bound_device()) is not None:
         options["device_id"] = device
-    rank, size = ranks.index(old.rank), len(ranks)
+    rank = ranks.index(old.rank)
+    size = len(ranks)
     torchdist.end_world()
     try:
         dist.init_process_group(old.backend, store=store, rank=rank, world_size=size, **options)
@@ -400,7 +406,7 @@ def _renew(old: World, ranks: tuple[int, ...], store: Any) -> Renewed:
         torchdist.destroy_world()
         raise LaunchError(
             f"rank {old.rank} could not join the new WORLD of ranks {format_ranks(sorted(ranks))} "
-            f"({' '.join(str(error).split())}); the old one is gone: restart the job"
+            f"({' '.join(str(error).split())}); the old WORLD no longer exists: restart the job"
         ) from error
     world = attrs.evolve(current(), before=old, numbers=ranks)
     note(world, torchdist.world_group())

@@ -1,8 +1,9 @@
 """`run_ranks`: start local processes that form one torch.distributed job.
 
-A fork server loads torch once for the life of the calling process; each rank is a fork of it. A
-rank and its parent communicate over one pipe. The rank sends pickled pairs (kind, value):
-"message", "returned" or "failed". The parent answers with one message once every rank has returned.
+A fork server loads torch once for the lifetime of the calling process. Each rank is a fork of it.
+A rank and its parent communicate over one pipe. The rank sends pickled pairs (kind, value), with
+the kind "message", "returned" or "failed". The parent sends one message when all ranks have
+returned.
 """
 
 from __future__ import annotations
@@ -39,28 +40,31 @@ from hypercomm.lazy import required
 T = TypeVar("T")
 
 preloads = ["hypercomm.grid", "hypercomm.launch.run", "cloudpickle"]
-"""Modules that the fork server imports before it starts the first rank; torch is among theirs."""
+"""Modules that the fork server imports before it starts the first rank. They import torch."""
 
 _starting = threading.Lock()
 _LIBRARIES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-"""The variables by which numerical libraries know their number of threads."""
+"""Variables that set the number of threads of numerical libraries."""
 
 _LOOPBACK = "127.0.0.1"
 
 _LONGEST_S = 1e6
-"""No wait is longer: the system counts milliseconds in a C int."""
+"""The longest wait in seconds. The system counts milliseconds in a C int."""
 
 _GRACE_S = 0.3
-"""After one rank fails, how long to wait for the report of an earlier failure."""
+"""The time to wait, after a rank has failed, for the report of an earlier failure."""
 
 _STACK_S = 1.5
-"""How long late ranks may take to write their stack; a stopped one never does."""
+"""The time for hanging ranks to write their stacks. A stopped process never writes its stack."""
 
 _LEAVING_S = 5.0
-"""The longest that a rank may take to exit after all have returned."""
+"""The time for a rank to exit after all ranks have returned."""
 
-_JOINED, _ALL_JOINED = "hypercomm/joined", "hypercomm/all joined"
-"""Keys of the job's store: the number of ranks that have joined, and whether all have."""
+_JOINED = "hypercomm/joined"
+"""The key of the number of ranks that have joined, in the job's store."""
+
+_ALL_JOINED = "hypercomm/all joined"
+"""The key that exists when all ranks have joined."""
 
 
 @attrs.frozen
@@ -72,7 +76,7 @@ class _Job:
         nprocs: The number of ranks.
         backend: The backend of the job.
         timeout: Seconds after which a rank writes its stack into a file.
-        group_timeout: The timeout of WORLD; None: torch's.
+        group_timeout: The timeout of WORLD. None selects torch's default.
         environment: The parent's environment.
         port: The port of the job's store.
     """
@@ -88,7 +92,7 @@ class _Job:
 
 @attrs.frozen(eq=False)
 class _Rank:
-    """A started rank, as its parent sees it; `stack` is the file for its stack."""
+    """The parent's data of a started rank. `stack` is the file for its stack."""
 
     number: int
     process: ForkServerProcess
@@ -106,27 +110,27 @@ def run_ranks(
     group_timeout: timedelta | None = None,
     on_message: Callable[[int, Any], None] | None = None,
 ) -> list[T]:
-    """Run a function on real local ranks and return what each returned, by rank.
+    """Run a function on real local ranks and return the list of results, by rank.
 
-    Every rank is a process with torch.distributed initialised over loopback. If one fails, or the
-    caller is interrupted, all of them are ended before this returns. The fork server that starts
-    them is kept for the next call, and ends with the calling process.
+    Every rank is a process with torch.distributed initialised over loopback. If a rank fails, or
+    the caller is interrupted, all ranks are ended before this returns. The fork server that starts
+    the ranks is kept for the next call, and ends with the calling process.
 
     Functions, arguments and results are pickled with cloudpickle: lambdas, closures, methods and
-    functions of a notebook cell work. For anything that it cannot pickle, its error is raised.
+    functions of a notebook cell work. For other objects, the error of cloudpickle is raised.
 
     Args:
         function: The function that each rank runs.
         nprocs: The number of ranks.
-        args: Arguments of `function`, the same on every rank.
-        backend: Backend of the job: "gloo", or one with "nccl", which gives rank i device i.
-        timeout: Seconds until ranks that have not returned are ended.
-        group_timeout: Timeout of the job's default process group; default: torch's.
+        args: Arguments of `function`, equal on every rank.
+        backend: Backend of the job: "gloo", or a backend with "nccl", which gives rank i device i.
+        timeout: The time for all ranks to return, in seconds. After it, they are ended.
+        group_timeout: Timeout of the job's default process group, a timedelta. Default: torch's.
         on_message: Called in this process with (rank, value) for each `report(value)` of a rank.
 
     Raises:
-        RankFailedError: A rank raised, died, or did not return in time; the first one, with its
-            traceback, or the place where it hangs.
+        RankFailedError: A rank raised, died, or did not return in time. The error has the first
+            such rank with its traceback, or with the stack at which it hangs.
         MissingPackageError: cloudpickle is not installed.
         LayoutError: `nprocs` is not a positive int.
         GroupOptionsError: A timeout is not positive, or has another type.
@@ -140,8 +144,8 @@ def run_ranks(
     positive(nprocs, "nprocs")
     if not is_positive(timeout):
         raise GroupOptionsError(
-            f"timeout must be a number of seconds above 0, got {short_repr(timeout)}; a timedelta "
-            f"has it as total_seconds()"
+            f"timeout must be a number of seconds above 0, got {short_repr(timeout)}; write the "
+            f"seconds as a number, such as 300"
         )
     if group_timeout is not None:
         check_duration(group_timeout, "group_timeout")
@@ -150,13 +154,13 @@ def run_ranks(
     _start_fork_server()
     ranks: list[_Rank] = []
     with socket.create_server((_LOOPBACK, 0), backlog=nprocs) as listener:
-        port, environment = listener.getsockname()[1], dict(os.environ)
-        job = _Job(call, nprocs, backend, timeout, group_timeout, environment, port)
+        port = listener.getsockname()[1]
+        job = _Job(call, nprocs, backend, timeout, group_timeout, dict(os.environ), port)
         try:
             ranks.extend(_start(job, at, None if at else listener) for at in range(nprocs))
             listener.close()
             returned = _results(ranks, timeout, on_message)
-            _let_them_leave(ranks)
+            _release(ranks)
         finally:
             _end(ranks)
     return returned
@@ -166,7 +170,7 @@ def report(value: object) -> None:
     """Send a value from a rank to the process that called `run_ranks`.
 
     Args:
-        value: The value; it is pickled with cloudpickle.
+        value: The value. It is pickled with cloudpickle.
 
     Raises:
         NotInitializedError: This process is not a rank that `run_ranks` started.
@@ -181,11 +185,11 @@ def report(value: object) -> None:
 
 
 def dumps(value: object, kind: Any = None) -> bytes:
-    """Pickle a value with cloudpickle; functions keep the file that their tracebacks name.
+    """Pickle a value with cloudpickle. Functions keep the file name for their tracebacks.
 
     Args:
-        value: The value. Functions that the other process cannot import travel as code.
-        kind: A subclass of cloudpickle's Pickler to use instead of it.
+        value: The value. Functions that the other process cannot import are pickled as code.
+        kind: A subclass of cloudpickle's Pickler. Default: that class.
 
     Raises:
         MissingPackageError: cloudpickle is not installed.
@@ -195,22 +199,23 @@ def dumps(value: object, kind: Any = None) -> bytes:
         3
     """
     cloudpickle = required("cloudpickle", "run_ranks")
-    buffer, kind = io.BytesIO(), kind or cloudpickle.Pickler
+    buffer = io.BytesIO()
+    kind = kind or cloudpickle.Pickler
     reducers = dict(kind.dispatch_table)
 
     def reduce_code(code: types.CodeType) -> Any:
-        make, arguments, *more = reducers[types.CodeType](code)  # 3.1.3 drops the file
+        make, arguments, *more = reducers[types.CodeType](code)  # cloudpickle 3.1.3 drops the file
         kept = (code.co_filename if one == "<dynamic-code>" else one for one in arguments)
         return make, tuple(kept), *more
 
-    # The pickler in C reads the table of its class, and no other.
+    # The pickler in C reads only the table of its class.
     table = {"dispatch_table": {**reducers, types.CodeType: reduce_code}}
     type(kind.__name__, (kind,), table)(buffer).dump(value)
     return buffer.getvalue()
 
 
 def most_ranks() -> int:
-    """Return the number of ranks that should be started on this machine at most.
+    """Return the largest number of ranks that should be started on this machine.
 
     Example:
         >>> most_ranks() >= 8
@@ -224,17 +229,17 @@ def most_ranks() -> int:
 
 
 def _start_fork_server() -> None:
-    """Start the fork server if there is none; it and its forks have Ctrl-C blocked."""
+    """Start the fork server if it is not running. Ctrl-C is blocked in it and its forks."""
     with _starting:
         _start_it()
 
 
 def _start_it() -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(preloads)
-    resource_tracker.ensure_running()  # it unblocks signals once it has started
+    resource_tracker.ensure_running()  # unblocks signals when it starts, so it starts first
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    # The numerical libraries would start threads, which a process that forks should not have. The
-    # server inherits the environment, which all threads share: only these variables change.
+    # Numerical libraries would start threads, and a process with threads should not fork. The
+    # server inherits the environment, which all threads share, so only these variables change.
     kept = {name: os.environ.get(name) for name in _LIBRARIES}
     try:
         os.environ.update(dict.fromkeys(_LIBRARIES, "1"))
@@ -252,7 +257,7 @@ def _start(job: _Job, number: int, listener: socket.socket | None) -> _Rank:
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     stack = tempfile.TemporaryFile()  # noqa: SIM115 - _end closes it
-    # multiprocessing passes file descriptors on if they are those of connections
+    # multiprocessing passes the file descriptors of connections to the new process
     files = [connection.Connection(os.dup(fd)) for fd in (1, 2, stack.fileno())]
     args = (job, number, theirs, files, listener)
     process = context.Process(target=_serve, args=args, name=f"rank {number}", daemon=True)
@@ -264,10 +269,10 @@ def _start(job: _Job, number: int, listener: socket.socket | None) -> _Rank:
 def _results(
     ranks: list[_Rank], timeout: float, on_message: Callable[[int, Any], None] | None
 ) -> list[Any]:
-    """Receive from the ranks until all have returned, one has failed, or the time is over."""
+    """Receive messages until all ranks have returned, one has failed, or the time is over."""
     deadline = time.monotonic() + timeout
     returned: dict[int, Any] = {}
-    failures: list[tuple[float, int, str]] = []  # when, which rank, why
+    failures: list[tuple[float, int, str]] = []  # the time, the rank, the reason
     waiting = list(ranks)
     while waiting:
         sources: dict[Any, _Rank] = {rank.link: rank for rank in waiting}
@@ -298,7 +303,7 @@ def _results(
 def _receive(rank: _Rank) -> tuple[str, Any]:
     """Return the next message of a rank, or "failed" with the time and the reason."""
     with contextlib.suppress(EOFError, OSError):
-        if rank.link.poll():  # what a rank sent before it died counts
+        if rank.link.poll():  # a rank may have sent a message before it died
             return pickle.loads(rank.link.recv_bytes())  # type: ignore[no-any-return]  # noqa: S301
     rank.process.join(5)
     code = rank.process.exitcode
@@ -307,13 +312,13 @@ def _receive(rank: _Rank) -> tuple[str, Any]:
         f"on stderr. A script must call run_ranks() under if __name__ == '__main__':"
     )
     if code is not None and code < 0:
-        names = {one.value: one.name for one in signal.Signals}  # real-time signals have none
+        names = {one.value: one.name for one in signal.Signals}  # real-time signals have no name
         reason = f"killed by signal {-code} ({names.get(-code) or signal.strsignal(-code)})"
-    return "failed", (0.0, reason)  # a death precedes the errors that it causes on other ranks
+    return "failed", (0.0, reason)  # the first failure: a death causes errors on other ranks
 
 
 def _stacks(late: Sequence[_Rank]) -> str:
-    """Return the stacks that ranks have written into files, with the ranks that are at each."""
+    """Return the stacks that ranks have written into files, with the ranks at each stack."""
     time.sleep(_STACK_S)
     places: dict[str, list[int]] = {}
     for rank in late:
@@ -321,11 +326,11 @@ def _stacks(late: Sequence[_Rank]) -> str:
         text = rank.stack.read().decode(errors="replace")
         main = re.split(r"^Thread 0x.*\n", text, flags=re.MULTILINE)[-1]  # the last thread
         frames = re.split(r"^  File .* in _serve$", main, flags=re.MULTILINE)[0].rstrip()
-        places.setdefault(frames or "  (it does not answer)", []).append(rank.number)
+        places.setdefault(frames or "  (it does not respond)", []).append(rank.number)
     return "\n".join(f"ranks {ranks} are at\n{place}" for place, ranks in places.items())
 
 
-def _let_them_leave(ranks: list[_Rank]) -> None:
+def _release(ranks: list[_Rank]) -> None:
     for rank in ranks:
         with contextlib.suppress(OSError):  # it has died
             rank.link.send_bytes(b"all returned")
@@ -338,7 +343,7 @@ def _end(ranks: list[_Rank]) -> None:
     for rank in ranks:
         rank.process.kill()
         with contextlib.suppress(ProcessLookupError):  # it has ended, or leads no group yet
-            os.killpg(rank.process.pid or 0, signal.SIGKILL)  # what the rank started
+            os.killpg(rank.process.pid or 0, signal.SIGKILL)  # processes that the rank started
     for rank in ranks:
         rank.process.join()
         rank.process.close()
@@ -372,12 +377,12 @@ def _serve(
 ) -> None:
     """Join the job, run the function, send its result, and wait for the other ranks."""
     os.setpgid(0, 0)  # so that processes that this rank starts end with it
-    gc.freeze()  # else the first full collection walks all of torch, and copies it page by page
+    gc.freeze()  # without it, the first full collection copies the pages of torch
     stdout, stderr, stack = (file.fileno() for file in files)
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the ranks
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the fork server has it blocked
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the fork server blocked it
     os.environ.clear()
     os.environ.update(_environment(job, rank))
     _to_parent.append(link)
@@ -388,7 +393,7 @@ def _serve(
         _join(job, rank, listener)
         function, args = pickle.loads(job.call)  # noqa: S301 - from our parent
         _send("returned", function(*args))
-    except BaseException as error:  # noqa: BLE001 - whatever it was, the parent reports it
+    except BaseException as error:  # noqa: BLE001 - the parent reports any error
         trace = error.__traceback__ and error.__traceback__.tb_next  # without this function
         lines = traceback.format_exception(type(error), error, trace)
         _send("failed", (time.monotonic(), "".join(lines).rstrip()))
@@ -403,11 +408,11 @@ def _listen(link: connection.Connection, all_returned: threading.Event) -> None:
         link.recv_bytes()
         all_returned.set()
         link.recv_bytes()
-    os.killpg(0, signal.SIGKILL)  # the parent is gone, and nothing else would end this rank
+    os.killpg(0, signal.SIGKILL)  # the parent has ended, and nothing else would end this rank
 
 
 def _environment(job: _Job, rank: int) -> dict[str, str]:
-    """Return the parent's environment, what torchrun would set, and loopback for gloo."""
+    """Return the parent's environment, torchrun's variables, and loopback for gloo."""
     loopback = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     values = (rank, rank, job.nprocs, job.nprocs, _LOOPBACK, job.port)
@@ -419,17 +424,20 @@ def _join(job: _Job, rank: int, listener: socket.socket | None) -> None:
     import torch
     import torch.distributed as dist
 
-    # As torchrun does: ranks share the processors. torch was loaded with another environment.
+    # Ranks share the processors, so each has one thread, as with torchrun. torch does not read the
+    # variable, because the fork server has loaded it already.
     threads = os.environ.get("OMP_NUM_THREADS", "1")
     torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else 1)
     if "nccl" in job.backend:
         torch.cuda.set_device(rank)
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        *(_LOOPBACK, job.port, job.nprocs),
+        _LOOPBACK,
+        job.port,
+        job.nprocs,
         is_master=listener is not None,
         wait_for_workers=False,
-        # A store that opens its own port listens on every interface; only the older of torch's
-        # two servers accepts a socket.
+        # Without this socket, the store would listen on every interface. Only the server without
+        # libuv accepts a socket.
         master_listen_fd=listener.detach() if listener else None,
         use_libuv=False,
     )
@@ -437,18 +445,19 @@ def _join(job: _Job, rank: int, listener: socket.socket | None) -> None:
         dist.init_process_group(
             job.backend, store=store, rank=rank, world_size=job.nprocs, timeout=job.group_timeout
         )
-    # gloo cannot connect to a rank that has left, and a function may begin by leaving.
+    # gloo cannot connect to a rank that has left, and a function may leave the job immediately.
     if store.add(_JOINED, 1) == job.nprocs:
         store.set(_ALL_JOINED, "")
     store.wait([_ALL_JOINED])
-    # The timeout of a store that torch creates itself.
+    # torch would set this timeout if it created the store.
     store.set_timeout(job.group_timeout or dist.constants.default_pg_timeout)
 
 
 @contextlib.contextmanager
 def no_stdout() -> Iterator[None]:
-    """Discard what is written to stdout: gloo of torch 2.10 prints a line for each group."""
-    stdout, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    """Discard output to stdout. gloo of torch 2.10 prints a line for each group."""
+    stdout = os.dup(1)
+    null = os.open(os.devnull, os.O_WRONLY)
     sys.stdout.flush()
     os.dup2(null, 1)
     try:

@@ -1,9 +1,10 @@
 """`join_world` joins processes of several jobs in one world, such as trainers and servers.
 
-They meet in a store of torch, at an address that one of them serves, or in one that is given. Each
-time that all have joined, an *incarnation* of the world begins: its number is that of the round of
-the record in which they agree, and the prefix of all keys and names in it. A rank that joins again
-begins the next one. The last process that has joined as a rank holds it; the store has its claim.
+The processes connect to a store of torch. They pass the store itself, or an address at which one of
+them serves it. When all ranks have joined, an *incarnation* of the world begins. Its number is the
+number of the round in which the ranks agreed, and the prefix of all its keys and names. A rank that
+joins again begins the next incarnation. If several processes join as one rank, the rank belongs to
+the last of them, whose claim is in the store.
 """
 
 from __future__ import annotations
@@ -60,25 +61,25 @@ if TYPE_CHECKING:
 _ROOT = "hypercomm/worlds"
 
 _LAST_S = 5.0
-"""How long the process that serves the store waits at its end until the others have left."""
+"""How long the process that serves the store waits for the other ranks to leave, in seconds."""
 
 _PART = re.compile(r"[\w.-]+")
 
 TIMEOUT = timedelta(seconds=60)
 
 _REPLACED = Outcome("restarted", "another process has joined as this rank", data="replaced")
-"""How a round ends for a process whose rank another one has claimed since."""
+"""The outcome of a round for a process whose rank another process has claimed."""
 
 
 @attrs.define(eq=False)
 class _Life:
-    """What changes in a world that this process has joined.
+    """The mutable state of a world that this process has joined.
 
     Attributes:
-        store: The store, which is another one once it was served anew.
-        serves: Whether this process serves it.
-        pg: The process group of all ranks; None if this process is not in the world.
-        incarnation: How often the world has begun before, failures included.
+        store: The current store. It is replaced when another process serves the address.
+        serves: Whether this process serves the store.
+        pg: The process group of all ranks, or None if this process is not in the world.
+        incarnation: The number of earlier incarnations, including failed ones.
     """
 
     store: Any
@@ -89,13 +90,13 @@ class _Life:
 
 @attrs.frozen(eq=False, slots=False)
 class JoinedWorld(World):
-    """A world that `join_world` has joined; a context manager, which leaves it.
+    """A world that `join_world` has joined. As a context manager it leaves the world on exit.
 
     Attributes:
         part: The part of this process.
-        address: Where the store is served; "" for one that was given.
-        device: The device that was given, which is the current one; None without one.
-        lobby: What this rank remembers of the rounds in which the ranks join.
+        address: The address of the store, or "" if a store was given.
+        device: The given device, which is the current one, or None.
+        lobby: This rank's state of the rounds in which the ranks join.
     """
 
     part: str = ""
@@ -108,7 +109,7 @@ class JoinedWorld(World):
 
     @property
     def is_default(self) -> bool:
-        """Whether it is the world of torch's default process group."""
+        """Whether this is the world of torch's default process group: always False."""
         return False
 
     @property
@@ -118,12 +119,12 @@ class JoinedWorld(World):
 
     @property
     def serves(self) -> bool:
-        """Whether this process serves the store: it waits a little after a failure."""
+        """Whether this process serves the store. If so, it waits briefly after a failure."""
         return self._life.serves
 
     @property
     def incarnation(self) -> int:
-        """How often the world has begun before, failures included."""
+        """The number of earlier incarnations, including failed ones."""
         return self._life.incarnation
 
     def __repr__(self) -> str:
@@ -140,27 +141,27 @@ class JoinedWorld(World):
         """
         if self._life.pg is None:
             raise NotInitializedError(
-                f"this process is not in world {self.name!r} now; rejoin() or join_world() joins it"
+                f"this process is not in world {self.name!r} now; call rejoin() or join_world()"
             )
         return self._life.pg
 
     def why_ended(self) -> Steps[str]:
-        """Return which rank has joined the world again since; "" if none has."""
+        """Return a message about a rank that has joined the world again, or ""."""
         record, again = yield from _read_pair(self._root)
         if record is None or record.round <= self.incarnation:
             return ""
         number, _, claimed = again.partition(" ")
         rank, _, who = claimed.partition(" ")
         is_later = number.isdecimal() and rank.isdecimal() and int(number) >= self.incarnation
-        if not is_later:  # a former incarnation has left it
+        if not is_later:  # the key is from an earlier incarnation
             if record.outcome == _REPLACED:
-                return ""  # the process of a rank that has a newer one began it, and ended it
+                return ""  # a process whose rank belongs to a newer process began this round
             who = record.first.name
-        elif not (yield from self._has_arrived(record, int(rank))):
+        elif not (yield from self._has_joined(record, int(rank))):
             who = record.first.name  # the process that has claimed the rank may have ended
         return f"{who} has joined world {self.name!r} again; call its rejoin() on all other ranks"
 
-    def _has_arrived(self, record: Record, rank: int) -> Steps[bool]:
+    def _has_joined(self, record: Record, rank: int) -> Steps[bool]:
         """Return whether a rank has joined the round of a record."""
         if record.outcome is not None or record.first.rank == rank:
             return True
@@ -174,21 +175,24 @@ class JoinedWorld(World):
     # ---- life cycle -----------------------------------------------------------------------------
 
     def rejoin(self, timeout: timedelta | None = None) -> None:
-        """Join the next incarnation, after a part has restarted; every rank that did not calls it.
+        """Join the next incarnation after a part has restarted.
 
-        The process groups of the former incarnation are aborted first. Grids of the world stay,
-        without process groups: `create_pg`, `ensure_pg` and `grid[dims].group` create new ones.
+        Every rank that did not restart calls this. The process groups of the previous incarnation
+        are aborted first. Grids of the world remain, without process groups: `create_pg`,
+        `ensure_pg` and `grid[dims].group` create new ones.
 
         Args:
-            timeout: How long to wait for all ranks; default: that of the world.
+            timeout: The limit for all ranks to join. Default: the timeout of the world.
 
         Raises:
-            GroupCreationTimeout: Ranks have not joined in time; names them.
-            PlanMismatchError, LaunchError: As for `join_world`.
+            GroupCreationTimeout: Ranks have not joined in time. `error.missing` has them.
+            PlanMismatchError: Processes have different parts, backends or versions.
+            LaunchError: No process serves the address, or the store cannot be served here.
             WorldRestartedError: Another process has joined as this rank.
-            CreationError: As for `join_world`, or this is within `as_default`.
+            CreationError: A rank failed, the store is lost, or this is within `as_default`.
         """
-        limit_s, title = _seconds(timeout or self.timeout or TIMEOUT), f"rejoin() of {self.name!r}"
+        limit_s = _seconds(timeout or self.timeout or TIMEOUT)
+        title = f"rejoin() of {self.name!r}"
         began = system.now()
         self._check_not_default()
         self._end_groups()
@@ -203,7 +207,7 @@ class JoinedWorld(World):
         _enter(self, limit_s - (system.now() - began), is_new=False)
 
     def leave(self) -> None:
-        """End all process groups of the world and its grids; may be called twice.
+        """End all process groups of the world and its grids. A second call does nothing.
 
         The process that serves the store waits up to 5 s until the other ranks have left too. At
         the end of a `with` block that raises, it does not wait.
@@ -212,25 +216,30 @@ class JoinedWorld(World):
             _served.pop(self.address, None)
             return
         self._check_not_default()
-        group, self._life.pg = self._life.pg, None
-        with contextlib.ExitStack() as ends:  # the last first, and each also after an error
+        group = self._life.pg
+        self._life.pg = None
+        with contextlib.ExitStack() as ends:  # runs all callbacks, even after an error, last first
             ends.callback(_served.pop, self.address, None)
-            ends.callback(self._say_left)
+            ends.callback(self._count_as_left)
             ends.callback(torchdist.destroy, [group])
             for owner in list(self.owners):
                 ends.callback(owner.end, torchdist.destroy)
 
     def _check_not_default(self) -> None:
-        """Raise within `as_default`, where torch would end every group of the process."""
+        """Raise within `as_default`, because torch would end every group of the process there."""
         if self._life.pg is not None and dist.group.WORLD is self._life.pg:
             raise CreationError(
                 f"world {self.name!r} is torch's default process group now: leave the block of "
                 f"as_default() first"
             )
 
-    def _say_left(self) -> None:
-        """Count this rank among those that have left; the one that serves waits for the others."""
-        key, until = f"{memory_of(self).namespace}/left", system.now() + _LAST_S
+    def _count_as_left(self) -> None:
+        """Add this rank to the number of ranks that have left.
+
+        The process that serves the store waits until all ranks have left.
+        """
+        key = f"{memory_of(self).namespace}/left"
+        until = system.now() + _LAST_S
 
         def count() -> None:
             left = self.store.add(key, 1)
@@ -238,19 +247,20 @@ class JoinedWorld(World):
                 system.sleep(0.02)
                 left = self.store.add(key, 0)
 
-        with contextlib.suppress(RuntimeError):  # the store is gone
+        with contextlib.suppress(RuntimeError):  # the store is lost
             in_time(count, _LAST_S + 0.5)
 
     def _end_groups(self) -> None:
         """Abort the process groups of this incarnation."""
         for owner in list(self.owners):
             owner.forget()
-        group, self._life.pg = self._life.pg, None
+        group = self._life.pg
+        self._life.pg = None
         if group is not None:
             torchdist.abort([group])
 
     def _begin(self, number: int, pg: ProcessGroup) -> None:
-        """Begin an incarnation: nothing of the former one counts any more."""
+        """Begin an incarnation, and discard the state of the previous one."""
         self._life.pg = pg
         self._life.incarnation = number
         forget(self)
@@ -262,8 +272,8 @@ class JoinedWorld(World):
     def as_default(self) -> Iterator[None]:
         """Make the world torch's default process group within a `with` block, in all threads.
 
-        For code of torch that asks for the default one, such as `distribute_tensor`, FSDP2 and
-        checkpoints. Collectives, and operations on DTensors that exist, do without.
+        For functions of torch that use the default process group, such as `distribute_tensor`,
+        FSDP2 and checkpoints. Collectives and operations on existing DTensors do not need it.
 
         Example:
             >>> parts = {"engine": 1}
@@ -280,7 +290,7 @@ class JoinedWorld(World):
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
-            self._life.serves = False  # nobody waits for the others
+            self._life.serves = False  # leave() does not wait
         self.leave()
 
 
@@ -298,40 +308,42 @@ def join_world(
 ) -> JoinedWorld:
     """Join a world of processes of several jobs, or of processes without torch.distributed.
 
-    Every process of every part calls this with the same name, parts and backend. Its ranks are
-    numbered part by part. The world's process groups are torch's: global ranks in `src=` and `dst=`
-    are those of the world. torch's default process group, if there is one, is not involved; but
-    `destroy_process_group()` without a group ends those of all worlds too.
+    Every process of every part calls this with the same name, parts and backend. The ranks are
+    numbered part by part. The world's process groups are process groups of torch, and `src=` and
+    `dst=` in them are ranks of the world. torch's default process group, if it exists, is not
+    involved. However, `destroy_process_group()` without a group ends the groups of all worlds too.
 
-    A process that has ended may be started again: it calls `join_world` as before, and all others
-    `world.rejoin()`. Their calls under way fail with `WorldRestartedError`. If two processes join
-    as the same rank, the second one holds it.
+    A process that has ended may be started again. It calls `join_world` as before, and all other
+    ranks call `world.rejoin()`. Their pending calls fail with `WorldRestartedError`. If two
+    processes join as the same rank, the rank belongs to the second one.
 
     Args:
-        address: "tcp://host:port", or a store of torch that all share. Some process on that host
-            serves the address: the first one there, unless its `serve` is False. If that process
-            ends, the store is lost.
-        name: The name of the world; a store can have several.
-        parts: The number of ranks of each part, by its name, in order.
+        address: "tcp://host:port", or a store of torch that all processes share. The first process
+            on that host serves the address, unless its `serve` is False. If that process ends, the
+            store is lost.
+        name: The name of the world. A store can have several worlds.
+        parts: The number of ranks of each part, by name, in order.
         part: The part of this process.
-        rank: Its rank in the part.
-        timeout: How long to wait for the other ranks, and the default timeout of later calls and
+        rank: The rank of this process in its part.
+        timeout: The limit for the other ranks to join, and the default timeout of later calls and
             of process groups.
         backend: The backend of process groups.
-        device: The device of this process, which becomes the current one: NCCL connects on it.
-        serve: Whether this process may serve the address; True: it must.
+        device: The device of this process, which becomes the current one. NCCL connects on it.
+        serve: True if this process must serve the address, False if it must not. Default: it may.
 
     Returns:
-        The world; a context manager, which leaves it.
+        The world. As a context manager it leaves the world on exit.
 
     Raises:
-        LayoutError: A part, its size or the name makes no sense.
+        LayoutError: A part, its size or the name is not valid.
         RankOutsideError: The part has no such rank.
         GroupOptionsError: The backend cannot run here, or the timeout is not positive.
-        LaunchError: Nobody serves the address, something else does, or it cannot be served here.
-        PlanMismatchError: Processes have other parts, another backend or version; names two.
-        GroupCreationTimeout: Ranks have not joined in time; names them (`error.missing`).
-        CreationError: A rank failed, or the store is gone.
+        LaunchError: No process serves the address, something else does, or it cannot be served
+            here.
+        PlanMismatchError: Processes have different parts, backends or versions. The error has two
+            of them.
+        GroupCreationTimeout: Ranks have not joined in time. `error.missing` has them.
+        CreationError: A rank failed, or the store is lost.
         ValueError: torch may raise it if this process is in a world of this name already.
         WorldRestartedError: Another process has joined as this rank.
 
@@ -351,7 +363,9 @@ def join_world(
     chosen = None if device is None else torch.device(device)
     if chosen is not None and chosen.type != "cpu":
         torch.get_device_module(chosen.type).set_device(chosen)
-    began, serves, at = system.now(), False, ""
+    began = system.now()
+    serves = False
+    at = ""
     if isinstance(address, str):
         at = address
         store, serves = _reach(address, serve, limit_s)
@@ -380,7 +394,7 @@ def join_world(
     )
     try:
         _enter(world, limit_s - (system.now() - began), is_new=True)
-    except BaseException:  # also an interrupt after all have joined
+    except BaseException:  # also Ctrl-C after all ranks have joined
         world._end_groups()
         raise
     return world
@@ -395,15 +409,15 @@ def _seconds(timeout: timedelta) -> float:
 
 
 def _read_parts(parts: object, part: str, rank: int) -> tuple[dict[str, int], int]:
-    """Return the size of each part, and the calling rank in the world."""
+    """Return the size of each part, and the rank of this process in the world."""
     if not isinstance(parts, Mapping) or not parts:
         raise LayoutError(
-            f"parts must be sizes by name, as {{'engine': 4}}, got {short_repr(parts)}"
+            f"parts must be sizes by name, such as {{'engine': 4}}, got {short_repr(parts)}"
         )
     for one in parts:
         if not isinstance(one, str) or not _PART.fullmatch(one):
             raise LayoutError(
-                f"a part is named by letters, digits, '_', '-' or '.', got {short_repr(one)}"
+                f"the name of a part has letters, digits, '_', '-' or '.', got {short_repr(one)}"
             )
     sizes = {one: as_int(size, f"parts[{one!r}]", 1) for one, size in parts.items()}
     if part not in sizes:
@@ -420,14 +434,14 @@ def _read_parts(parts: object, part: str, rank: int) -> tuple[dict[str, int], in
 # ---- the address --------------------------------------------------------------------------------
 
 _served: dict[str, Any] = {}
-"""The stores that this process serves, by address: they outlive a join that fails."""
+"""The stores that this process serves, by address. They remain after a failed join."""
 
 
 def _reach(address: str, serve: bool | None, limit_s: float) -> tuple[Any, bool]:
     """Return the store at an address, and whether this process serves it.
 
     Raises:
-        LaunchError: Nobody serves it, or something that is not a store.
+        LaunchError: No process serves the address, or something other than a store does.
     """
     scheme, _, place = address.partition("://")
     host, _, port = place.rpartition(":")
@@ -453,8 +467,8 @@ def _reach(address: str, serve: bool | None, limit_s: float) -> tuple[Any, bool]
         text = "" if isinstance(error, LateError) else f": {str(error).splitlines()[0]}"
         raise LaunchError(
             f"no store of torch answers at {address} within {limit_s:.1f} s{text}; a process on "
-            f"{host!r} serves it by join_world(), unless all have serve=False"
-            + (f"; this one does not, as {reason}" if reason else "")
+            f"{host!r} serves it when it calls join_world(), unless all have serve=False"
+            + (f"; this process does not serve it: {reason}" if reason else "")
         ) from error
 
 
@@ -466,7 +480,7 @@ def _open(host: str, port: int, limit_s: float, *, is_server: bool) -> Any:
 
 
 def _why_not_served(host: str) -> str:
-    """Return why this process cannot serve an address on a host; "" if it is this one."""
+    """Return why this process cannot serve an address on a host, or ""."""
     try:
         family, kind, proto, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, proto) as attempt:
@@ -480,7 +494,7 @@ def _why_not_served(host: str) -> str:
 
 
 def _enter(world: JoinedWorld, limit_s: float, *, is_new: bool) -> None:
-    """Join an incarnation of the world, with all of its ranks."""
+    """Join an incarnation of the world, together with all its ranks."""
     deadline = system.now() + limit_s
     lobby = world.lobby
     lobby.namespace = f"{_ROOT}/{world.name}"
@@ -501,7 +515,7 @@ def _enter(world: JoinedWorld, limit_s: float, *, is_new: bool) -> None:
         left_s = max(0.1, deadline - system.now())
         if seen is not None:
             lobby.left["join"] = seen
-            if seen < 0:  # the store is a new one, whose rounds begin with 0
+            if seen < 0:  # the rounds of a new store begin with 0
                 lobby.entered.clear()
                 lobby.agreed.clear()
         is_new = False
@@ -518,18 +532,18 @@ def _enter(world: JoinedWorld, limit_s: float, *, is_new: bool) -> None:
             result = agree(scope, title, lambda: [facts], left_s, work, undo)
         except WorldRestartedError:
             if system.now() < deadline:
-                continue  # a rank has begun again while this one waited
+                continue  # a rank has joined again while this rank waited
             raise
         world._begin(result.value, made[0])
         if world.rank == 0:
-            with contextlib.suppress(RuntimeError):  # they only take room
+            with contextlib.suppress(RuntimeError):  # old keys do no harm
                 in_time(partial(_delete_former, world), 2.0)
         result.get()
         return
 
 
 def _create(world: JoinedWorld, turn: Round) -> ProcessGroup:
-    """Create the process group of all ranks, whose members connect at their first message."""
+    """Create the process group of all ranks. Members connect at their first message."""
     title = f"world {world.name}"
     name = f"{_ROOT}/{world.name}/{turn.number}/all"
     return torchdist.new_group(
@@ -547,43 +561,46 @@ def _create(world: JoinedWorld, turn: Round) -> ProcessGroup:
 
 
 def _delete_former(world: JoinedWorld) -> None:
-    """Delete the keys of the incarnations before this one."""
-    root, here = f"{_ROOT}/{world.name}/", world.incarnation
+    """Delete the keys of earlier incarnations."""
+    root = f"{_ROOT}/{world.name}/"
+    here = world.incarnation
     for key in world.store.list_keys():
         number = key.removeprefix(root).partition("/")[0]
         if key.startswith(root) and number.isdecimal() and int(number) < here:
             world.store.delete_key(key)
 
 
-# ---- what the store holds, sans-I/O -------------------------------------------------------------
+# ---- the contents of the store, sans-I/O --------------------------------------------------------
 
 
 def _read_pair(root: str) -> Steps[tuple[Record | None, str]]:
-    """Return the record, and who has joined again, after the round that it left."""
+    """Return the record of joins, and the value of the key about a rank that joined again."""
     record = yield from protocol.read_record(root)
     return record, (yield Read(f"{root}/again")) or ""
 
 
 def _claim(world: JoinedWorld, facts: str, *, is_new: bool) -> Steps[int | None]:
-    """Claim the rank, or check that this process still holds it.
+    """Claim the rank, or check that the rank still belongs to this process.
 
-    A round that a former process of this rank has joined fails, and all others join the next one.
+    If an earlier process of this rank has joined the current round, the round fails, and all other
+    ranks join the next one.
 
     Returns:
-        The last round whose failure does not concern this rank; None: as before.
+        The last round whose failure does not concern this rank, or None if it is unchanged.
 
     Raises:
         WorldRestartedError: Another process has joined as this rank.
     """
-    root, me = world._root, world.title(world.rank)
+    root = world._root
+    me = world.title(world.rank)
     held = yield from _read_claim(world)
-    while is_new and held != world._claim:  # one after the other: each later one finds the former
+    while is_new and held != world._claim:  # claims replace each other one at a time
         found = yield Exchange(_claim_key(world), held or "", world._claim)
         if found == world._claim:
             break
         held = found
     record = yield from protocol.read_record(root)
-    if not is_new and held is not None:  # else the store is a new one
+    if not is_new and held is not None:  # a new store has no claim
         if held != world._claim:
             holder = Claim.decode(_claim_key(world), held)
             raise WorldRestartedError(

@@ -59,7 +59,10 @@ def parse_sizes(text: str) -> dict[str, int]:
         if not match[1].isprintable():
             raise LayoutError(f"dim name {short_repr(match[1])} must be printable")
         if match[1] in sizes:
-            raise LayoutError(f"dim {short_repr(match[1])} is given twice in {short_repr(text)}")
+            raise LayoutError(
+                f"dim {short_repr(match[1])} is given twice in {short_repr(text)}; name each dim "
+                f"once"
+            )
         sizes[match[1]] = size
     return sizes
 
@@ -90,7 +93,7 @@ def parse_groups(text: str) -> list[tuple[str, ...]]:
     """
     wanted = [split_dims(part) for part in _split(text, ",", "tp,dp+cp")]
     if len(set(map(frozenset, wanted))) < len(wanted):
-        raise LayoutError(f"groups are listed twice in {short_repr(text)}")
+        raise LayoutError(f"groups are listed twice in {short_repr(text)}; list each once")
     return wanted
 
 
@@ -266,13 +269,15 @@ def infer_sizes(sizes: Mapping[str, int], world_size: int | None, room: str = ""
             return dict(sizes)
         raise LayoutError(
             f"the size of dim {short_repr(unknown)} is unspecified; give it, as in 'tp=2', or "
-            f"world_size, the number of ranks"
+            f"world_size, the number of ranks{did_you_mean_sizes([unknown])}"
         )
     rest, remainder = divmod(positive(world_size, "world_size"), known)
     if remainder or rest == 0 or (rest > 1 and unknown is None):
         needs = f"{known} ranks"
         if unknown is not None:
-            needs = f"a multiple of {known} ranks, as {nearest_multiples(world_size, known)}"
+            needs = (
+                f"a multiple of {known} ranks, for example {nearest_multiples(world_size, known)}"
+            )
         here = room or f"the world has {world_size}"
         raise WorldSizeError(f"{format_sizes(sizes)} needs {needs}; {here}")
     return {name: rest if size == UNSPECIFIED else size for name, size in sizes.items()}
@@ -289,10 +294,21 @@ def check_one_unspecified(names: Sequence[str]) -> str | None:
     """
     if len(names) > 1:
         raise LayoutError(
-            f"only one size can be inferred, but those of {short_repr(list(names))} are "
-            f"unspecified; give all but one, as in 'tp=2'"
+            f"only one size can be inferred, but the sizes of {short_repr(list(names))} are "
+            f"unspecified; give all but one, as in 'tp=2'{did_you_mean_sizes(names)}"
         )
     return names[0] if names else None
+
+
+def did_you_mean_sizes(names: Iterable[str]) -> str:
+    """Return the end of a sentence that proposes sizes for names such as "tp8".
+
+    >>> did_you_mean_sizes(["tp8", "dp4"]), did_you_mean_sizes(["tp8", "dp"])
+    ("; did you mean 'tp=8,dp=4'?", '')
+    """
+    found = [re.fullmatch(r"(.*[^0-9])([1-9][0-9]*)", name) for name in names]
+    pairs = [f"{one[1]}={one[2]}" for one in found if one]
+    return f"; did you mean {short_repr(','.join(pairs))}?" if len(pairs) == len(found) else ""
 
 
 def known_size(sizes: Mapping[str, int]) -> int:

@@ -8,6 +8,7 @@ from rich.markup import escape
 from hypercomm.blame.analysis import Verdict
 from hypercomm.blame.evidence import read_folder
 from hypercomm.cli import options
+from hypercomm.cli.options import read_sizes
 from hypercomm.cli.printing import console, print_json, table
 from hypercomm.layout import RankLayout
 
@@ -18,16 +19,16 @@ _MOST_ROWS = 20
 
 @click.command(short_help="Find the rank that a hung job waits for, from its dumps.")
 @click.argument("folder")
-@click.option("--layout", "sizes", help="Coordinates, as in tp=2,dp=4, if the dumps have none.")
+@click.option("--layout", "sizes", help="The layout, as in tp=2,dp=4, if the dumps have none.")
 @options.as_json
 def blame(folder: str, sizes: str | None, as_json: bool) -> int:
-    """Show which rank has not entered which collective, and who waits for whom.
+    """Show which rank has not entered which collective, and which ranks wait for it.
 
-    FOLDER holds the dumps of torch's flight recorder (TORCH_NCCL_DUMP_ON_TIMEOUT) or of
+    FOLDER contains the dumps of torch's flight recorder (TORCH_NCCL_DUMP_ON_TIMEOUT) or of
     grid.watch(). Torch is not loaded, and no code in a dump is run. The exit code is 0 if no rank
-    waits, 1 if one does, 2 for a folder that cannot be judged.
+    waits, 1 if a rank waits, and 2 if the folder has no usable dumps.
     """
-    layout = None if sizes is None else RankLayout(sizes)
+    layout = None if sizes is None else RankLayout(read_sizes(sizes))
     verdict = Verdict(read_folder(folder, layout))
     if as_json:
         print_json(verdict.to_dict())
@@ -37,7 +38,8 @@ def blame(folder: str, sizes: str | None, as_json: bool) -> int:
 
 
 def _show(verdict: Verdict) -> None:
-    out, evidence = console(), verdict.evidence
+    out = console()
+    evidence = verdict.evidence
     for line in str(verdict).splitlines():
         out.print(f"[{_COLOURS[verdict.outcome]}]{escape(line)}[/]", soft_wrap=True)
     rows = table(*verdict.COLUMNS)

@@ -13,12 +13,12 @@ from rich.markup import escape
 from rich.table import Column
 
 from hypercomm.cli import options
-from hypercomm.cli.options import Key, read_keys, read_views
+from hypercomm.cli.options import Key, read_keys, read_sizes, read_views
 from hypercomm.cli.printing import console, numbers, print_json, table
 from hypercomm.errors import LayoutError
 from hypercomm.job_environment import find_number
 from hypercomm.layout import RankLayout
-from hypercomm.layout.parsing import UNSPECIFIED, infer_sizes, parse_sizes
+from hypercomm.layout.parsing import UNSPECIFIED, parse_sizes
 from hypercomm.layout.text import format_coords, format_range, pluralize
 from hypercomm.tools.launch_files.command import with_files
 from hypercomm.tools.place.command import on_option
@@ -27,10 +27,10 @@ from hypercomm.tools.place.placing import units_of_groups
 from hypercomm.tools.place.reading import read_topology
 
 _EXAMPLE = 16
-"""Ranks of an example group that JSON shows, at most."""
+"""The most ranks of an example group that JSON shows."""
 
 _MOST_RANKS = 2**24
-"""Ranks that are enumerated in a fraction of a second for each combination."""
+"""The most ranks. So many are enumerated in a fraction of a second for each combination."""
 
 
 @with_files("sizes")
@@ -39,7 +39,8 @@ _MOST_RANKS = 2**24
 @click.option(
     "--world-size",
     type=click.IntRange(min=1),
-    help="Infer the one size that is -1 from this. Default: the job's, if a launcher sets it.",
+    help="The number of ranks; infers the one size that is -1. Default: the ranks of the job, in a "
+    "job.",
 )
 @click.option("--rank-offset", type=click.IntRange(min=0), default=0, help="The smallest rank.")
 @click.option("--rank", type=int, help="Show the coordinates of this rank, and its groups.")
@@ -67,7 +68,10 @@ def plan(
         return  # --on live: the first rank of the job prints
     topology = read_topology(where, layout.last_rank + 1)
     if "host" not in topology.names:
-        raise LayoutError(f"--on gives {topology.names}, but no hosts; add --on 8, GPUs per host")
+        raise LayoutError(
+            f"--on gives {' and '.join(topology.names)}, but no hosts; add the GPUs per host, as "
+            f"in --on 8"
+        )
     hosts = topology.level("host").of_rank
     others = read_views(layout, views)
     if rank is None:
@@ -99,13 +103,14 @@ def plan(
 
 
 def _read_layout(text: str, world_size: int | None, rank_offset: int) -> RankLayout:
-    """Read sizes; one that is unspecified fills the job whose variables are set, if any."""
+    """Read sizes. Without a world size, an unspecified size is inferred from a launcher's job."""
     room = "" if world_size is None else f"--world-size is {world_size}"
     if world_size is None and UNSPECIFIED in parse_sizes(text).values():
         job = find_number("WORLD_SIZE", os.environ)
         if job is not None:
-            world_size, room = job[0], f"the job has {job[0]} ({job[1]})"
-    sizes = infer_sizes(parse_sizes(text), world_size, room)
+            world_size, source = job
+            room = f"the job has {world_size} ({source})"
+    sizes = read_sizes(text, world_size, room, "--world-size")
     layout = RankLayout(sizes, rank_offset=rank_offset)
     if layout.size > _MOST_RANKS:
         raise LayoutError(f"{layout} has {layout.size:,} ranks; plan shows up to {_MOST_RANKS:,}")
@@ -113,26 +118,26 @@ def _read_layout(text: str, world_size: int | None, rank_offset: int) -> RankLay
 
 
 def _hosts_of(layout: RankLayout, hosts: NDArray[np.int64]) -> dict[str, Any]:
-    """Return the number of hosts, and the fewest and the most ranks of the layout on one.
+    """Return the number of hosts, and the fewest and the most ranks of the layout on one host.
 
     >>> _hosts_of(RankLayout("tp=3", rank_offset=1), np.array([0, 0, 1, 1]))
     {'hosts': 2, 'ranks_per_host': (1, 2)}
     """
     counts = np.bincount(hosts[np.asarray(layout.ranks)])
     used = counts[counts > 0]
-    return {"hosts": used.size, "ranks_per_host": (int(used.min()), int(used.max()))}
+    return {"hosts": used.size, "ranks_per_host": (int(np.min(used)), int(np.max(used)))}
 
 
 def _groups_over(
     layout: RankLayout, key: Key, rank: int, hosts: NDArray[np.int64]
 ) -> dict[str, Any]:
-    """Return the facts of the groups over some dims, with the rank's own as an example.
+    """Return the row of the groups over some dims.
 
     Args:
         layout: The layout or view that has the dims.
         key: The dims.
-        rank: The rank whose group is the example.
-        hosts: The number of the host of each rank of the world.
+        rank: The rank whose group is shown as an example.
+        hosts: The index of each rank's host.
     """
     groups = layout.groups(*key.dims)
     own = groups.of(rank)
@@ -145,7 +150,7 @@ def _groups_over(
         "strides": [layout.strides[layout.dim_names.index(dim)] for dim in key.dims],
         "example": own[:_EXAMPLE],
         "last": own[-1],
-        "hosts_per_group": (int(counts.min()), int(counts.max())),
+        "hosts_per_group": (int(np.min(counts)), int(np.max(counts))),
     }
 
 

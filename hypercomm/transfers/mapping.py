@@ -817,8 +817,8 @@ class RankMapping:
         if before % after and after % before:
             raise LayoutError(
                 f"the batch is cut along {self.along} into {before} shards on the source and "
-                f"{after} on the target; one number must be a multiple of the other, as "
-                f"{nearest_multiples(before, after)} on the source"
+                f"{after} on the target; one number must be a multiple of the other, "
+                f"for example {nearest_multiples(before, after)} on the source"
             )
 
     def _sizes(self, dim: str) -> tuple[int, int]:

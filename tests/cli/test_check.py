@@ -145,7 +145,7 @@ JOB = {"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
         (
             {**JOB, "RANK": "1"},
             1,
-            "rank 1 (tp=1): on HOST, or on a peer of it: backend 'gloo' is b",
+            "rank 1 (tp=1): on HOST, or on a peer: backend 'gloo' is b",
         ),
     ],
 )

@@ -36,7 +36,7 @@ def ports():
 # In plain python, WORLD has this process only. Grids and collectives work in it.
 def test_join_without_a_launcher():
     with join() as job:
-        assert (job.launcher, job.rank, job.size) == ("nobody", 0, 1)
+        assert (job.launcher, job.rank, job.size) == ("none", 0, 1)
         assert "_made" not in repr(job)
         assert (job.local_rank, job.local_size, job.address, job.port) == (0, 1, None, None)
         assert job.backend == "gloo"

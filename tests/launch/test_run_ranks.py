@@ -183,8 +183,8 @@ def test_timeout_shows_stacks():
     first, second, third = (reason.partition(head)[2] for head in heads[1:])
     assert "in barrier" in first.partition(heads[2])[0]
     assert "in body" in second
-    assert third == "\n  (it does not answer)"
-    assert "thread" not in reason  # the thread that watches the parent is not shown
+    assert third == "\n  (it does not respond)"
+    assert "thread" not in reason  # nothing of the thread that waits for the parent
     assert_gone(pids)
 
 

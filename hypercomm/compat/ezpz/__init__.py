@@ -99,6 +99,7 @@ class TensorParallelState(ModuleState):
         layout = _fitting_layout(given)
         backends = {dim: given[f"{name}_backend"] for dim, (name, *_) in _GROUPS.items()}
         own = {dim: list(layout.groups(dim).of(dist.get_rank())) for dim in _GROUPS}
+        groups: list[Any]
         if dist.group.WORLD is None:  # a unit test has replaced functions of torch.distributed
             groups = [dist.new_group(own[dim], given["timeout"], backends[dim]) for dim in _GROUPS]
         else:

@@ -888,7 +888,7 @@ def create_group(
     Every rank of the world must call this; the caller destroys the group, except in
     `initialize_model_parallel`, whose state does.
     """
-    group = dist.new_group(
+    group: Any = dist.new_group(
         ranks, timeout, backend, pg_options, use_local_synchronization, group_desc=group_desc
     )
     own = torchdist.as_member(group)

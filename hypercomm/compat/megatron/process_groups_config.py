@@ -242,7 +242,8 @@ class ProcessGroupCollection:
             groups["intra_dist_opt"] = given["intra_dist_opt"] if is_sharded else None
         if groups["expt_dp"] is None:
             logger.warning("no expt_dp group was given; creating one with this rank alone")
-            groups["expt_dp"] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            alone: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            groups["expt_dp"] = alone
             if ddp_config.num_distributed_optimizer_instances == 1:
                 groups["intra_expt_dp"] = groups["expt_dp"]
         return {f"{name}_group": group for name, group in groups.items()}

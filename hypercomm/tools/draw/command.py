@@ -5,7 +5,10 @@ from __future__ import annotations
 import click
 
 from hypercomm.cli.diff import read
+from hypercomm.cli.options import read_sizes
 from hypercomm.cli.printing import console
+from hypercomm.errors import LayoutError
+from hypercomm.layout import RankLayout
 from hypercomm.layout.difference import LayoutDifference, difference
 from hypercomm.tools.draw.drawing import draw as draw_picture
 from hypercomm.tools.launch_files.command import with_files
@@ -21,7 +24,7 @@ from hypercomm.transfers.mapping import RankMapping
 @click.option("--to", "target", metavar="SIZES", help="Draw the messages of a mapping to SIZES.")
 @on_option("8")
 @click.option("--groups", help="The dims whose groups have colours, as in tp,dp+cp.")
-@click.option("-o", "--output", metavar="FILE", help="Write a file, .svg or .png.")
+@click.option("-o", "--output", metavar="FILE", help="Write a file: .svg or .png.")
 @click.option("--force", is_flag=True, help="Replace the file if it exists.")
 def draw(
     sizes: str,
@@ -34,22 +37,34 @@ def draw(
 ) -> None:
     """Draw a layout such as tp=8,dp=4,pp=2: ranks on their hosts, and groups as colours.
 
-    With a second layout, draw which groups a change keeps, ends and creates; with --to, the
-    messages of a mapping. Large layouts are schematics. Without -o, print to the terminal.
-    --on none draws no hosts.
+    With a second layout, draw which groups a change keeps, ends and creates. With --to, draw the
+    messages of a mapping. Large layouts are schematics. Without -o, print to the terminal. With
+    --on none, draw no hosts.
     """
     if after is not None and target is not None:
-        raise click.UsageError("a second layout draws a change, --to a mapping; give one of them")
+        raise LayoutError("a second layout draws a change, --to a mapping; give one of them")
     where = None if on == ("none",) else machine(on)
     if where is None and on != ("none",):
         return  # --on live: the first rank of the job draws
-    what: str | RankMapping | LayoutDifference = sizes
+    what: RankLayout | RankMapping | LayoutDifference
     if target is not None:
-        what = RankMapping(*read(sizes, target))
+        what = _mapping(*read(sizes, target))
     elif after is not None:
         what = difference(*read(sizes, after))
+    else:
+        what = RankLayout(read_sizes(sizes, option="--world-size"))
     drawing = draw_picture(what, where, groups)
     if output is None:
         console().print(drawing)
     else:
         drawing.save(output, force)
+
+
+def _mapping(source: RankLayout, target: RankLayout) -> RankMapping:
+    """Return the mapping that splits a batch along dp."""
+    if "dp" not in source.dim_names and "dp" not in target.dim_names:
+        raise LayoutError(
+            f"--to maps a batch that is split along dim 'dp', and neither {source} nor {target} "
+            f"has it; add it, as in '{source},dp=1'"
+        )
+    return RankMapping(source, target)

@@ -53,11 +53,11 @@ class Drawing:
     _picture: Box
 
     def svg(self) -> str:
-        """Return the picture as SVG, which needs nothing else; hovering shows coordinates."""
+        """Return the picture as SVG without external files. Hovering shows coordinates."""
         return svg_of(self._picture)
 
     def png(self) -> bytes:
-        """Return the SVG as PNG, with two pixels for each of the SVG's.
+        """Return the picture as PNG, with twice the resolution of the SVG.
 
         Raises:
             MissingPackageError: resvg-py is not installed.
@@ -70,7 +70,7 @@ class Drawing:
         """Return the picture as text for a terminal, with a column for each rank.
 
         Args:
-            width: The columns of the terminal; default: those of the current one.
+            width: The columns of the text. Default: the columns of the current terminal.
             color: Whether groups have colours.
 
         Raises:
@@ -90,15 +90,16 @@ class Drawing:
         return "\n".join(line.rstrip() for line in capture.get().rstrip().split("\n"))
 
     def save(self, path: str | os.PathLike[str], force: bool = False) -> None:
-        """Write the picture to a file; the ending selects the kind: .svg or .png.
+        """Write the picture to a file. The ending selects the format: .svg or .png.
 
         Args:
             path: The file.
-            force: Whether to replace a file that exists.
+            force: Whether to replace an existing file.
 
         Raises:
-            LayoutError: The ending is neither of these, or the file exists or cannot be written.
-            MissingPackageError: As for `png`.
+            LayoutError: The path does not end in .svg or .png, the file exists, or it cannot be
+                written.
+            MissingPackageError: A .png file needs resvg-py, which is not installed.
 
         Example:
             >>> import pathlib, tempfile, hypercomm
@@ -108,16 +109,24 @@ class Drawing:
             ...     file.read_text(encoding="utf-8")[:4]
             '<svg'
         """
-        file, name = Path(path), short_repr(os.fspath(path))
+        file = Path(path)
+        name = short_repr(os.fspath(path))
         if file.suffix.lower() not in {".svg", ".png"}:
             raise LayoutError(f"{name} must end in .svg or .png")
         content = self.png() if file.suffix.lower() == ".png" else self.svg().encode()
         try:
             with file.open("wb" if force else "xb") as target:
                 target.write(content)
+        except FileExistsError as error:
+            raise LayoutError(f"{name} exists; force=True (--force) replaces it") from error
+        except FileNotFoundError as error:
+            folder = short_repr(str(file.parent))
+            raise LayoutError(
+                f"{name} cannot be written: there is no folder {folder}; create it first"
+            ) from error
         except (OSError, ValueError) as error:
-            advice = "; force=True (--force) replaces it" * isinstance(error, FileExistsError)
-            raise LayoutError(f"{name} cannot be written: {error}{advice}") from error
+            why = getattr(error, "strerror", None) or error
+            raise LayoutError(f"{name} cannot be written: {why}") from error
 
     def __rich_console__(self, console: Any, options: Any) -> Iterable[Any]:
         from hypercomm.tools.draw.terminal import lines_of
@@ -142,25 +151,25 @@ def draw(
     """Return a picture of a layout, a grid, a change or a mapping.
 
     Up to 64 ranks, each host has a table of its ranks: their coordinates along each dim, in the
-    colours of their groups. Larger layouts get a schematic: one host with its ranks, what repeats
-    it, and pipeline stages as columns.
+    colours of their groups. Larger layouts get a schematic: one host with its ranks, the dims that
+    repeat it, and pipeline stages as columns.
 
     Args:
         what: A layout or its sizes, as in "tp=2,dp=4"; a grid, a `difference`, a `RankMapping`, or
-            what `place` returns, with its machine.
-        on: Where the ranks are: GPUs per host, 8, or whatever `read_topology` takes, such as
+            the result of `place`, which includes the machine.
+        on: The machine: GPUs per host, 8, or another form that `read_topology` accepts, such as
             "host=4,domain=72", a hostfile or SLURM's topology.conf. Default: not shown. A mapping
-            does not show it.
-        groups: The dims whose groups have colours, as in "tp" or "tp,dp+cp"; in a schematic, the
-            first of them. Default: each dim.
+            never shows it.
+        groups: The dims whose groups have colours, as in "tp" or "tp,dp+cp". A schematic colours
+            the first of them. Default: each dim.
 
     Returns:
-        A drawing: print it, show it in a notebook, or `save` it as SVG or PNG.
+        A drawing. Print it, show it in a notebook, or `save` it as SVG or PNG.
 
     Raises:
-        UnknownDimError: A dim is not one of the layout's.
-        LayoutError: `what` is something else, has ranks above 2**24, or is a change or a mapping
-            and has `groups`; or `on` cannot be read, or holds fewer ranks.
+        UnknownDimError: The layout has no such dim.
+        LayoutError: `what` has another type or ranks above 2**24, `groups` is given for a change
+            or a mapping, or `on` cannot be read or has fewer ranks.
 
     Example:
         >>> import hypercomm
@@ -180,7 +189,9 @@ def draw(
     """
     if isinstance(what, (RankMapping, LayoutDifference)):
         if groups is not None:
-            raise LayoutError("groups applies to a layout; leave it out for a change or a mapping")
+            raise LayoutError(
+                "groups (--groups) applies to a layout; leave it out for a change or a mapping"
+            )
         if isinstance(what, RankMapping):
             return Drawing(mapping_picture(what))
         last_rank = max(what.before.last_rank, what.after.last_rank)

@@ -19,7 +19,7 @@ from hypercomm.tools.place.placing import units_of_groups
 from hypercomm.tools.place.traffic import kind_of
 from hypercomm.transfers.mapping import RankMapping
 
-# Up to so many ranks, a picture shows each rank; above, a schematic.
+# The most ranks of a picture that shows each rank. Larger pictures are schematics.
 MOST_RANKS = 64
 
 # The most repetitions that a schematic draws one by one.
@@ -28,20 +28,20 @@ MOST_DRAWN = 4
 # The ranks in a row of a table.
 IN_ROW = 8
 
-# The most rows and columns of a mapping's matrix; in larger ones, ranks share them.
+# The most rows and columns of a mapping's matrix. In larger mappings, ranks share them.
 MOST_ROWS = 16
 
-# The end of the name of the part of a dim that is outside a block.
+# The suffix in the name of the outer part of a dim that is split between blocks.
 OUTER = "/outer"
 
-# The link between the ranks of a unit; other levels use their own name.
+# The link between the ranks of a unit. Other levels use the name of the level.
 LINKS = {"host": "NVLink", "domain": "NVLink domain"}
 
-# The fill of groups by what a change does to them, and the mark in their labels.
+# The fill of groups by the effect of a change on them, and the mark in their labels.
 FATES = {"kept": "#99DDFF", "partly": "#EEDD88", "gone": "#EE8866", "new": "#BBCC33"}
 MARKS = {"kept": "=", "gone": "-", "new": "+"}
 
-# From little to much, in one hue.
+# The fill of amounts, from small to large.
 AMOUNTS = ("#E1EEF9", "#BCD8F0", "#8FBDE3", "#5C9CD0")
 
 # Paul Tol's "light" scheme, for labelled cells (https://personal.sron.nl/~pault/).
@@ -52,14 +52,14 @@ Groups = Collection[tuple[int, ...]]
 
 
 class Cell(NamedTuple):
-    """A text on a fill, with a text for hovering."""
+    """A text with a fill, and a tip that hovering shows."""
 
     text: str
     fill: str = ""
     tip: str = ""
 
 
-# Rows of cells, of which the first has the heads.
+# Rows of cells. The first row has the titles.
 Table = list[list[Cell]]
 
 
@@ -67,12 +67,12 @@ class Box(NamedTuple):
     """A heading above cells or other parts.
 
     Args:
-        bold: The first words of the heading.
-        words: The other words of the heading.
+        bold: The start of the heading, in bold.
+        words: The rest of the heading.
         inside: Cells only, or other parts only.
-        columns: The parts in a row. Default: as many as fit, at most 8.
-        framed: Whether there is a frame.
-        is_repeated: Whether it stands for several boxes.
+        columns: The number of parts in a row. Default: as many as fit, at most 8.
+        framed: Whether the box has a frame.
+        is_repeated: Whether the box represents several equal boxes.
     """
 
     bold: str
@@ -83,7 +83,7 @@ class Box(NamedTuple):
     is_repeated: bool = False
 
 
-# A str is the text of an arrow from the part before it to the part after it.
+# A str is the text of an arrow between the part before it and the part after it.
 Part = Cell | Box | Table | str
 
 
@@ -92,7 +92,7 @@ Part = Cell | Box | Table | str
 
 @attrs.frozen(slots=False)
 class Scene:
-    """A layout on a machine, as it is drawn.
+    """A layout on a machine, for drawing.
 
     Args:
         layout: The layout.
@@ -103,7 +103,7 @@ class Scene:
     levels: Sequence[Level]
 
     def picture(self, lit: Sequence[Dims]) -> Box:
-        """Return every rank or a schematic, and a table of the dims.
+        """Return the picture: all ranks or a schematic, and a table of the dims.
 
         Args:
             lit: The dims whose groups have colours, if the caller selected some.
@@ -127,20 +127,20 @@ class Scene:
 
     @cached_property
     def long_dims(self) -> list[Dims]:
-        """The dims larger than 1; the first one where there is none."""
+        """The dims larger than 1, or the first dim if all have size 1."""
         names = [dim for dim, size in self.layout.sizes.items() if size > 1]
         return [(dim,) for dim in names or self.layout.dim_names[:1]]
 
     def ranks(
         self, every: Sequence[Dims], caption: str = "", kept: Groups = (), otherwise: str = ""
     ) -> Box:
-        """Return a table for each host: a column for each rank, and its coordinates as rows.
+        """Return a table for each host, with a column for each rank and a row for each dim.
 
         Args:
             every: The dims of the rows.
             caption: A heading above the tables.
-            kept: For a change, the groups that it keeps; these have one colour.
-            otherwise: For a change, its effect on the other groups.
+            kept: The groups that a change keeps. They have one colour.
+            otherwise: The effect of the change on all other groups.
         """
         hosts: dict[str, list[int]] = {}
         for rank in sorted(self.layout.ranks):
@@ -159,8 +159,9 @@ class Scene:
         return Box(caption, "", tables)
 
     def _cell(self, rank: int, dims: Dims, fate: str = "") -> Cell:
-        """Return a rank's coordinates along some dims, in the colour of its group or its fate."""
-        coords, index = self.layout.coords(rank), self.layout.groups(*dims).index_of(rank)
+        """Return a cell with a rank's coordinates, in the colour of its group or its fate."""
+        coords = self.layout.coords(rank)
+        index = self.layout.groups(*dims).index_of(rank)
         text = ",".join(f"{coords[dim]}" for dim in dims) + MARKS.get(fate, "")
         group = f"{'+'.join(dims)} group {index}{f': {fate}' if fate else ''}"
         places = ", ".join(level.name_of(rank) for level in self.levels)
@@ -168,18 +169,19 @@ class Scene:
         return Cell(text, FATES.get(fate, FILLS[index % len(FILLS)]), tip)
 
     def _reach(self, dims: Dims) -> tuple[str, str]:
-        """Return how many groups there are, how far each reaches, and what connects its ranks."""
+        """Return a description of the groups over some dims, and the link between their ranks."""
         host, layout, inner, outer = self._blocks
         groups = some = self.layout.groups(*dims)
-        if host:  # the ranks of a host are in the same units, so that one of them is enough
+        if host:  # all ranks of a host are in the same units: one rank of each host is enough
             outside = [dim for dim in outer if dim.removesuffix(OUTER) in dims]
             fixed = inner if outside else outer
             some = layout.select(**dict.fromkeys(fixed, 0)).groups(*(outside or dims))
-        words, link = f"{pluralize(len(groups), 'group')} of {groups.group_size:,}", ""
+        words = f"{pluralize(len(groups), 'group')} of {groups.group_size:,}"
+        link = ""
         each = " each" if len(groups) > 1 else ""
         for level in self.levels:
             counts = units_of_groups(level.of_rank[some.to_array()])
-            least, most = int(counts.min()), int(counts.max())
+            least, most = int(np.min(counts)), int(np.max(counts))
             if most == 1:
                 return f"{words},{each} inside one {level.name}", LINKS.get(level.name, level.name)
             span = f"{least:,}" if least == most else f"{least:,} to {most:,}"
@@ -190,7 +192,7 @@ class Scene:
     # ---- schematics -----------------------------------------------------------------------------
 
     def _schematic(self, lit: Dims, links: Mapping[Dims, str]) -> Box:
-        """Return one block of ranks and what repeats it; the stages of a pipeline are columns.
+        """Return one block of ranks inside the dims that repeat it, with stages as columns.
 
         Args:
             lit: The dims whose groups have colours.
@@ -201,14 +203,15 @@ class Scene:
         repeated = [dim for dim in outer if dim != stage and layout.size_of(dim) > 1]
 
         def nested(dims: Sequence[str], part: RankLayout) -> Box:
-            """Return what the last of some dims repeats, for some ranks of the layout."""
+            """Return the box of the last dim around the boxes of the other dims."""
             if not dims:
                 title = host.name_of(part.ranks[0]) if host else "ranks"
                 words = " x ".join(f"{layout.size_of(dim):,} {dim}" for dim in inner)
                 cells = [self._cell(rank, lit)._replace(text=f"{rank}") for rank in part.ranks]
                 return Box(title, words, cells, columns=4, framed=True)
             *others, dim = dims
-            name, times = dim.removesuffix(OUTER), layout.size_of(dim)
+            name = dim.removesuffix(OUTER)
+            times = layout.size_of(dim)
             drawn = times if times <= MOST_DRAWN and not others else 1
             boxes = [nested(others, part.select(**{dim: index})) for index in range(drawn)]
             title = f"{'x ' if drawn < times else ''}{times:,} {name}"
@@ -219,7 +222,8 @@ class Scene:
             notes.append("the dims do not fill hosts evenly")
         if not stage:
             return Box("", "; ".join(notes), [nested(repeated, layout)])
-        times, parts = layout.size_of(stage), list[Part]()
+        times = layout.size_of(stage)
+        parts: list[Part] = []
         for index in range(times) if times <= MOST_DRAWN else (0, 1, times - 1):
             part = layout.select(**{stage: index})
             ranks = f"{part.size:,} ranks in {part.rank_offset}..{part.last_rank}"
@@ -230,10 +234,10 @@ class Scene:
 
     @cached_property
     def _blocks(self) -> tuple[Level | None, RankLayout, Dims, Dims]:
-        """The layout as equal blocks of ranks: hosts where dims fill them, else of the first dim.
+        """The layout as equal blocks of ranks: hosts if whole dims fill them, else the first dim.
 
-        The level of the hosts, if blocks are hosts; the layout, in which a dim that is partly
-        inside a block is split; the dims inside and outside.
+        The four values are the level of the hosts, or None if blocks are not hosts; the layout,
+        with a dim that is partly inside a block split in two; the inner dims; the outer dims.
         """
         for host in self.levels[:1]:
             units = self._units(host)
@@ -241,13 +245,13 @@ class Scene:
             layout, inner, outer = self._split(size if size <= MOST_RANKS else 1)
             rows = units.reshape(-1, layout.size_of(*inner))
             is_even = rows.shape[1] == size and (rows == rows[:, :1]).all()
-            if is_even and np.bincount(rows[:, 0]).max() == 1:
+            if is_even and np.max(np.bincount(rows[:, 0])) == 1:
                 return host, layout, inner, outer
         size = self.layout.size_of(*self.long_dims[0])
         return None, *self._split(size if size <= MOST_RANKS else 1)
 
     def _split(self, size: int) -> tuple[RankLayout, Dims, Dims]:
-        """Split the layout into blocks of a size, as for `_blocks`; of size 1 if that is uneven."""
+        """Split the layout into blocks of `size` ranks, or of 1 rank if that is not possible."""
         layout = self.layout
         for count, (dim, length) in enumerate(layout.sizes.items(), 1):
             inside = math.gcd(size, length)
@@ -263,7 +267,7 @@ class Scene:
     def _units(self, level: Level) -> NDArray[np.int64]:
         """Return the unit of each rank, in the order of the layout's numbering."""
         ranks = self.layout.ranks
-        # A slice copies nothing: there may be 2**24 ranks.
+        # There may be 2**24 ranks, and a slice copies none of them.
         some = slice(ranks.start, ranks.stop) if isinstance(ranks, range) else list(ranks)
         return level.of_rank[some]
 
@@ -272,8 +276,9 @@ class Scene:
 
 
 def change_picture(found: LayoutDifference, levels: Sequence[Level]) -> Box:
-    """Return what a change does to groups: a table, and both layouts where they are small."""
-    before, after = found.before, found.after
+    """Return a table of a change's effect on groups, and both layouts if they are small."""
+    before = found.before
+    after = found.after
     parts: list[Part] = []
     if max(before.size, after.size) <= MOST_RANKS:
         kept = {(rank,) for rank in {*before.ranks} & {*after.ranks}}
@@ -292,7 +297,10 @@ def change_picture(found: LayoutDifference, levels: Sequence[Level]) -> Box:
 
 
 def mapping_picture(mapping: RankMapping) -> Box:
-    """Return what each source sends to each target; in large mappings, ranks share rows."""
+    """Return a matrix of the parts that each source rank sends to each target rank.
+
+    Parts that stay on their rank are marked "=". In large mappings, ranks share rows and columns.
+    """
     table = mapping.table()
     amounts = (table["stop"] - table["start"]).prod(axis=1)
     is_moved = table["source"] != table["target"]
@@ -306,15 +314,35 @@ def mapping_picture(mapping: RankMapping) -> Box:
     column = np.searchsorted(ends[1], table["target"]) // size
     moved = np.zeros((len(rows), len(columns)), dtype=np.int64)
     np.add.at(moved, (row, column), amounts * is_moved)
+    kept = np.zeros_like(moved)
+    np.add.at(kept, (row, column), amounts * ~is_moved)
+    most = int(np.max(moved))
     cells = [[Cell("from \\ to"), *map(Cell, columns)]]
-    for source, sent in zip(rows, moved.tolist(), strict=True):
+    for at, source in enumerate(rows):
         cells.append([Cell(source)])
-        for target, amount in zip(columns, sent, strict=True):
-            fill = AMOUNTS[min(3, 4 * amount // moved.max())] if amount else ""
-            tip = f"{source} to {target}: {pluralize(amount, 'part')}"
-            cells[-1].append(Cell(f"{amount:,}" if amount else ".", fill, tip=tip))
-    messages = pluralize(is_moved.sum(), "message")
-    kept = pluralize(amounts[~is_moved].sum(), "part")
-    summary = f"{pluralize(moved.sum(), 'part')} moved in {messages}, {kept} kept in place"
-    part = f"a part is 1/{table['stop'].max(axis=0).prod():,} of the tensor"
-    return Box(str(mapping), "", [Box("", f"{summary}; {part}", [cells])])
+        for to, target in enumerate(columns):
+            pair = f"{source} to {target}"
+            cells[-1].append(_amount_cell(pair, int(moved[at, to]), int(kept[at, to]), most))
+    messages = pluralize(int(is_moved.sum()), "message")
+    summary = (
+        f"{pluralize(int(moved.sum()), 'part')} moved in {messages}, "
+        f"{pluralize(int(kept.sum()), 'part')} kept in place"
+    )
+    whole = int(np.prod(np.max(table["stop"], axis=0)))
+    part = f"a part is 1/{whole:,} of the tensor"
+    legend = "= marks kept parts, . no parts"
+    return Box(str(mapping), "", [Box("", f"{summary}; {part}; {legend}", [cells])])
+
+
+def _amount_cell(pair: str, moved: int, kept: int, most: int) -> Cell:
+    """Return a cell of the matrix: the parts that move, "=" for parts that stay, else "."."""
+    tip = f"{pair}: {pluralize(moved, 'part')}"
+    if kept:
+        tip += f", {pluralize(kept, 'part')} kept in place"
+    text = f"{moved:,}" if moved else ""
+    if kept:
+        text += MARKS["kept"]
+    fill = FATES["kept"] if kept else ""
+    if moved:
+        fill = AMOUNTS[min(3, 4 * moved // most)]
+    return Cell(text or ".", fill, tip)

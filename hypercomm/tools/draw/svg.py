@@ -1,4 +1,4 @@
-"""Pictures as SVG: rectangles with texts, put next to and below each other."""
+"""Pictures as SVG: rectangles with text, in rows and columns."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import NamedTuple
 
 from hypercomm.tools.draw.pictures import Box, Cell, Part, Table
 
-# The parts of a box fill rows of at most this many pixels, and the most parts in a row.
-WIDTH, MOST_IN_ROW = 1_120, 8
+# The largest width of a row, in pixels.
+WIDTH = 1_120
+
+# The most parts in a row.
+MOST_IN_ROW = 8
 
 _STYLE = """.hc text{font:12px system-ui,'Segoe UI','DejaVu Sans',Arial,sans-serif;fill:#1b1f24}
 .hc .bold{font-size:13px;font-weight:600}
@@ -19,7 +22,7 @@ _STYLE = """.hc text{font:12px system-ui,'Segoe UI','DejaVu Sans',Arial,sans-ser
 
 
 class _Block(NamedTuple):
-    """A rectangle with its left upper corner at 0, 0, in pixels."""
+    """A rectangle in pixels, with its upper left corner at 0, 0."""
 
     width: float
     height: float
@@ -27,9 +30,10 @@ class _Block(NamedTuple):
 
 
 def svg_of(picture: Box) -> str:
-    """Return a picture as SVG, which needs nothing else."""
+    """Return a picture as SVG without external files."""
     inside = _box(picture)
-    width, height = f"{inside.width + 40:.0f}", f"{inside.height + 40:.0f}"
+    width = f"{inside.width + 40:.0f}"
+    height = f"{inside.height + 40:.0f}"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="hc" role="img" width="{width}" '
         f'height="{height}" viewBox="0 0 {width} {height}"><title>{html.escape(picture.bold)}'
@@ -53,7 +57,7 @@ def _width(text: str, size: float = 12) -> float:
 
 
 def _text(x: float, y: float, text: str, look: str) -> str:
-    """Return a text at its base line."""
+    """Return a text. `y` is its base line."""
     return f'<text x="{x:.1f}" y="{y:.1f}" class="{look}">{html.escape(text)}</text>'
 
 
@@ -66,13 +70,13 @@ def _moved(block: _Block, x: float, y: float) -> str:
     return f'<g transform="translate({x:.1f} {y:.1f})">{block.markup}</g>'
 
 
-def _below(blocks: Sequence[_Block], gap: float) -> _Block:
+def _in_column(blocks: Sequence[_Block], gap: float) -> _Block:
     tops = [*accumulate((block.height + gap for block in blocks), initial=0.0)]
     markup = "".join(_moved(block, 0, y) for block, y in zip(blocks, tops, strict=False))
     return _Block(max(block.width for block in blocks), tops[-1] - gap, markup)
 
 
-def _beside(blocks: Sequence[_Block], gap: float) -> _Block:
+def _in_row(blocks: Sequence[_Block], gap: float) -> _Block:
     lefts = [*accumulate((block.width + gap for block in blocks), initial=0.0)]
     markup = "".join(_moved(block, x, 0) for block, x in zip(blocks, lefts, strict=False))
     return _Block(lefts[-1] - gap, max(block.height for block in blocks), markup)
@@ -86,14 +90,15 @@ def _cell(cell: Cell, width: float, look: str) -> _Block:
 
 
 def _box(box: Box) -> _Block:
-    """Return the parts of a box in rows below its heading; in a frame, if it has one."""
+    """Return the parts of a box in rows below its heading."""
     blocks = [_block(part) for part in box.inside]
     gap = 3 if isinstance(box.inside[0], Cell) else 10 if box.framed else 20
     fitting = int((WIDTH + gap) // (max(block.width for block in blocks) + gap))
     columns = box.columns or max(1, min(fitting, MOST_IN_ROW))
     rows = [blocks[start : start + columns] for start in range(0, len(blocks), columns)]
-    inside = _below([_beside(row, gap) for row in rows], gap)
-    edge, behind = (8 if box.framed else 0), 12 * box.is_repeated
+    inside = _in_column([_in_row(row, gap) for row in rows], gap)
+    edge = 8 if box.framed else 0
+    behind = 12 if box.is_repeated else 0
     indent = _width(box.bold, 14) + 10 if box.bold else 0
     top = 26 if box.bold or box.words else edge
     width = max(inside.width, indent + _width(box.words)) + 2 * edge
@@ -109,5 +114,5 @@ def _table(table: Table) -> _Block:
     for column in zip(*table, strict=True):
         width = max(_width(cell.text) for cell in column) + 16
         cells = [_cell(cell, width, "" if cell is not column[0] else "bold") for cell in column]
-        columns.append(_below(cells, 3))
-    return _beside(columns, 3)
+        columns.append(_in_column(cells, 3))
+    return _in_row(columns, 3)

@@ -1,4 +1,4 @@
-"""Pictures as texts and tables of a terminal, for rich to print."""
+"""Pictures as text and tables for a terminal, which rich prints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypercomm.tools.draw.pictures import Box, Cell, Table
 
 
 def lines_of(box: Box, indent: str = "") -> Iterator[Text | RichTable | Columns]:
-    """Return the lines and tables of a box of a picture."""
+    """Yield the lines and tables of a box."""
     head = Text(f"{indent}{box.bold}  {box.words}".rstrip())
     for cell in box.inside:
         if isinstance(cell, Cell):

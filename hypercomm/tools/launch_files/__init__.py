@@ -1,4 +1,4 @@
-"""Launch files of other frameworks: their sizes, layouts, and what is wrong with them."""
+"""Launch files of other frameworks: their sizes, layouts and problems."""
 
 from hypercomm.tools.launch_files.config import LaunchConfig as LaunchConfig
 from hypercomm.tools.launch_files.config import read_config as read_config

@@ -1,4 +1,4 @@
-"""The commands plan, place, draw and diff for launch files, in place of sizes."""
+"""Launch files in place of sizes, for the commands plan, place, draw and diff."""
 
 from __future__ import annotations
 
@@ -11,29 +11,32 @@ import click
 from click.core import ParameterSource
 
 from hypercomm.cli.diff import diff as diff_sizes
+from hypercomm.cli.options import read_sizes
 from hypercomm.cli.printing import print_json, write
-from hypercomm.layout.text import aligned, pluralize
+from hypercomm.layout.text import aligned, format_sizes, pluralize
 from hypercomm.tools.launch_files.config import LaunchConfig, is_launch_file, read_config
 
 _WORLD_SIZE = click.Option(
-    ["--world-size"], type=click.IntRange(min=1), help="The number of ranks, for a launch file."
+    ["--world-size"],
+    type=click.IntRange(min=1),
+    help="The number of ranks; infers the one size that is -1, also in a launch file.",
 )
 _HELP = (
-    "In place of sizes, a launch file of Megatron, torchtitan, verl, DeepSpeed, vLLM or others is "
-    "read, and what is wrong with it is shown; the exit code is 1 if there is something."
+    "Instead of sizes, a launch file of Megatron, torchtitan, verl, DeepSpeed, vLLM or others can "
+    "be given. Its problems are shown, and the exit code is 1 if there are any."
 )
 
 
 def with_files(*arguments: str) -> Callable[[click.Command], click.Command]:
-    """Return a decorator that lets a command take launch files in place of sizes.
+    """Return a decorator that lets a command accept launch files instead of sizes.
 
     Args:
-        arguments: The names of the command's arguments that hold sizes.
+        arguments: The names of the command's arguments with sizes.
     """
 
     def decorate(command: click.Command) -> click.Command:
         run = command.callback
-        assert run is not None  # noqa: S101 - it is a function that was decorated
+        assert run is not None  # noqa: S101 - a decorated function has a callback
         names = {parameter.name for parameter in command.params}
         own = [] if "world_size" in names else [_WORLD_SIZE]
 
@@ -42,6 +45,9 @@ def with_files(*arguments: str) -> Callable[[click.Command], click.Command]:
             world_size = given["world_size"] if not own else given.pop("world_size")
             files = [name for name in arguments if given[name] and is_launch_file(given[name])]
             if not files:
+                if own and world_size is not None:
+                    for name in arguments:
+                        given[name] = given[name] and _filled(given[name], world_size)
                 return run(**given) or 0
             configs = {name: read_config(Path(given[name]), world_size) for name in files}
             if given.get("as_json"):
@@ -68,8 +74,13 @@ def with_files(*arguments: str) -> Callable[[click.Command], click.Command]:
     return decorate
 
 
+def _filled(text: str, world_size: int) -> str:
+    """Return sizes as text, with a size of -1 inferred from the number of ranks."""
+    return format_sizes(read_sizes(text, world_size, f"--world-size is {world_size}"))
+
+
 def _report(path: str, config: LaunchConfig) -> str:
-    """Return the framework, the sizes with their sources, and the problems."""
+    """Return the framework, the sizes with their sources, and the problems as text."""
     size = config.world_size
     ranks = "the number of ranks is not given" if size is None else pluralize(size, "rank")
     rows = [(name, str(one.value), str(one)) for name, one in config.sources.items()]
@@ -78,9 +89,13 @@ def _report(path: str, config: LaunchConfig) -> str:
 
 
 def _call(given: dict[str, Any], configs: dict[str, LaunchConfig], module: str) -> dict[str, Any]:
-    """Return the arguments of a command for one module; hosts have the size of the first file's."""
+    """Return the arguments of a command for one module.
+
+    The GPUs per host are taken from the first file unless `--on` is given.
+    """
     call = given | {name: str(config.layouts[module]) for name, config in configs.items()}
-    context, first = click.get_current_context(), next(iter(configs.values()))
+    context = click.get_current_context()
+    first = next(iter(configs.values()))
     if "world_size" in call:
         call["world_size"] = None
     if "views" in call:

@@ -1,4 +1,4 @@
-"""read_config() and LaunchConfig: the layouts of a launch file, and what is wrong with it."""
+"""read_config() and LaunchConfig: the layouts and the problems of a launch file."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from hypercomm.grid.grid_set import GridSet
 
 _MOST_BASES = 8
-"""The files of a chain of `defaults`."""
+"""The most files in a chain of `defaults`."""
 
 _LARGEST = 2**18
-"""The bytes of a launch file; a larger file is something else."""
+"""The most bytes of a launch file."""
 
 
 @attrs.frozen
@@ -36,13 +36,14 @@ class LaunchConfig:
     """The layouts that a launch file asks for, as `read_config` returns them.
 
     Attributes:
-        framework: The framework whose file it is.
-        world_size: The number of ranks, or None.
-        gpus_per_node: The number of ranks on each host, or None.
-        views: For each module ("training", or such as "actor" and "rollout") its layout, with
+        framework: The name of the framework.
+        world_size: The number of ranks, or None if unknown.
+        gpus_per_node: The number of ranks on each host, or None if unknown.
+        views: For each module ("training", or for example "actor" and "rollout"), its layout with
             other factorisations of the same ranks, such as "expert".
-        sources: Where each size is given, as in "training.tp" and "world.nodes".
-        problems: The problems, as sentences with the file and line where there is one.
+        sources: The place of each size in the file, by names such as "training.tp" and
+            "world.nodes".
+        problems: The problems, as sentences with file and line if known.
 
     Example:
         >>> config = read_config("torchrun --nproc-per-node 8 pretrain_gpt.py "
@@ -72,10 +73,10 @@ class LaunchConfig:
         return found
 
     def source(self, size: str) -> Source:
-        """Return where a size is given.
+        """Return the place of a size in the file.
 
         Args:
-            size: As in "tp", of the first module that has it, or "rollout.tp".
+            size: The name, such as "rollout.tp". "tp" is the size of the first module that has it.
 
         Raises:
             UnknownDimError: No module has such a size.
@@ -86,14 +87,14 @@ class LaunchConfig:
         raise UnknownDimError(f"no size {short_repr(size)}; there are {list(self.sources)}")
 
     def grids(self, *modules: str, **arguments: Any) -> GridSet:
-        r"""Make a grid for each module, with its views; no process group is created.
+        r"""Return a grid for each module, with its views. No process group is created.
 
         Args:
-            modules: The names of the modules; default: all.
-            arguments: As for `GridSet`.
+            modules: The names of the modules. Default: all.
+            arguments: Further arguments of `GridSet`.
 
         Raises:
-            LayoutError: The file does not give the layout of a module; lists the problems.
+            LayoutError: The file does not give the layout of a module. The error has the problems.
             WorldSizeError: A module has more ranks than the world.
 
         Example:
@@ -116,7 +117,7 @@ class LaunchConfig:
         return grids
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
+        """Return the configuration as a dict for JSON."""
         return {
             "framework": self.framework,
             "world_size": self.world_size,
@@ -131,20 +132,19 @@ def read_config(
 ) -> LaunchConfig:
     """Read the layouts of a launch file: a script, a configuration or a command line.
 
-    Nothing that is read is run or imported. A variable that a script does not set is taken from
-    the environment, as the script would do.
+    The file is not run, and nothing in it is imported. Variables that a script does not set are
+    taken from the environment, as the script would do.
 
     Args:
-        path_or_text: The path of a shell script, or of a YAML, TOML or JSON file, or the text of
-            one.
-        world_size: The number of ranks; default: from the file.
+        path_or_text: The path or the text of a shell script, or of a YAML, TOML or JSON file.
+        world_size: The number of ranks. Default: from the file.
 
     Returns:
-        The framework, the layouts, where each size is given, and the problems.
+        The framework, the layouts, the place of each size, and the problems.
 
     Raises:
-        LayoutError: The file cannot be read, is binary or larger than 256 KiB, or is of an unknown
-            framework.
+        LayoutError: The file cannot be read, is binary or larger than 256 KiB, or belongs to an
+            unknown framework.
         MissingPackageError: YAML and JSON need pyyaml, and TOML needs tomli before Python 3.11.
 
     Example:
@@ -155,13 +155,14 @@ def read_config(
     if world_size is not None:
         as_world_size(world_size, "world_size")
     text, path = _load(path_or_text)
-    file, settings = path.name, _settings(text, path)
+    file = path.name
+    settings = _settings(text, path)
     framework = next((one for one in known.FRAMEWORKS if re.search(one.mark, text)), None)
     if framework is None:
         names = ", ".join(dict.fromkeys(one.name for one in known.FRAMEWORKS))
         raise LayoutError(
-            f"{file or 'the text'} is of an unknown framework: it has no flag, key or command of "
-            f"{names}, such as --tensor-model-parallel-size; give the sizes, as in tp=8,dp=4"
+            f"{file or 'the text'} belongs to an unknown framework: it has no flag, key or command "
+            f"of {names}, such as --tensor-model-parallel-size; give the sizes, as in tp=8,dp=4"
         )
     reading = _Reading(framework)
     if found := re.search(r"(?m)^[ \t]*eval[ \t]", text):
@@ -171,7 +172,7 @@ def read_config(
 
 
 def is_launch_file(text: str) -> bool:
-    """Return whether an argument of a command names a file, rather than sizes.
+    """Return whether an argument is the path of a file, rather than sizes.
 
     Example:
         >>> is_launch_file("tp=2,dp=4"), is_launch_file("scripts/run.sh")
@@ -182,7 +183,7 @@ def is_launch_file(text: str) -> bool:
 
 
 def _load(given: str | os.PathLike[str]) -> tuple[str, Path]:
-    """Return the text, and the path of its file, or an empty one."""
+    """Return the text and the path of its file. The path is empty for text."""
     if not isinstance(given, (str, os.PathLike)):
         raise LayoutError(f"expected a path or a text, got a value of type {type(given).__name__}")
     is_text = isinstance(given, str) and not is_launch_file(given)
@@ -191,17 +192,21 @@ def _load(given: str | os.PathLike[str]) -> tuple[str, Path]:
             content = file.read(_LARGEST + 1)
         text = content.decode("utf-8-sig")
     except (OSError, ValueError) as error:
-        raise LayoutError(f"{short_repr(str(given))} cannot be read as text: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise LayoutError(
+            f"{short_repr(str(given))} cannot be read as text: {why}; give the path of a launch "
+            f"file, or sizes, as in tp=8,dp=4"
+        ) from error
     if len(content) > _LARGEST or "\0" in text:
         raise LayoutError(
-            f"{short_repr(str(given))} is no launch file: it is binary, or has more than "
+            f"{short_repr(str(given))} is not a launch file: it is binary, or has more than "
             f"{_LARGEST:,} bytes"
         )
     return text, Path() if is_text else Path(given)
 
 
 def _settings(text: str, path: Path, depth: int = 0) -> list[Source]:
-    """Return the settings of a file; the files that its `defaults` name are read first."""
+    """Return the settings of a file, after the settings of the files in its `defaults`."""
     settings = read_settings(text, path.name, os.environ)
     for one in [one for one in settings if one.path == ("defaults",)]:
         base = path.parent / one.value
@@ -218,7 +223,12 @@ def _settings(text: str, path: Path, depth: int = 0) -> list[Source]:
 
 @attrs.define
 class _Module:
-    """The settings of one module: by size, in the order of the file; and the parts of all keys."""
+    """The settings of one module.
+
+    Attributes:
+        sizes: The settings of each size, in the order of the file.
+        words: The parts of all keys.
+    """
 
     sizes: dict[str, list[Source]] = attrs.field(factory=lambda: defaultdict(list))
     words: set[str] = attrs.field(factory=set)
@@ -226,15 +236,22 @@ class _Module:
 
 @attrs.define
 class _Reading:
-    """Turns the settings of a file into a LaunchConfig, and collects sources and problems."""
+    """Converts the settings of a file to a LaunchConfig, and collects sources and problems.
+
+    Attributes:
+        framework: The framework of the file.
+        sources: The place of each size.
+        problems: The problems so far.
+        unknown: The modules with a size that has no number.
+    """
 
     framework: known.Framework
     sources: dict[str, Source] = attrs.field(factory=dict)
     problems: list[str] = attrs.field(factory=list)
-    unknown: set[str] = attrs.field(factory=set)  # modules with a size that has no number
+    unknown: set[str] = attrs.field(factory=set)
 
     def problem(self, one: Source, text: str) -> None:
-        """Add what is wrong with a setting."""
+        """Add a problem of a setting."""
         self.problems.append(f"{one} {text}")
 
     def config(self, settings: list[Source], asked: int | None) -> LaunchConfig:
@@ -275,7 +292,7 @@ class _Reading:
                 self.sources.setdefault(f"{label}.{dim}", Source(size, key))
 
     def _modules(self, settings: list[Source]) -> dict[str, _Module]:
-        """Return the settings of each module by its name, "" for keys without one."""
+        """Return the settings by module. Keys without a module belong to ""."""
         found: dict[str, _Module] = defaultdict(_Module)
         off = [
             one.path[:-1]
@@ -294,14 +311,15 @@ class _Reading:
             if size and not (one.is_variable and others & written):
                 found[name].sizes[size].append(one)
             if one.path[:1] == ("defaults",) and one.value != "_self_":
-                self.problem(one, "is not read; sizes that only it gives count as 1")
+                self.problem(one, "is not read; sizes that are only in it count as 1")
         for name in ("", *self.framework.modules):
             found["" if name == "training" else name]
         return dict(sorted(found.items(), key=lambda pair: pair[0] in self.framework.parents))
 
     def _kind(self, module: _Module) -> str:
-        """Return the kind of a module."""
-        kind, words = self.framework.kind, " ".join(module.words - {"actor_rollout_ref"})
+        """Return the kind of a module: the key of its rules and of its layouts."""
+        kind = self.framework.kind
+        words = " ".join(module.words - {"actor_rollout_ref"})
         if kind in ENGINES or known.SERVING.search(words):
             return "sglang" if "sglang" in words else self.framework.serving
         if MESH in module.sizes:
@@ -309,7 +327,7 @@ class _Reading:
         return "megatron" if "megatron" in words else kind
 
     def _sizes(self, label: str, module: _Module, is_world: bool) -> dict[str, Any]:
-        """Return the sizes of a module, or of its world; the last of several values counts."""
+        """Return the sizes of a module, or of its world. The last of several values counts."""
         given: dict[str, Any] = {}
         own = {
             size: all_ for size, all_ in module.sizes.items() if (size in known.WORLD) is is_world
@@ -326,7 +344,10 @@ class _Reading:
         return given
 
     def _value(self, label: str, size: str, one: Source) -> int | str | None:
-        """Return the value of a size or choice, or None; add a problem unless it means no value."""
+        """Return the value of a size or choice, or None if it has no number.
+
+        A value that is not a number adds a problem, unless it is a word such as "auto" or "none".
+        """
         text = one.value.strip().lower()
         if size in known.SWITCHES:
             return 1 if text in ("true", "1", "yes", "on") else None
@@ -348,7 +369,7 @@ class _Reading:
         return None
 
     def _world(self, label: str, module: _Module) -> tuple[int | None, int | None]:
-        """Return the number of ranks and the number on each node, or None."""
+        """Return the number of ranks and of ranks per node. Each is None if unknown."""
         sizes = self._sizes(label, module, is_world=True)
         given = {name: size for name, size in sizes.items() if size > 0}
         per_node = given.get("gpus_per_node") or given.get("gpus") or given.get("tasks_per_node")

@@ -1,7 +1,7 @@
 """Read the settings of a file: flags, overrides and variables of a script, keys of a tree.
 
-Nothing that is read is run or imported. A script is split into words, and its variables and
-products of integers are substituted; YAML is composed into nodes, without constructing objects.
+The file is not run, and nothing in it is imported. A script is split into words, and its variables
+and products of integers are substituted. YAML is composed into nodes, without constructing objects.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from hypercomm.errors import LayoutError
 from hypercomm.lazy import required
 
 _MOST_NODES = 20_000
-"""Values of a tree; aliases of YAML can stand for billions."""
+"""The most values of a tree. Aliases of YAML can expand to billions."""
 
 _MOST_PASSES = 6
-"""How deeply values refer to others, and commands are quoted in others."""
+"""The most levels of references between values, and of commands quoted in commands."""
 
 _LONGEST = 400
-"""The characters of a value that is substituted, or in which others are."""
+"""The most characters of a value with substitutions."""
 
 _SIGNS = {
     "sh": r"\A\s*#!",
@@ -34,19 +34,19 @@ _SIGNS = {
     "bash": r"(?m)(^|\s)--?[a-z]|^\s*(export\s+)?\w+=|^\S*\w\.\w+=",
     "yaml": r"(?m)^[\s-]*[\w.-]+\s*:(\s|$)",
 }
-"""The suffix for a text without a known one: the first whose pattern is in the text."""
+"""Patterns that select the suffix of a text without a known suffix. The first match counts."""
 
 
 @attrs.frozen
 class Source:
-    """One value of a file, and where it is given.
+    """One value of a file, and its place there.
 
     Attributes:
-        value: The value: a number, or a text with variables substituted where they are set.
-        key: The key or flag as it is written; "" for a default.
-        raw: The value as it is written, as in "${TP:-8}".
-        file: The name of the file; "" for a text.
-        line: The line, from 1 on; 0 for a default.
+        value: The value: a number, or a text in which the known variables are substituted.
+        key: The key or flag as written. "" for a default.
+        raw: The value as written, such as "${TP:-8}".
+        file: The name of the file. "" for a text.
+        line: The line, from 1. 0 for a default.
         path: The parts of the key, in lower case, with underscores.
         is_variable: Whether it sets a variable of a script.
     """
@@ -60,7 +60,7 @@ class Source:
     is_variable: bool = False
 
     def __str__(self) -> str:
-        """Write it as reports show it.
+        """Return the place as reports show it.
 
         >>> str(Source(8, "--tp", "$TP", "run.sh", 12)), str(Source(1))
         ('run.sh:12 --tp $TP', 'default')
@@ -74,11 +74,11 @@ def read_settings(text: str, file: str, environment: Mapping[str, str]) -> list[
 
     Args:
         text: The text.
-        file: The name of the file, whose suffix selects the form; "" for a text.
+        file: The name of the file. Its suffix selects the format. "" for a text.
         environment: The values of variables that a script does not set.
 
     Raises:
-        LayoutError: It is not valid YAML, JSON or TOML, or a tree with too many values.
+        LayoutError: The text is not valid YAML, JSON or TOML, or has too many values.
         MissingPackageError: YAML and JSON need pyyaml; TOML needs tomli before Python 3.11.
 
     Example:
@@ -104,7 +104,7 @@ def read_settings(text: str, file: str, environment: Mapping[str, str]) -> list[
 
 
 def resolved(settings: list[Source], variables: Mapping[str, str], file: str) -> list[Source]:
-    """Return settings with the variables and keys that their values refer to substituted."""
+    """Return settings in which references to variables and keys are substituted."""
     keys = {".".join(one.path): one.value for one in settings if not one.is_variable}
     values = keys | dict(variables)
     return [
@@ -113,7 +113,7 @@ def resolved(settings: list[Source], variables: Mapping[str, str], file: str) ->
 
 
 def as_path(key: str) -> tuple[str, ...]:
-    """Return the parts of a key as the tables write them.
+    """Return the parts of a key, in the spelling of the tables.
 
     >>> as_path("+actor.Megatron.tensor-model-parallel-size")
     ('actor', 'megatron', 'tensor_model_parallel_size')
@@ -162,7 +162,7 @@ def _of_tree(text: str) -> Iterator[Source]:
 
 
 def _of_toml(text: str) -> Iterator[Source]:
-    """Yield the values of TOML, whose reader gives no lines: keys are searched in order."""
+    """Yield the values of TOML. Its reader gives no lines, so keys are searched in order."""
     name = "tomllib" if sys.version_info >= (3, 11) else "tomli"
     at = 0
 
@@ -183,7 +183,7 @@ def _of_toml(text: str) -> Iterator[Source]:
 
 # ---- scripts ------------------------------------------------------------------------------------
 
-# Repetitions are bounded: a text of opening brackets only would take time quadratic in its length.
+# Repetitions are bounded, because many opening brackets would take quadratic time.
 _TOKEN = re.compile(
     r"""(?P<space>[ \t\r]+|\\\r?\n) | (?P<comment>\#[^\n]*) | (?P<end>\n|[;&|()<>])
     | (?P<word>(?: \\. | '[^']*' | "(?:\\.|[^"\\])*" | `[^`\n]{0,400}`
@@ -208,10 +208,11 @@ class _Script:
     settings: list[Source] = attrs.field(factory=list)
 
     def read(self, text: str, line: int, depth: int = 0) -> None:
-        """Add the settings of a text that begins at a line; quoted commands are read too."""
+        """Add the settings of a text that begins at `line`. Quoted commands are read too."""
         flag: tuple[str, int] | None = None  # the next word is its value
         for token in _TOKEN.finditer(text):
-            kind, here = token.lastgroup, line
+            kind = token.lastgroup
+            here = line
             line += token[0].count("\n")
             word = _unquoted(token[0]) if kind == "word" else ""
             found = _FLAG.fullmatch(word)
@@ -234,7 +235,8 @@ class _Script:
             self._add(flag[0], "true", flag[1])
 
     def _add(self, key: str, raw: str, line: int, is_variable: bool = False) -> str:
-        path, value = ("nodes",) if key == "-N" else as_path(key), fill(raw, self.variables)
+        path = ("nodes",) if key == "-N" else as_path(key)
+        value = fill(raw, self.variables)
         self.settings.append(Source(value, key, raw, "", line, path, is_variable))
         if not is_variable:
             self.variables |= dict.fromkeys(SLURM.get(path[-1], ()), value.rpartition(":")[2])
@@ -252,10 +254,10 @@ def _unquoted(word: str) -> str:
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
-    """Substitute variables and products; what has no value stays as it is written.
+    """Return text with variables and products substituted. Unknown variables remain as written.
 
     Args:
-        text: As in "$((${GPUS:-8} * N))", or of OmegaConf "${oc.select:actor.tp,1}".
+        text: The text, such as "$((${GPUS:-8} * N))" or OmegaConf's "${oc.select:actor.tp,1}".
         values: The values of the variables.
 
     Example:

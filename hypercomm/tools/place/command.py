@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from hypercomm.cli import options
+from hypercomm.cli.options import in_options
 from hypercomm.cli.printing import print_json, write
 from hypercomm.tools.launch_files.command import with_files
 from hypercomm.tools.place.live import machine
@@ -17,7 +18,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def on_option(*default: str) -> Callable[[_Command], _Command]:
-    """Return the option `--on` of a command, which is required if it has no default."""
+    """Return the option `--on` of a command. Without a default, the option is required."""
     return click.option(
         "--on",
         multiple=True,
@@ -36,9 +37,14 @@ def on_option(*default: str) -> Callable[[_Command], _Command]:
 @on_option()
 @click.option("--traffic", help="Bytes that a rank sends in a step, as in tp=40G,dp=6.5G,pp=100M.")
 @click.option(
-    "--overlap", "overlapped", default="", help="Dims whose traffic overlaps with computation: dp."
+    "--overlap",
+    "overlapped",
+    default="",
+    help="Dims whose traffic overlaps with computation, as in dp.",
 )
-@click.option("--weights", default="", help="Cost of a byte that crosses a level: host=1,leaf=7.")
+@click.option(
+    "--weights", default="", help="Cost of a byte that crosses a level, as in host=1,leaf=7."
+)
 @click.option("--groups", default="", metavar="DIMS", help="More groups to report, as in tp+dp.")
 @options.as_json
 def place_command(
@@ -49,16 +55,17 @@ def place_command(
 ) -> int:
     """Show how the groups of a layout such as tp=4,dp=16,pp=4 are spread over a machine.
 
-    The table shows how many groups of each dim leave their host, domain or switch, and the bytes
-    that cross. It is followed by the best order of the dims, and of the ranks if hosts alternate.
-    No process is started, and torch is loaded for --on live only.
+    The table shows how many groups of each dim leave their host, domain or switch, and how many
+    bytes cross. Below it are the best order of the dims, and of the ranks if hosts alternate. No
+    process is started, and torch is loaded for --on live only.
     """
     where = machine(on)
     if where is None:
         return 0
     found = place(sizes, where, **given)
     if as_json:
-        report = found.to_dict() | {"notes": found.notes, "better": None, "reordered": None}
+        notes = [in_options(note) for note in found.notes]
+        report = found.to_dict() | {"notes": notes, "better": None, "reordered": None}
         if found.better is not None:
             advice = found.advice_for(found.better)
             report["better"] = {"advice": advice, **found.better.to_dict()}
@@ -67,5 +74,5 @@ def place_command(
             report["reordered"] = {"advice": found.advice_for(other), **ranks, **other.to_dict()}
         print_json(report)
     else:
-        write(f"{found}\n")
+        write(in_options(f"{found}\n"))
     return 0

@@ -1,4 +1,4 @@
-"""Find where the ranks of the running job are: host names, NVLink domains and SLURM's switches.
+"""The machine of the running job: host names, NVLink domains and SLURM's switches.
 
 Sources: nvmlGpuFabricInfo, https://docs.nvidia.com/deploy/nvml-api: GPUs with the same clusterUuid
 and cliqueId share an NVLink domain. srun(1): SLURM_TOPOLOGY_ADDR lists the switches from the top to
@@ -23,14 +23,15 @@ _FABRIC_COMPLETED = 3
 
 
 def live_topology() -> Topology:
-    """Return where the ranks of the running job are; every rank of WORLD must call this.
+    """Return the host, NVLink domain and switches of each rank of the running job.
 
-    Ranks with the same host name are on one host; CUDA_VISIBLE_DEVICES gives their GPUs. Ranks with
-    the same NVML cluster and clique are in one NVLink domain; this needs nvidia-ml-py. Switches
-    come from SLURM. A level that some ranks do not know is left out.
+    Every rank of WORLD must call this. Ranks with the same host name are on one host, and
+    CUDA_VISIBLE_DEVICES gives their GPUs. Ranks with the same NVML cluster and clique are in one
+    NVLink domain; this needs nvidia-ml-py. SLURM's variables give the switches. A level that is
+    unknown on some ranks is left out.
 
     Returns:
-        The levels of all ranks, the same on every rank.
+        The levels of all ranks, equal on every rank.
 
     Raises:
         NotInitializedError: torch.distributed is not initialised.
@@ -60,7 +61,7 @@ def live_topology() -> Topology:
 
 
 def slurm_units(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the switches and the block of this node, by level.
+    """Return the switches and the block of this node, by level, from SLURM's variables.
 
     Example:
         >>> address = {"SLURM_TOPOLOGY_ADDR": "top.s2.node07"}
@@ -68,7 +69,7 @@ def slurm_units(environment: Mapping[str, str]) -> dict[str, str]:
         {'leaf': 's2', 'spine': 'top'}
     """
     pattern = environment.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
-    # The name of the node comes last and may contain periods.
+    # The last part is the name of the node, which may contain periods.
     parts = environment.get("SLURM_TOPOLOGY_ADDR", "").split(".", len(pattern) - 1)
     if len(parts) != len(pattern):
         return {}
@@ -80,7 +81,7 @@ def slurm_units(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _own_gpu() -> int | None:
-    """Return the number of this rank's GPU on its host, or None without one."""
+    """Return the number of this rank's GPU on its host, or None without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -89,10 +90,10 @@ def _own_gpu() -> int | None:
 
 
 def visible_gpu(environment: Mapping[str, str], device: int) -> int | None:
-    """Return the number that a GPU has on its host, or None if the environment gives no number.
+    """Return the number of a GPU on its host, or None if the environment does not show it.
 
     Args:
-        environment: Its CUDA_VISIBLE_DEVICES, if set, lists the GPUs that the process can use.
+        environment: CUDA_VISIBLE_DEVICES, if set, lists the GPUs that the process can use.
         device: The number of the GPU in this process.
 
     Example:
@@ -108,7 +109,7 @@ def visible_gpu(environment: Mapping[str, str], device: int) -> int | None:
 
 
 def _nvlink_domain() -> str | None:
-    """Return the NVLink domain of this rank's GPU; None if NVML does not know one."""
+    """Return the NVLink domain of this rank's GPU, or None if NVML reports no domain."""
     import torch
 
     if not torch.cuda.is_available():
@@ -116,16 +117,16 @@ def _nvlink_domain() -> str | None:
     uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
     try:
         return nvml_domain(importlib.import_module("pynvml"), f"GPU-{uuid}")
-    except Exception:  # noqa: BLE001 - hosts are known without NVML, whatever it lacks
+    except Exception:  # noqa: BLE001 - the hosts are known without NVML
         return None
 
 
 def nvml_domain(nvml: Any, uuid: str) -> str | None:
-    """Return the NVLink domain of a GPU; None if NVML reports no domain.
+    """Return the NVLink domain of a GPU, or None if NVML reports no domain.
 
     Args:
         nvml: The module pynvml.
-        uuid: The UUID of the GPU, as in "GPU-...".
+        uuid: The UUID of the GPU, such as "GPU-...".
     """
     nvml.nvmlInit()
     try:
@@ -147,7 +148,7 @@ def machine(on: Sequence[str]) -> Topology | Sequence[str] | None:
         on: The values, in the order given.
 
     Returns:
-        The values themselves, for `read_topology`; or for "live" the topology of the job on rank 0,
+        The values themselves, for `read_topology`. For "live", the topology of the job on rank 0,
         and None on the other ranks, which print nothing.
 
     Raises:
@@ -164,7 +165,7 @@ def machine(on: Sequence[str]) -> Topology | Sequence[str] | None:
 
     if find_job(os.environ) is None:
         raise LaunchError(
-            "no launcher was found, and --on live needs a job: use srun, mpirun or torchrun "
+            "--on live needs a job, and no launcher was found: use srun, mpirun or torchrun "
             "--no-python"
         )
     with quiet(), join(backend="gloo") as job:

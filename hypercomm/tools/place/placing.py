@@ -1,8 +1,8 @@
-"""Place a layout on a machine: which groups cross which units, and the best order.
+"""Place a layout on a machine: which groups cross which units, and the best order of the dims.
 
 The groups over some dims depend only on the sizes and strides of these dims, and the stride of a
-dim is the product of the sizes before it. The search therefore looks at far fewer groups than
-there are orders.
+dim is the product of the sizes before it. The search therefore computes the cost of far fewer
+groups than there are orders.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ COLUMNS = ("dims", "level", "across", "units per group", "bytes across")
 
 
 class Cost(NamedTuple):
-    """The cost of an order of dims; costs compare by the first number, then the next.
+    """The cost of an order of dims. Costs compare by the first number, then by the next.
 
     Attributes:
-        waited: The bytes that steps wait for, times the weights of the levels that they cross.
+        waited: The bytes that steps wait for, multiplied by the weight of each level they cross.
         overlapped: The same for traffic that overlaps with computation.
         minor: The bytes that cross levels of weight 0, such as hosts within an NVLink domain.
     """
@@ -61,9 +61,9 @@ class Spread:
         across: The number of groups with ranks in more than one unit.
         least: The smallest number of units that hold a group.
         most: The largest number of units that hold a group.
-        bytes: The bytes that all groups send from unit to unit in a step; None if no traffic is
+        bytes: The bytes that all groups send from unit to unit in a step, or None if no traffic is
             given.
-        first: The first group with ranks in more than one unit, or ().
+        first: The first group with ranks in more than one unit. Empty if there is none.
     """
 
     dims: Dims
@@ -78,7 +78,7 @@ class Spread:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The spread as text: dims, level, groups across, units of a group, bytes across.
+        """The spread as text: dims, level, groups across, units per group, bytes across.
 
         Example:
             >>> Spread(("dp",), "domain", 16, 16, 12, 1, 2, 5000).cells
@@ -103,7 +103,8 @@ class Placed:
         traffic: The traffic of the groups, by dims.
         weights: The cost of a byte that crosses a level, by level.
         groups: More dims whose groups are reported.
-        is_assumed: Whether no traffic was given. No bytes are shown in this case.
+        is_assumed: Whether no traffic was given. If so, the traffic is assumed, and no bytes are
+            shown.
 
     Example:
         >>> from hypercomm import place
@@ -143,8 +144,8 @@ class Placed:
             groups=len(ranks),
             size=ranks.shape[1],
             across=len(leaving),
-            least=int(counts.min()),
-            most=int(counts.max()),
+            least=int(np.min(counts)),
+            most=int(np.max(counts)),
             bytes=None if sent is None else bytes_across(units, sent),
             first=tuple(leaving[0].tolist()) if len(leaving) else (),
         )
@@ -166,7 +167,7 @@ class Placed:
 
     @cached_property
     def better(self) -> Placed | None:
-        """The same dims in the best order; None if no order costs less."""
+        """The same dims in the best order, or None if no order costs less."""
         layout = self.layout
         ranks = np.asarray(layout.ranks)
         order, least = best_order(
@@ -180,8 +181,8 @@ class Placed:
     def reordered(self) -> Placed | None:
         """The best order of dims on ranks that are sorted by switch, domain, host and GPU.
 
-        Its `layout` is the one to give to a grid, and `layout.ranks` the list for `ranks=` of
-        `RankLayout`. None if the ranks are sorted, or if that costs no less than the layout does.
+        None if the ranks are sorted already, or if sorting them does not reduce the cost. Give its
+        `layout` to a grid, or `layout.ranks` to `RankLayout` as `ranks=`.
 
         Example:
             >>> from hypercomm import place
@@ -198,12 +199,12 @@ class Placed:
 
     @property
     def proposal(self) -> Placed | None:
-        """The cheaper one of `reordered` and `better`, or None if neither exists."""
+        """The cheaper of `reordered` and `better`, or None if neither exists."""
         found = [one for one in (self.reordered, self.better) if one is not None]
         return min(found, key=attrgetter("cost"), default=None)
 
     def _with(self, layout: RankLayout) -> Placed:
-        """Return the same for the same dims in another order, or on ranks in another order."""
+        """Return the report for a layout with the same dims in another order, or other ranks."""
         return attrs.evolve(
             self,
             layout=layout,
@@ -213,7 +214,7 @@ class Placed:
 
     @property
     def best(self) -> Placed:
-        """The same dims in the best order; this object if no order costs less."""
+        """The same dims in the best order, or this object if no order costs less."""
         return self.better or self
 
     def on(self, level: str) -> tuple[Spread, ...]:
@@ -229,8 +230,8 @@ class Placed:
         """Return how the groups over some dims are spread over one level.
 
         Raises:
-            LayoutError: There is no such level, or these groups are not in the report; pass them
-                as `groups` to `place`.
+            LayoutError: There is no such level, or these groups are not in the report. Pass them
+                to `place` as `groups`.
         """
         wanted = self.layout.order_dims(dims)
         found = [spread for spread in self.on(level) if spread.dims == wanted]
@@ -260,7 +261,7 @@ class Placed:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences that explain the table."""
+        """Sentences that explain the table, and assumptions that were made."""
         order = "the first dim varies fastest"
         if self.is_assumed:
             notes = [f"no traffic is given: tp matters most, then cp and ep, pp, and dp; {order}"]
@@ -268,6 +269,8 @@ class Placed:
             hidden = ["+".join(dims) for dims, one in self.traffic.items() if one.overlapped]
             waits = f"no step waits for {', '.join(hidden)}; " if hidden else ""
             notes = [f"bytes across: of all groups in a step; {waits}{order}"]
+        if self.topology.note:
+            notes.append(self.topology.note)
         if self.better is None:
             notes.append("no order of the dims is better on this machine")
         return notes
@@ -282,9 +285,13 @@ class Placed:
             # Groups over dp and others exchange gradients, which are expected to leave a domain.
             is_tight = kinds & {"tp", "ep"} and "dp" not in kinds
             if spread.level == level and spread.across and is_tight:
-                first = ", ".join(map(str, spread.first[:8])) + ", ..." * (spread.size > 8)
-                largest = int(self.topology.level(level).sizes.max())
-                why = f"; a {level} has {pluralize(largest, 'GPU')}" * (spread.size > largest)
+                first = ", ".join(map(str, spread.first[:8]))
+                if spread.size > 8:
+                    first += ", ..."
+                largest = int(np.max(self.topology.level(level).sizes))
+                why = ""
+                if spread.size > largest:
+                    why = f"; a {level} has {pluralize(largest, 'GPU')}"
                 found.append(
                     f"{spread.across:,} of {spread.groups:,} {'+'.join(spread.dims)} groups leave "
                     f"their {level}, the first is ({first}){why}"
@@ -293,20 +300,20 @@ class Placed:
 
     @property
     def advice(self) -> str:
-        """The better order of dims or ranks and what it saves; "" if none costs less.
+        """The better order of dims or ranks and its saving, or "" if no order costs less.
 
         Example:
             >>> from hypercomm import place
             >>> place("dp=4,tp=2", on=2, traffic="tp=3G,dp=1G").advice
             'order: tp-dp in place of dp-tp; steps wait for 71 % less across units'
             >>> place("tp=2,dp=2", on=["a", "b", "a", "b"]).advice
-            'ranks: sorted by host, ranks=[0, 2, 1, 3]; groups that matter more lie inside'
+            'ranks: sorted by host, ranks=[0, 2, 1, 3]; groups with more traffic stay inside'
         """
         return "" if self.proposal is None else self.advice_for(self.proposal)
 
     def advice_for(self, other: Placed) -> str:
-        """Return what another order of dims or ranks changes, and what it saves."""
-        saving = "groups that matter more lie inside"
+        """Return a sentence about another order of dims or ranks: the order and its saving."""
+        saving = "groups with more traffic stay inside"
         if not self.is_assumed:
             costs = zip(self.cost, other.cost, _SAVINGS, strict=True)
             before, after, saving = next(one for one in costs if one[0] != one[1])
@@ -326,11 +333,12 @@ class Placed:
 
     @property
     def changes(self) -> list[tuple[str, ...]]:
-        """The cells of the spreads that differ in the order of the advice, as "before -> after"."""
+        """The rows of the table that the advice changes, with cells such as "before -> after"."""
         before = {(frozenset(one.dims), one.level): one.cells for one in self.spreads}
         rows = []
         for spread in (self.proposal or self).spreads:
-            cells, was = spread.cells, before[frozenset(spread.dims), spread.level]
+            cells = spread.cells
+            was = before[frozenset(spread.dims), spread.level]
             if was[2:] != cells[2:]:
                 pairs = zip(was[2:], cells[2:], strict=True)
                 moved = [one if one == two else f"{one} -> {two}" for one, two in pairs]
@@ -355,14 +363,14 @@ class Placed:
 
 
 _MOST_RANKS = 64
-"""Ranks of a list that the advice shows; `reordered` and JSON have all."""
+"""The most ranks of a list that the advice shows. `reordered` and JSON have all of them."""
 
 _SAVINGS = (
     "steps wait for {} less across units",
     "{} less crosses units during computation",
     "{} less crosses hosts within domains",
 )
-"""The texts for the three numbers of a `Cost`."""
+"""The sentence about the saving, for each of the three numbers of a `Cost`."""
 
 
 def place(
@@ -376,23 +384,23 @@ def place(
 ) -> Placed:
     """Return which groups of a layout cross hosts, domains and switches, and the best order.
 
-    The best order is exact: of all orders of up to 8 dims, no other costs less. Traffic that steps
-    wait for counts first, then traffic that overlaps with computation.
+    The best order is exact: of all orders of up to 8 dims, no other costs less. Orders are compared
+    by the traffic that steps wait for, then by the traffic that overlaps with computation.
 
     Args:
-        layout: A layout, an object with a `layout` such as a grid, or sizes, as in
-            "tp=8,pp=16,dp=128"; the first dim varies fastest. One size may be omitted if the
+        layout: A layout, an object with a `layout` such as a grid, or sizes, such as
+            "tp=8,pp=16,dp=128". The first dim varies fastest. One size may be omitted if the
             machine names its hosts.
-        on: The machine, as for `read_topology`.
-        traffic: The bytes that each rank sends in a step over each dim, as "tp=40G,dp=6.5G" or by
-            dims. Default: tp matters most, then cp and ep, pp, and dp.
-        overlapped: Dims whose traffic overlaps with computation, as "dp" or a list.
-        weights: The cost of a byte that crosses a level, as "domain=1,leaf=7" or by level.
-            Default: 1, and 0 for hosts within an NVLink domain.
-        groups: More groups to report, as "tp+dp" or a list.
+        on: The machine, in any form that `read_topology` accepts.
+        traffic: The bytes that each rank sends in a step over each dim, such as "tp=40G,dp=6.5G",
+            or a mapping from dims to bytes. Default: tp is weighted most, then cp and ep, pp, dp.
+        overlapped: Dims whose traffic overlaps with computation, such as "dp", or a list.
+        weights: The cost of a byte that crosses a level, such as "domain=1,leaf=7", or a mapping
+            from levels to costs. Default: 1, and 0 for hosts within an NVLink domain.
+        groups: More groups to report, such as "tp+dp", or a list.
 
     Returns:
-        The report; `print` shows it.
+        The report. `print` shows it as a table.
 
     Raises:
         LayoutError: An argument or the machine cannot be read, a dim or level is unknown, or the
@@ -431,7 +439,7 @@ def place(
 
 
 def _weights(given: str | Mapping[str, float], topology: Topology) -> dict[str, float]:
-    """Return the cost of a byte that crosses each level, from the innermost."""
+    """Return the cost of a byte that crosses each level, the innermost level first."""
     names = topology.names
     weights: dict[str, float] = dict.fromkeys(names, 1)
     if {"host", "domain"} <= {*names}:
@@ -439,7 +447,10 @@ def _weights(given: str | Mapping[str, float], topology: Topology) -> dict[str, 
     for name, weight in traffics.read_amounts(given, "weights", "domain=1,leaf=7").items():
         if name not in names or not 0 <= weight < 10**9:
             text = f"weights (--weights) has {short_repr(name)}={weight}"
-            raise LayoutError(f"{text}; give a level of {names}, and a number from 0 to 10**9")
+            known = " and ".join(names)
+            raise LayoutError(
+                f"{text}; this machine has {known}, and a weight is a number from 0 to 10**9"
+            )
         weights[name] = weight
     return weights
 
@@ -450,8 +461,8 @@ def _weights(given: str | Mapping[str, float], topology: Topology) -> dict[str, 
 def bytes_across(units: NDArray[np.int64], traffic: Traffic) -> int:
     """Return the bytes that groups send from unit to unit in a step.
 
-    NCCL builds a ring that visits each unit once, so a ring in k units has k edges between units. A
-    chain has an edge for each pair of neighbours in different units. With all-to-all, each rank
+    NCCL builds a ring that visits each unit once, so a ring over k units has k edges between units.
+    A chain has one edge for each pair of neighbours in different units. In an all-to-all, each rank
     sends the same amount to every other rank.
 
     Args:
@@ -472,7 +483,7 @@ def bytes_across(units: NDArray[np.int64], traffic: Traffic) -> int:
     if traffic.pattern == "ring":
         counts = units_of_groups(units)
         return traffic.bytes * int(counts[counts > 1].sum())
-    group = np.arange(groups)[:, None] * (units.max() + 1)
+    group = np.arange(groups)[:, None] * (np.max(units) + 1)
     members = np.unique(group + units, return_counts=True)[1]
     pairs = units.size * size - int((members**2).sum())
     return int(traffic.bytes * pairs // (size - 1))
@@ -503,22 +514,23 @@ CostOf = Callable[[NDArray[np.int64], Traffic], Cost]
 def best_order(
     sizes: Mapping[str, int], traffic: Mapping[Dims, Traffic], cost_of: CostOf
 ) -> tuple[Dims, Cost]:
-    """Return the order of dims that costs least; of equal orders, the first in the given one.
+    """Return the order of dims that costs least. Of orders with equal cost, the first one wins.
 
-    Branch and bound: an order is built dim by dim, and dropped when it costs as much as the best
-    one. The groups over some dims are known once the last of these dims is placed.
+    This is a branch-and-bound search. An order is built dim by dim, and dropped when it costs as
+    much as the best order so far. The groups over some dims are known once all these dims are
+    placed.
 
     Args:
-        sizes: The size of each dim, in the order given.
+        sizes: The size of each dim. Their order decides between orders with equal cost.
         traffic: The traffic, by dims.
         cost_of: The cost of groups.
 
     Returns:
-        The order, the first dim varying fastest, dims of size 1 last, and its cost.
+        The order and its cost. The first dim varies fastest; dims of size 1 are last.
     """
     names = [dim for dim in sizes if sizes[dim] > 1]
-    if len(names) > 8:  # there are 40,320 orders of eight
-        raise LayoutError(f"orders of up to 8 dims larger than 1 are tried, got {names}")
+    if len(names) > 8:  # 8 dims have 40,320 orders
+        raise LayoutError(f"the best order is found for up to 8 dims larger than 1, got {names}")
     sent = [({*dims} & {*names}, one) for dims, one in traffic.items()]
     best: tuple[Cost, Dims] | None = None
 
@@ -527,7 +539,7 @@ def best_order(
         return cost_of(groups_at(math.prod(sizes.values()), axes), one)
 
     def extend(order: Dims, cost: Cost) -> None:
-        """Search all orders that begin with the given one."""
+        """Search all orders that begin with `order`."""
         nonlocal best
         if best is not None and cost >= best[0]:
             return
@@ -547,7 +559,7 @@ def best_order(
 def _completed(
     order: Dims, sizes: Mapping[str, int], sent: Iterable[tuple[set[str], Traffic]]
 ) -> Iterator[tuple[Axes, Traffic]]:
-    """Yield the axes of the groups whose last dim is the last of an order, and their traffic."""
+    """Yield axes and traffic of the groups that are known since the last dim of `order`."""
     strides = list(itertools.accumulate((sizes[dim] for dim in order[:-1]), mul, initial=1))
     for dims, one in sent:
         if order[-1] in dims and dims <= {*order}:

@@ -1,4 +1,4 @@
-"""Read where the ranks of a world are: sizes, hostfiles, node lists and SLURM's topology files.
+"""Read descriptions of machines: sizes, hostfiles, node lists and SLURM's topology files.
 
 Sources of the formats:
 
@@ -40,11 +40,13 @@ _MOST_LEVELS = 20
 _SWITCHES = ("leaf", "spine", "core")
 _LEVELS = ("host", "domain", *_SWITCHES)
 _Names = Mapping[str, str]
-_KINDS = (
+_TEXTS = (
     "GPUs per host (8, '8,72' or 'host=8,domain=72'), a hostfile, a node list such as "
-    "'node[01-09]', SLURM's topology.conf or topology.yaml, a mapping of hosts to switches, or "
-    "the host of each rank, as ['a', 'b', 'a', 'b']"
+    "'node[01-09]', or SLURM's topology.conf or topology.yaml"
 )
+"""The forms of a source that is text."""
+
+_KINDS = f"{_TEXTS}, a mapping of hosts to switches, or a list with the host of each rank"
 
 
 @attrs.frozen
@@ -53,11 +55,11 @@ class _Found:
 
     Attributes:
         source: The name of the source in error messages.
-        slots: The GPUs of each host, in the order of ranks; None where the source does not say.
+        slots: The GPUs of each host, in the order of ranks. None if the source gives no number.
         levels: The unit of each host, by level.
-        sizes: The GPUs of each unit, by level, for a source that names no hosts.
-        hosts: The host of each rank, for a source that lists the hosts rank by rank.
-        gpus: The GPU of each rank within its host, if such a source has it.
+        sizes: The GPUs of each unit, by level, if the source names no hosts.
+        hosts: The host of each rank, if the source lists the hosts rank by rank.
+        gpus: The GPU of each rank within its host, if the source lists them.
     """
 
     source: str
@@ -71,26 +73,32 @@ class _Found:
 def read_topology(on: On, world_size: int | None = None) -> Topology:
     """Return the host, NVLink domain and switches of each rank of a world.
 
-    Ranks fill the hosts in the order in which the source names them, as launchers do, unless the
-    source lists the host of each rank.
+    Ranks fill the hosts in the order of the source, as launchers do, unless the source lists the
+    host of each rank.
+
+    A source is one of
+
+    * the GPUs per host, 8, or per unit of each level, "8,72" or "host=8,domain=72";
+    * the path of a hostfile, or of SLURM's topology.conf or topology.yaml;
+    * a node list as SLURM writes it, "node[1-4]";
+    * a mapping of hosts to leaf switches, or the path of a YAML file with one;
+    * a list with the host of each rank, ["a", "b", "a", "b"], or with its host and GPU,
+      [("a", 0), ("b", 0)].
+
+    Several sources complete each other, and an earlier source has precedence: ["hostfile", 8] gives
+    8 GPUs to hosts that the hostfile lists without a number. The first source that names hosts sets
+    their order. If no source gives the number of GPUs, the ranks are spread evenly over the hosts.
 
     Args:
-        on: The GPUs per host, 8, or per unit of each level, "8,72" or "host=8,domain=72"; the path
-            of a hostfile or of SLURM's topology.conf or topology.yaml; a node list as SLURM writes
-            it; a mapping of hosts to leaf switches, or a YAML file of one; a list with the host of
-            each rank, as ["a", "b", "a", "b"], or with its host and GPU, as [("a", 0), ("b", 0)];
-            or a list of several of these. The first of several sources that names hosts sets
-            their order, and an earlier source wins over a later one: ["hostfile", 8] gives 8 GPUs
-            to hosts that are listed without a number; if no source gives one, ranks are spread
-            evenly. A `Topology` is cut to `world_size`.
-        world_size: The number of ranks. Default: one for each GPU of the machine.
+        on: A source, or a list of several. A `Topology` is cut to `world_size`.
+        world_size: The number of ranks. Default: one rank for each GPU of the machine.
 
     Returns:
         The known levels, innermost first.
 
     Raises:
         LayoutError: A source cannot be read or lacks a host, or the machine has fewer GPUs than
-            ranks. The message names the file and line.
+            ranks. The message has the file and the line.
         MissingPackageError: A node list needs python-hostlist, or a YAML file needs pyyaml.
 
     Example:
@@ -111,7 +119,7 @@ def read_topology(on: On, world_size: int | None = None) -> Topology:
         gpus = pluralize(topology.world_size, "GPU")
         hint = ""
         if _lists_hosts(on):
-            hint = f"; on (--on) lists the host of each rank, as none of {short_repr(on)} is a file"
+            hint = "; on (--on) lists the host of each rank, because its values are not files"
         raise LayoutError(f"{world_size:,} ranks need more than {gpus}{hint}")
     return topology.select(range(world_size))
 
@@ -126,8 +134,9 @@ def _read_machine(on: Any, world_size: int | None) -> Topology:
     named = [source for source in sources if source.slots]
     levels: dict[str, Level] = {}
     gpus = None
+    note = ""
     if named:
-        slots = _slots(named, sizes.get("host"), world_size)
+        slots, note = _slots(named, sizes.get("host"), world_size)
         hosts = named[0].hosts or [host for host, count in slots.items() for _ in range(count)]
         gpus = named[0].gpus
         levels["host"] = Level.of("host", hosts)
@@ -140,21 +149,23 @@ def _read_machine(on: Any, world_size: int | None) -> Topology:
         world_size = len(hosts)
     elif world_size is None:
         raise LayoutError(
-            f"on={short_repr(on)} does not give the number of GPUs: give all sizes or the number "
-            f"of ranks, or a machine that names its hosts"
+            "the machine names no hosts, so the number of ranks is unknown: give all sizes, or "
+            "world_size (--world-size), or name the hosts, as in on=['node[1-4]', 8] (--on "
+            "'node[1-4]' --on 8)"
         )
     for name, size in sizes.items():
         if name not in levels:
             units = np.arange(world_size)
-            if named and named[0].hosts:  # units of GPUs in the order of hosts, not of ranks
+            if named and named[0].hosts:  # units consist of consecutive GPUs of hosts, not ranks
                 units[np.argsort(levels["host"].of_rank, kind="stable")] = units.copy()
             units //= size  # in place: there may be 2**24 ranks
             levels[name] = Level(name, units)
-    return Topology([levels[name] for name in sorted(levels, key=place_of)], gpus=gpus)
+    known = [levels[name] for name in sorted(levels, key=place_of)]
+    return Topology(known, gpus=gpus, note=note)
 
 
 def _merged_sizes(sources: Sequence[_Found]) -> dict[str, int]:
-    """Return the GPUs of each unit, by level from the innermost."""
+    """Return the GPUs of each unit, by level, the innermost level first."""
     found: dict[str, int] = {}
     for source in reversed(sources):
         found |= source.sizes
@@ -168,8 +179,11 @@ def _merged_sizes(sources: Sequence[_Found]) -> dict[str, int]:
     return sizes
 
 
-def _slots(named: Sequence[_Found], per_host: int | None, world_size: int | None) -> dict[str, int]:
-    """Return the GPUs of each host, in the order of ranks."""
+def _slots(
+    named: Sequence[_Found], per_host: int | None, world_size: int | None
+) -> tuple[dict[str, int], str]:
+    """Return the GPUs of each host, in the order of ranks, and a note if no source gives them."""
+    note = ""
     known: dict[str, int] = {}
     for source in reversed(named):
         known |= {host: count for host, count in source.slots.items() if count is not None}
@@ -180,13 +194,18 @@ def _slots(named: Sequence[_Found], per_host: int | None, world_size: int | None
         if per_host < 1 or rest:
             text = f"{named[0].source} gives no number of GPUs for {unknown[0]!r}"
             raise LayoutError(f"{text}; add their number, as in on=[..., 8] (--on 8)")
+        note = (
+            f"{pluralize(per_host, 'GPU')} per host: {named[0].source} gives no number, so "
+            f"{pluralize(left, 'rank')} are spread evenly over {pluralize(len(unknown), 'host')}; "
+            f"give the number, as in on=[..., 8] (--on 8)"
+        )
     slots = {host: known.get(host, per_host or 0) for host in named[0].slots}
     as_world_size(sum(slots.values()), f"the number of GPUs of all hosts of {named[0].source}")
-    return slots
+    return slots, note
 
 
 def tier(number: int) -> str:
-    """Return the name of a level of switches; level 0 is connected to the hosts.
+    """Return the name of a level of switches. The hosts are connected to level 0.
 
     Example:
         >>> tier(0), tier(1), tier(5)
@@ -196,7 +215,7 @@ def tier(number: int) -> str:
 
 
 def place_of(level: str) -> int:
-    """Return the sort key of a level, innermost first; unknown levels follow the domain.
+    """Return the sort key of a level, innermost first. Unknown levels are between domain and leaf.
 
     Example:
         >>> sorted(["spine", "tier-3", "host", "rack", "domain"], key=place_of)
@@ -215,7 +234,7 @@ _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 
 def _lists_hosts(on: object) -> bool:
-    """Return whether a value is a list with the host of each rank, not a list of sources."""
+    """Return whether `on` lists the host of each rank, rather than several sources."""
     if not isinstance(on, (list, tuple)) or len(on) < 2:
         return False
     if all(isinstance(one, tuple) for one in on):
@@ -230,7 +249,7 @@ def _lists_hosts(on: object) -> bool:
 
 
 def _read_hosts(on: Sequence[Any]) -> _Found:
-    """Read the host of each rank, or its host and GPU."""
+    """Read a list with the host of each rank, or with its host and GPU."""
     if isinstance(on[0], str):
         return _Found("the list of hosts", Counter(on), hosts=on)
     for pair in on:
@@ -264,7 +283,7 @@ def _read(on: object) -> _Found:
     elif re.search(r"[\[,]", text) and not re.search(r"[/\\{]", text):
         found = _Found(f"the node list {short_repr(text)}", dict.fromkeys(_expand_hosts(text)))
     else:
-        raise LayoutError(f"{short_repr(text)} is not a file; on (--on) must be {_KINDS}")
+        raise LayoutError(f"{short_repr(text)} is not a file; on (--on) must be {_TEXTS}")
     if not found.slots:
         raise LayoutError(f"{found.source} names no host")
     return found
@@ -282,9 +301,9 @@ def _read_sizes(text: str) -> _Found:
                 f"{short_repr(part)} cannot be read; write '8,72' or 'host=8,domain=72'"
             )
         if place_of(name) == place_of(""):
-            check_choice(f"the level in on={short_repr(text)}", name, _LEVELS, LayoutError)
+            check_choice(f"the level in {short_repr(text)}", name, _LEVELS, LayoutError)
         sizes[name] = int(number)
-        as_world_size(sizes[name], f"the size in {short_repr(part)}")
+        as_world_size(sizes[name], f"the number of GPUs in {short_repr(part)}")
     return _Found(f"on={short_repr(text)}", sizes=sizes)
 
 
@@ -311,7 +330,7 @@ def _of_content(content: Any, source: str) -> _Found:
 
 
 _HOST_OPTIONS = ("slots", "max_slots", "max-slots", "user", "binding", "ifname")
-"""The options that Open MPI and Hydra accept after a host; `slots` is the number of ranks."""
+"""The options that Open MPI and Hydra accept after a host. `slots` is the number of ranks."""
 
 
 def _read_hostfile(text: str, source: str) -> _Found:
@@ -350,16 +369,16 @@ def _expand_brackets(text: str, where: str) -> list[str]:
     try:
         return list(hostlist.expand_hostlist(text, allow_duplicates=True))
     except (hostlist.BadHostlist, RecursionError, ValueError) as error:
-        raise LayoutError(f"{where}{short_repr(text)} is not a node list: {error}") from error
+        raise LayoutError(
+            f"{where}{short_repr(text)} is not a node list: {error}; write it like 'node[01-09]'"
+        ) from error
 
 
 # ---- SLURM's topology files ---------------------------------------------------------------------
 
 _FIELD = re.compile(r'\b(\w+)\s*=\s*(?:"([^"]*)"|([^\s"=]+))')
-_FIELDS = (
-    *("switchname", "blockname", "nodes", "switches", "blocksizes", "linkspeed"),
-    *("level", "blockindex", "blocksize", "aggregatedblock"),  # of `scontrol show topology`
-)
+_FIELDS = {"switchname", "blockname", "nodes", "switches", "blocksizes", "linkspeed"}
+_FIELDS |= {"level", "blockindex", "blocksize", "aggregatedblock"}  # of `scontrol show topology`
 
 
 def _read_conf(text: str, source: str) -> _Found:
@@ -367,7 +386,7 @@ def _read_conf(text: str, source: str) -> _Found:
     for number, line in _logical_lines(text):
         where = f"{source}, line {number}"
         given = {name.lower(): quoted or plain for name, quoted, plain in _FIELD.findall(line)}
-        if _FIELD.sub("", line).strip() or not {*given} <= {*_FIELDS}:
+        if _FIELD.sub("", line).strip() or not {*given} <= _FIELDS:
             raise LayoutError(
                 f"{where} has {short_repr(line)}; see topology.conf(5) for the fields"
             )
@@ -379,7 +398,7 @@ def _read_conf(text: str, source: str) -> _Found:
 
 
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the lines with content and their numbers; a backslash joins a line with the next."""
+    """Yield each line that has content, with its number. A backslash joins two lines."""
     number = 1
     for found in re.finditer(r"(?:[^#\n]*\\[ \t]*\n)*.*\n?", text):
         joined = re.sub(r"#.*|\\[ \t]*\n", " ", found[0]).strip()
@@ -413,7 +432,7 @@ def _of_topologies(content: list[Any], source: str) -> _Found:
 
 
 def _units_of_topology(topology: Mapping[str, Any], source: str) -> list[tuple[str, _Names]]:
-    """Return the units as a topology.conf has them."""
+    """Return the units of a topology in the form of topology.conf."""
     units: list[tuple[str, _Names]] = []
     for section, key, kind in (("tree", "switches", "switch"), ("block", "blocks", "block")):
         for number, unit in enumerate((topology.get(section) or {key: []})[key], 1):
@@ -444,7 +463,7 @@ def _of_units(units: Sequence[tuple[str, _Names]], source: str) -> _Found:
                     f"{where} has {child!r}, which is not another switch or has two parents"
                 )
     levels: dict[str, _Names] = {"domain": block_of} if block_of else {}
-    # A branch that is shorter than others repeats its highest switch.
+    # A branch with fewer levels than others repeats its highest switch.
     switch_of: list[_Names] = [{}, leaf_of]
     while switch_of[-1] != switch_of[-2]:
         above = {host: parent.get(switch, switch) for host, switch in switch_of[-1].items()}

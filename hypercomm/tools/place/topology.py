@@ -1,4 +1,4 @@
-"""A machine as levels: the host, the NVLink domain and the switches of each rank."""
+"""A machine as levels: the host, NVLink domain and switches of each rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Level:
     """One level of a machine: its units, and the unit that holds each rank.
 
     Args:
-        name: The kind of unit: "host", "domain" (NVLink), "leaf", "spine", or another name.
+        name: The name of the level: "host", "domain" (NVLink), "leaf", "spine", or another name.
         of_rank: The number of the unit that holds each rank, of shape (world size,). Units are
             numbered in the order of their first rank.
         names: The name of each unit, in the order of their numbers. Default: host0, host1, ...
@@ -45,7 +45,7 @@ class Level:
     """The number of units."""
 
     def __attrs_post_init__(self) -> None:
-        object.__setattr__(self, "units", int(self.of_rank.max()) + 1)
+        object.__setattr__(self, "units", int(np.max(self.of_rank)) + 1)
         if len(self._names) not in {0, self.units}:
             raise LayoutError(f"level {self.name!r} needs a name for each of its units")
 
@@ -54,7 +54,7 @@ class Level:
         """Return a level, given the name of each rank's unit.
 
         Args:
-            name: The kind of unit.
+            name: The name of the level.
             units: The name or number of the unit of each rank.
 
         Example:
@@ -87,11 +87,12 @@ class Level:
 
 @attrs.frozen
 class Topology:
-    """The levels of a machine, innermost first; `str()` returns a table.
+    """The levels of a machine, innermost first. `str()` returns a table.
 
     Args:
-        levels: For example host, domain, leaf, spine. Each covers the same ranks.
-        gpus: The number of the GPU of each rank within its host. Default: not known.
+        levels: The levels, such as host, domain, leaf and spine. Each covers the same ranks.
+        gpus: The number of each rank's GPU within its host. Default: unknown.
+        note: A sentence about an assumption on the machine. Default: no assumption.
 
     Raises:
         LayoutError: There are no levels, two have the same name, or they cover different numbers
@@ -111,6 +112,7 @@ class Topology:
 
     levels: Sequence[Level]
     gpus: tuple[int, ...] | None = attrs.field(default=None, kw_only=True)
+    note: str = attrs.field(default="", kw_only=True, eq=False)
 
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "levels", tuple(self.levels))
@@ -171,12 +173,12 @@ class Topology:
             names = [level.names[unit] for unit in dict.fromkeys(units)]
             levels.append(Level(level.name, Level.of(level.name, units).of_rank, names))
         gpus = None if self.gpus is None else tuple([self.gpus[rank] for rank in wanted.tolist()])
-        return Topology(levels, gpus=gpus)
+        return Topology(levels, gpus=gpus, note=self.note)
 
     def sort(self, ranks: Sequence[int]) -> NDArray[np.int64]:
-        """Return ranks sorted by the outermost level, then the next, and by GPU and rank.
+        """Return ranks sorted by level, the outermost first, then by GPU and rank.
 
-        Units are in the order of their first rank.
+        The units of a level are in the order of their first rank.
 
         Example:
             >>> host = Level.of("host", ["a", "b", "a", "b"])
@@ -193,6 +195,6 @@ class Topology:
     def __str__(self) -> str:
         rows = [("level", "units", "ranks of each")]
         for level in self.levels:
-            sizes = format_range(int(level.sizes.min()), int(level.sizes.max()))
+            sizes = format_range(int(np.min(level.sizes)), int(np.max(level.sizes)))
             rows.append((level.name, f"{level.units:,}", sizes))
         return "\n".join([*aligned(rows), pluralize(self.world_size, "rank")])

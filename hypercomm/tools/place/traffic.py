@@ -1,4 +1,4 @@
-"""The bytes that each rank sends in a training step, by dims."""
+"""The traffic of a training step: the bytes that each rank sends, by dims."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KINDS = {
 
 
 def kind_of(dim: str) -> str:
-    """Return the kind of parallelism that the name of a dim suggests, or "" for none.
+    """Return the kind of parallelism that the name of a dim suggests, or "".
 
     Example:
         >>> kind_of("dp_replicate"), kind_of("expt_dp"), kind_of("fsdp"), kind_of("x")
@@ -63,10 +63,10 @@ class Traffic:
     """The traffic of the groups over some dims in one step.
 
     Args:
-        bytes: The bytes that each rank sends; for a chain, the bytes over each edge in both
+        bytes: The bytes that each rank sends. For a chain, the bytes over each edge, in both
             directions together.
         pattern: "ring", "chain" (a ring that is not closed) or "all-to-all".
-        overlapped: Whether it overlaps with computation, so that no step waits for it.
+        overlapped: Whether the traffic overlaps with computation, so that no step waits for it.
 
     Raises:
         LayoutError: The bytes are not a number from 0 to 2**60, or the pattern is unknown.
@@ -92,9 +92,10 @@ def read_traffic(
     """Return the traffic of a layout, by dims in the layout's order.
 
     Args:
-        given: The bytes that each rank sends in a step, as "tp=40G,dp+cp=6.5G" or by dims.
+        given: The bytes that each rank sends in a step, such as "tp=40G,dp+cp=6.5G", or a mapping
+            from dims to bytes.
         layout: The layout.
-        overlapped: Dims whose traffic overlaps with computation, as "dp,dp+cp" or a list.
+        overlapped: Dims whose traffic overlaps with computation, such as "dp,dp+cp", or a list.
 
     Raises:
         LayoutError: The text cannot be read, a dim is unknown, dims are given twice, or a value is
@@ -117,12 +118,15 @@ def read_traffic(
         found[dims] = value
     for dims in hidden:
         if dims not in found:
-            raise LayoutError(f"overlapped (--overlap) has {'+'.join(dims)}, which has no traffic")
+            raise LayoutError(
+                f"overlapped (--overlap) has {'+'.join(dims)}, which has no traffic; add it to "
+                f"traffic (--traffic)"
+            )
     return found
 
 
 def read_dims(text: str | Iterable[str], layout: RankLayout) -> list[Dims]:
-    """Return sets of dims, as "dp+cp,tp" or a list, each in the layout's order.
+    """Return sets of dims, each in the layout's order, from text such as "dp+cp,tp" or a list.
 
     Example:
         >>> from hypercomm import RankLayout
@@ -136,7 +140,7 @@ def read_dims(text: str | Iterable[str], layout: RankLayout) -> list[Dims]:
 def read_amounts(
     given: str | Mapping[str, Amount], what: str, example: str
 ) -> Mapping[str, float | Amount]:
-    """Return the names and numbers of a mapping, or a text such as "tp=40G,dp+cp=6.5G".
+    """Return names and numbers from a mapping, or from text such as "tp=40G,dp+cp=6.5G".
 
     Raises:
         LayoutError: A part cannot be read, or a name is given twice.
@@ -148,13 +152,15 @@ def read_amounts(
         name, _, number = (piece.strip() for piece in part.partition("="))
         amount = _AMOUNT.fullmatch(number)
         if not name or amount is None or name in found:
-            raise LayoutError(f"{short_repr(part)} in --{what} cannot be read; write {example!r}")
+            raise LayoutError(
+                f"{short_repr(part)} in {what} (--{what}) cannot be read; write {example!r}"
+            )
         found[name] = float(amount[1]) * _UNITS[amount[2]]
     return found
 
 
 def usual_traffic(layout: RankLayout) -> dict[Dims, Traffic]:
-    """Return traffic that only ranks the dims: tp first, then cp and ep, pp, and dp.
+    """Return assumed traffic that orders the dims: most for tp, then cp and ep, pp, and dp.
 
     Source: the order of dims of Llama 3, https://arxiv.org/abs/2407.21783, section 3.3.2.
 

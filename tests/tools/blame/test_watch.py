@@ -5,6 +5,7 @@ import json
 import pickle
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -146,8 +147,9 @@ def test_exception_is_recorded(grid, tmp_path):
 # Invalid arguments, a second watch, or no job raise. Nothing is replaced, and nothing written.
 def test_invalid_watches(grid, tmp_path):
     before = methods_of_process_group()
-    for seconds in (0, -1, float("nan"), float("inf")):
-        with pytest.raises(ToolError, match="seconds must be above 0 and at most 1e6, got"):
+    message = "seconds must be a number above 0 and at most 1e6, got .*; write the seconds as a"
+    for seconds in (0, -1, float("nan"), float("inf"), timedelta(seconds=60), "60"):
+        with pytest.raises(ToolError, match=message):
             grid.watch(seconds, tmp_path)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")

@@ -202,7 +202,8 @@ def test_change_marks_kept_gone_and_new_groups(before, after):
     assert {f"before: {before}", f"after: {after}"} <= {*texts_of(picture.svg())}
 
 
-# The matrix of a mapping has the number of parts that each rank sends to each other rank.
+# A mapping's matrix has the parts that each rank sends to each other rank. Parts that stay on
+# their rank are marked, and an empty cell has a dot.
 @pytest.mark.parametrize(
     ("source", "target", "roles"),
     [
@@ -212,30 +213,39 @@ def test_change_marks_kept_gone_and_new_groups(before, after):
         ("tp=4,dp=64", "dp=128", {}),
     ],
 )
-def test_matrix_counts_parts(source, target, roles):
-    mapping = RankMapping(source, RankLayout(target, rank_offset=1), **roles)
-    sent = {}
-    whole = 0
+@pytest.mark.parametrize("offset", [0, 1])
+def test_matrix_counts_parts(source, target, roles, offset):
+    mapping = RankMapping(source, RankLayout(target, rank_offset=offset), **roles)
+    sent, whole = {}, 0
     for row in mapping.table():
         pair = int(row["source"]), int(row["target"])
         sent[pair] = sent.get(pair, 0) + math.prod((row["stop"] - row["start"]).tolist())
         whole = max(whole, math.prod(row["stop"].tolist()))
-    picture = draw(mapping)
-    found, shades = {}, {}
+    picture, found, shades, stay = draw(mapping), {}, {}, {}
+    tips = re.compile(r"(.*?): ([\d,]+) parts?(?:, ([\d,]+) parts? kept in place)?")
     for text, fill, tip in cells_of(picture.svg()):
-        ends, amount = re.fullmatch(r"(.*): ([\d,]+) parts?", tip).groups()
-        assert text == (amount if fill != "none" else ".")
+        ends, amount, kept = tips.fullmatch(tip).groups()
+        sends = amount if amount != "0" else ""
+        assert text == (f"{sends}=" if kept else sends or ".")
+        assert (fill == "none") == (text == ".")
         found[ends] = int(amount.replace(",", ""))
-        shades[found[ends]] = fill
+        stay[ends] = int((kept or "0").replace(",", ""))
+        if sends:
+            shades[found[ends]] = fill
     assert shades[max(shades)] == "#5C9CD0"  # the darkest
+    kept = {ends: amount for ends, amount in sent.items() if ends[0] == ends[1]}
+    assert sum(stay.values()) == sum(kept.values())
     moved = {ends: amount for ends, amount in sent.items() if ends[0] != ends[1]}
     if max(mapping.source.size, mapping.target.size) <= 16:
         shown = {ends: amount for ends, amount in found.items() if amount}
         assert shown == {f"{here} to {there}": amount for (here, there), amount in moved.items()}
+        shown = {ends: amount for ends, amount in stay.items() if amount}
+        assert shown == {f"{here} to {there}": amount for (here, there), amount in kept.items()}
     assert sum(found.values()) == sum(moved.values())
     text = picture.text(width=120).replace(",", "")
     assert f"{sum(moved.values())} part" in text
-    assert f"a part is 1/{whole} of the tensor" in text
+    assert f"a part is 1/{whole} of the tensor" in " ".join(text.split())
+    assert "= marks kept parts . no parts" in " ".join(text.split())
 
 
 # Text output has a column per rank with its coordinates, and fits any width.

@@ -29,6 +29,7 @@ def test_output_in_a_terminal(in_process, monkeypatch):
         (["tp=2,dp=4", "--on", "none", "--groups", "dp"], draw(LAYOUT, groups="dp")),
         (["tp=2,dp=-1", "tp=4,dp=2"], draw(difference(LAYOUT, OTHER), on="8")),
         (["tp=2,dp=4", "--to", "tp=4,dp=-1"], draw(RankMapping(LAYOUT, OTHER))),
+        (["tp=2,dp=-1", "--world-size", "8", "--on", "4"], draw(LAYOUT, on="4")),
     ],
 )
 def test_output_to_a_file(in_process, tmp_path, arguments, picture):

@@ -23,3 +23,25 @@ def test_json_output(in_process):
     assert found["reordered"] is None
     more = json.loads(in_process(*SWAPPED, "--json", "--groups", "dp+tp").stdout)
     assert ["dp", "tp"] in [row["dims"] for row in more["groups"]]
+
+
+# A node list gives no number of GPUs: the report says how many were taken per host, and how to give
+# their number. With the number, or a hostfile that has it, nothing is assumed.
+def test_gpus_per_host_that_are_assumed(in_process, tmp_path):
+    sizes = ("place", "tp=8,dp=32,pp=4")
+    text = in_process(*sizes, "--on", "node[1-4]").stdout
+    assert "256 GPUs per host: the node list 'node[1-4]' gives no number, so 1,024 ranks" in text
+    assert "give the number, as in --on 8\n" in text
+    notes = json.loads(in_process(*sizes, "--on", "node[1-4]", "--json").stdout)["notes"]
+    assert sum("as in --on 8" in note for note in notes) == 1
+    (tmp_path / "hosts").write_text("".join(f"node{at} slots=256\n" for at in range(4)))
+    for on in (["node[1-4]", "256"], [str(tmp_path / "hosts")], ["256"]):
+        words = [word for one in on for word in ("--on", one)]
+        assert "gives no number" not in in_process(*sizes, *words).stdout
+
+
+# --world-size gives the size that is -1, on a machine that names no hosts.
+def test_world_size(in_process):
+    on = ("--on", "8", "--json")
+    given = in_process("place", "tp=8,dp=-1", "--world-size", "64", *on).stdout
+    assert json.loads(given) == json.loads(in_process("place", "tp=8,dp=8", *on).stdout)
