@@ -4,10 +4,15 @@ import fcntl
 import importlib.util
 import os
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from launched import rank_free
+
+import hypercomm
+
+ROOT = Path(__file__).resolve().parents[1]
 
 NEEDED = ("hypothesis", "numpy", "attrs", "click", "rich", "yaml", "einops", "megatron.core")
 """What the whole suite imports beside torch; the extras `cli` and `test` bring it."""
@@ -48,15 +53,28 @@ def pytest_cmdline_main(config):
         option.numprocesses, option.dist = min(round(share * cores), 8), "worksteal"
 
 
+def use_checkout(imported=hypercomm.__file__):
+    """Stop unless the tests run on the checkout; the programs that they start do so, too."""
+    if not Path(imported).resolve().is_relative_to(ROOT):
+        raise pytest.UsageError(
+            f"hypercomm is imported from {imported}, and these are the tests of {ROOT}; run "
+            f"pip install -e '.[cli,test]' there"
+        )
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if str(ROOT) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, paths)])
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
+    use_checkout()
     if config.option.markexpr == "full":
         config.option.markexpr = FULL
     missing = [name for name in NEEDED if not is_there(name)] if is_whole_suite(config) else []
     if missing:
         raise pytest.UsageError(
             f"{', '.join(missing)} cannot be imported, and the tests need it: "
-            f"pip install '.[cli,test]'"
+            f"pip install -e '.[cli,test]'"
         )
     if is_there("hypothesis"):
         from hypothesis import HealthCheck, settings
