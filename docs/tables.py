@@ -261,7 +261,7 @@ def arguments_of(thing: object) -> str:
     return f"({', '.join([*names[:_MOST], *(['...'] if names[_MOST:] else [])])})"
 
 
-_MOST = 7
+_MOST = 5
 """How many arguments of a function are written."""
 
 
