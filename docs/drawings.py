@@ -48,14 +48,13 @@ class Groups:
                 ".hm .arc{fill:none;stroke-width:3;stroke-linecap:round;stroke-dasharray:6 7;"
                 "animation:hm-move 1s linear infinite}"
             ),
-            ".hm .phase{opacity:0}",
             f".hm .phase{{animation:hm-show {period}s linear infinite}}",
             "@keyframes hm-move{to{stroke-dashoffset:-26}}",
             (
                 f"@keyframes hm-show{{0%,{100 / len(phases) - 2:g}%{{opacity:1}}"
                 f"{100 / len(phases):g}%,98%{{opacity:0}}100%{{opacity:1}}}}"
             ),
-            "@media (prefers-reduced-motion:reduce){.hm *{animation:none}.hm .first{opacity:1}}",
+            "@media (prefers-reduced-motion:reduce){.hm *{animation:none}}",
             '</style><rect width="100%" height="100%" rx="6" fill="#fff"/>',
             f'<text x="{self.HOST}" y="30" class="bold">tp=2,cp=2,dp=2</text>',
         ]
@@ -85,9 +84,10 @@ class Groups:
         """Return the cells, arcs and words that are shown while `dims` is on."""
         groups = layout.groups(dims)
         ranks = "  ".join(str(group).replace(" ", "") for group in groups)
-        first = " first" if not turn else ""
+        opacity = int(turn == 0)  # all that a renderer without animation shows is the first phase
+        delay = self.SECONDS * turn
         parts = [
-            f'<g class="phase{first}" style="animation-delay:{self.SECONDS * turn}s">',
+            f'<g class="phase" opacity="{opacity}" style="animation-delay:{delay}s">',
             (
                 f'<text x="190" y="30"><tspan class="bold">{dims}</tspan>: '
                 f"{len(groups)} groups of {layout.size_of(*dims.split('+'))}: {ranks}</text>"

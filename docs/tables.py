@@ -5,15 +5,19 @@ differs from the code.
 """
 
 import importlib
+import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+sys.path.insert(0, str(ROOT))  # the checkout, also where another copy is installed
+
 from hypercomm import errors
 
-DOCS = Path(__file__).parent
 _PART = re.compile(r"(<!-- (\w+), by docs/tables\.py -->\n).*?(<!-- end -->)", re.DOTALL)
 
 PUBLIC = (
@@ -210,6 +214,67 @@ def launcher_table() -> str:
     )
 
 
+def shown_table(page: str) -> str:
+    """List the names that a page of the reference shows, with the files that define them."""
+    rows: list[list[str]] = []
+    sources: dict[str, None] = {}
+    for anchor, name, thing in shown_names(page):
+        summary = re.split(r"(?<=[.:]) (?=[A-Z])", first_paragraph(thing))[0]
+        if summary:  # else an attribute, which the docstring of its class describes
+            rows.append([f"[`{name}{arguments_of(thing)}`](#{anchor})", summary])
+            sources[source_of(thing)] = None
+    files = [f'<a href="../../{file}">{file}</a>' for file in sources if file]
+    return f'{table(("name", "summary"), rows)}\n<p class="raw">Source: {", ".join(files)}</p>'
+
+
+def shown_names(page: str) -> Iterator[tuple[str, str, object]]:
+    """Yield the anchor, the name and the object of each entry of a page of the reference."""
+    for target, options in re.findall(_TARGET, page):
+        package, _, name = target.rpartition(".")
+        thing = getattr(importlib.import_module(package), name, None)
+        if thing is None or "show_root_heading: false" in options:
+            thing = resolved(target)  # a module may have the name of its function
+        if "show_root_heading: false" not in options:
+            yield target, name, thing
+        for member in members_of(thing, options):
+            is_prefixed = isinstance(thing, type) or name in _MODULES
+            title = f"{name}.{member}" if is_prefixed else member
+            yield f"{target}.{member}", title, getattr(thing, member)
+
+
+def members_of(thing: object, options: str) -> list[str]:
+    """List the members of a class that are listed on the page, or the names of a module."""
+    listed = re.search(r"members: \[(.*?)\]", options)
+    if listed:
+        return listed[1].split(", ")
+    return names_of(thing.__name__) if inspect.ismodule(thing) else []
+
+
+def arguments_of(thing: object) -> str:
+    """Write the names of the first arguments of a function: `(dims, *more, name=)`."""
+    if not inspect.isroutine(thing):
+        return ""
+    found = [one for one in inspect.signature(thing).parameters.values() if one.name != "self"]
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    names = [
+        f"{stars.get(one.kind, '')}{one.name}{'=' if one.kind is one.KEYWORD_ONLY else ''}"
+        for one in found
+    ]
+    return f"({', '.join([*names[:_MOST], *(['...'] if names[_MOST:] else [])])})"
+
+
+_MOST = 5
+"""How many arguments of a function are written."""
+
+
+def source_of(thing: Any) -> str:
+    """Return the file that defines an object, as a path in the repository; "" for others."""
+    module = thing.__name__ if inspect.ismodule(thing) else getattr(thing, "__module__", "")
+    if not module.startswith("hypercomm"):
+        return ""
+    return str(Path(inspect.getfile(importlib.import_module(module))).relative_to(ROOT))
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "cli": command_table,
     "errors": error_table,
@@ -222,7 +287,8 @@ def with_tables(page: str) -> str:
     """Return the text of a page with its tables made anew."""
 
     def anew(part: re.Match[str]) -> str:
-        return f"{part[1]}\n{PARTS[part[2]]().strip()}\n\n{part[3]}"
+        text = shown_table(page) if part[2] == "shown" else PARTS[part[2]]()
+        return f"{part[1]}\n{text.strip()}\n\n{part[3]}"
 
     return _PART.sub(anew, page)
 

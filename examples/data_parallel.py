@@ -2,7 +2,8 @@
 
     python examples/data_parallel.py
 
-trains on 4 local ranks, where each pair over dp shares a model, and compares with one process.
+trains on 4 local ranks, and compares with one process. The ranks of a dp group
+have the same model.
 """
 
 import torch

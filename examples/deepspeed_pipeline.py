@@ -76,7 +76,7 @@ def in_a_pipeline() -> tuple[int, list[float]]:
             "gradient_accumulation_steps": MICRO_BATCHES,
             "zero_optimization": {"stage": 1},
             "zero_allow_untested_optimizer": True,
-            "gradient_clipping": 0.0,  # DeepSpeed clips by default, Adam alone does not
+            "gradient_clipping": 0.0,  # DeepSpeed clips gradients by default, plain Adam does not
         },
     )
     replica, losses = engine.grid.get_data_parallel_rank(), []

@@ -60,7 +60,7 @@ def on_a_grid() -> tuple[list[float], int]:
             "train_micro_batch_size_per_gpu": 4,
             "zero_optimization": {"stage": 1},
             "zero_allow_untested_optimizer": True,
-            "gradient_clipping": 0.0,  # DeepSpeed clips by default, Adam alone does not
+            "gradient_clipping": 0.0,  # DeepSpeed clips gradients by default, plain Adam does not
         },
     )
     losses = []

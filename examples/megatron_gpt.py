@@ -4,8 +4,8 @@
     python examples/megatron_gpt.py --out losses.png
 
 trains a dense model (tp=2, pp=2, dp=2) and one with experts (pp=2, dp=4, ep=2) on 8 local ranks:
-model, pipeline schedule, gradient reduction and optimizer are megatron-core's. It does so as
-megatron-core comes, and then in new processes after `install()`, and compares losses and weights.
+model, pipeline schedule, gradient reduction and optimizer are megatron-core's. It trains with
+Megatron's own parallel state, then in new processes after `install()`, and compares the results.
 """
 
 import argparse
@@ -78,11 +78,11 @@ class OnTheCpu(TorchFunctionMode):
 
 
 def let_megatron_run_on_a_cpu() -> OnTheCpu:
-    """Stand in for the parts of CUDA that megatron-core asks for whatever its settings are."""
-    # It makes tensors on this device, and since 0.19 looks at the stream before it sums gradients.
+    """Replace the parts of CUDA that megatron-core uses with every setting."""
+    # It makes tensors on this device, and since 0.19 reads the stream before it sums gradients.
     torch.cuda.current_device = torch.cpu.current_device
     torch.cuda.current_stream = torch.cpu.current_stream
-    # Its router looks at a name that is missing without Transformer Engine.
+    # Its router reads a name that exists only with Transformer Engine.
     from megatron.core.transformer.moe import moe_utils
 
     vars(moe_utils).setdefault("te_general_gemm", None)
@@ -91,7 +91,7 @@ def let_megatron_run_on_a_cpu() -> OnTheCpu:
 
 
 def batches(dp: int, of: int) -> Iterator[Tensor]:
-    """Yield pieces of the text, which begins anew at its end: micro-batches of one dp rank."""
+    """Yield the micro-batches of one dp rank: pieces of the text, again and again."""
     text = torch.tensor([ALPHABET.index(letter) for letter in TEXT])
     generator = torch.Generator().manual_seed(0)
     for _ in range(STEPS):
@@ -113,7 +113,7 @@ def forward(pieces: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
 
 
 def train(sizes: dict[str, int], extra: dict[str, Any]) -> Run:
-    """Train one model; the losses are those of the last pipeline stage, the mean over dp."""
+    """Train one model; return the losses of the last pipeline stage, averaged over dp."""
     from megatron.core import parallel_state as mpu
     from megatron.core import tensor_parallel
     from megatron.core.distributed import (
@@ -188,12 +188,12 @@ def train(sizes: dict[str, int], extra: dict[str, Any]) -> Run:
 
 
 def train_all(install: bool) -> Report:
-    """Be one rank, which has not loaded Megatron yet: install ours or not, and train all models."""
+    """Train all models on one rank that has not loaded Megatron, after `install()` or without."""
     if install:
         from hypercomm.compat import megatron
 
         megatron.install()
-    warnings.simplefilter("ignore")  # Megatron names what it would be faster with
+    warnings.simplefilter("ignore")  # Megatron lists packages with which it would be faster
     from megatron.core.pipeline_parallel import schedules
 
     before = registered_groups()
@@ -203,7 +203,7 @@ def train_all(install: bool) -> Report:
 
 
 def compare(before: list[Run], after: list[Run]) -> str:
-    """Print some losses of both sides to the last bit, and how far all differ; count the same."""
+    """Print some losses of both runs, and the largest difference; count the equal ones."""
     print(f"{'model':26} {'step':>4}   {'loss':6}   {'before install()':20}   after install()")
     pairs = []
     for name, one, other in zip(MODELS, before, after, strict=True):

@@ -1,4 +1,4 @@
-"""A file written to Megatron's parallel_state, with one import changed; needs no megatron-core.
+"""A program for Megatron's parallel_state, with one import changed; needs no megatron-core.
 
     python examples/ported_megatron.py
 
@@ -18,7 +18,7 @@ WIDTH, BATCH, STEPS = 16, 64, 5
 
 
 class Sum(torch.autograd.Function):
-    """Sums over tensor parallel ranks: forwards, or else backwards."""
+    """Sums over tensor parallel ranks: in the forward pass, or in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, is_forward: bool) -> Tensor:

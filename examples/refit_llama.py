@@ -29,7 +29,7 @@ PARTS = {"trainer": 4, "engine": 2}
 LAYOUTS = {"trainer": "tp=2,fsdp=2", "engine": "tp=2"}
 STEPS, BATCH, LENGTH = 3, 4, 8
 CONFIG = LlamaConfig(
-    vocab_size=101,  # which two ranks cannot cut evenly
+    vocab_size=101,  # two ranks cannot split it evenly
     hidden_size=32,
     intermediate_size=44,
     num_hidden_layers=2,
@@ -85,7 +85,7 @@ def sharded() -> LlamaForCausalLM:
 def train(address: str) -> None:
     """Take some steps, and send the weights after each; also take them without sharding."""
     with (
-        join() as job,  # of torchrun
+        join() as job,  # the job that torchrun started
         join_world(address, name="refit", parts=PARTS, part="trainer", rank=job.rank) as world,
         GridSet(LAYOUTS, world=world) as grids,
     ):

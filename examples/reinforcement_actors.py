@@ -3,8 +3,8 @@
     python examples/reinforcement_actors.py
 
 trains a small language model with tp=4, dp=2 on 8 actors, moves its weights to tp=2, dp=2 on 4
-others, and compares what they generate with what the trainer itself does. Without `ray`, local
-ranks stand in for the actors.
+other actors, and compares the words that both generate. Without `ray`, local ranks replace the
+actors.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ SHARDS = {"up": {"tp": 1}, "down": {"tp": 0}, "*": {}}
 
 
 def part(whole: dict, layout: RankLayout, rank: int) -> dict:
-    """Return what a rank has of all weights: tp cuts the columns of `up` and the rows of `down`."""
+    """Return a rank's part of all weights: tp splits the columns of `up` and the rows of `down`."""
     size, at = layout.size_of("tp"), layout.coords(rank)["tp"]
     cuts = {name: axis["tp"] for name, axis in SHARDS.items() if axis}
     return {
@@ -35,7 +35,7 @@ def part(whole: dict, layout: RankLayout, rank: int) -> dict:
 
 
 class Summed(torch.autograd.Function):
-    """Sum what each rank of tp has; the gradient of each is that of the sum."""
+    """Sum the parts of all ranks of tp; each part has the gradient of the sum."""
 
     @staticmethod
     def forward(_: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -48,7 +48,7 @@ class Summed(torch.autograd.Function):
 
 
 class Copied(torch.autograd.Function):
-    """Use on each rank of tp what all have; their gradients are summed."""
+    """Return the same tensor on each rank of tp; the gradients of the copies are summed."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -69,7 +69,7 @@ def logits(weights: dict, words: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def generate(weights: dict, first: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Go on from each first word, by what is likeliest."""
+    """Continue each first word with the most likely words."""
     words = [first]
     with torch.no_grad():
         for _ in range(LENGTH):
@@ -90,7 +90,7 @@ def train(weights: dict, grid: HyperCommGrid) -> None:
 
 
 def work() -> float:
-    """One rank of the job: what it generates differs from the trainer's in so many words."""
+    """Run one rank; return in how many words its generation differs from the trainer's."""
     torch.manual_seed(0)
     rank, scale = dist.get_rank(), 0.3
     shapes = {

@@ -3,7 +3,7 @@
     python examples/reinforcement_weights.py
 
 trains with tp=2, fsdp=2, pp=2 and generates with tp=4, dp=2, on the same 8 local ranks, and
-compares what arrives with the weights of one process, to the bit.
+compares all bits of the received weights with the weights of one process.
 """
 
 from itertools import product
@@ -41,7 +41,7 @@ def train_and_generate() -> float:
         own = trainer["pp"].rank
         mine = {name: part(whole[own, name], trainer, cuts[name]) for name in SHAPES}
         for _, stage in product(range(STEPS), range(STAGES)):
-            source = trainer.layout.select(pp=stage)  # of the ranks that have these weights
+            source = trainer.layout.select(pp=stage)  # the layout of the ranks with these weights
             mapping = RankMapping(source, rollout.layout, along=None)
             wanted = {
                 name: part(whole[stage, name].mul_(0.9), rollout, cuts[name]) for name in cuts

@@ -4,7 +4,7 @@
 
 trains on 6 local ranks, as if on three hosts, with DistributedDataParallel, which uses WORLD. One
 rank is killed, and the other rank of its host leaves. The four remaining ranks create a new WORLD,
-wrap the model again and repeat the step. The losses are compared with those of one process.
+wrap the model again and repeat the step. The losses are compared with one process.
 """
 
 import multiprocessing
@@ -35,7 +35,7 @@ def train(victim: int = -1) -> tuple[str, list[float]]:
     parallel = DistributedDataParallel(model)
     losses, how, job, first = [], str(grid.layout), None, dist.get_rank()
     while len(losses) < STEPS:
-        if (first, len(losses)) == (victim, DEATH):  # another rank has its number later
+        if (first, len(losses)) == (victim, DEATH):  # later, another rank has this number
             os.kill(os.getpid(), signal.SIGKILL)
         x = data[len(losses), dist.get_rank() :: dist.get_world_size()]
         optimizer.zero_grad()
@@ -50,11 +50,11 @@ def train(victim: int = -1) -> tuple[str, list[float]]:
             if dist.get_rank() not in ranks:
                 grid.abort()
                 return "leaves", []
-            del parallel  # it holds the old WORLD
+            del parallel  # DDP holds the old WORLD
             job = renew_world(ranks)
             steps = [None] * job.size
             dist.all_gather_object(steps, len(losses))
-            if len(set(steps)) > 1:  # some took the step whose last collective failed for others
+            if len(set(steps)) > 1:  # some ranks completed the step that failed on others
                 raise RuntimeError(f"ranks are at steps {steps}: use a checkpoint") from error
             lost = grid.reshape("gpu=2,host=-1", ranks=range(job.size)).lost
             parallel = DistributedDataParallel(model)
@@ -69,14 +69,14 @@ def train(victim: int = -1) -> tuple[str, list[float]]:
 
 
 def be_rank(rank: int, port: int, results: multiprocessing.Queue) -> None:
-    """Run one of the ranks, of which one dies; the store is in the parent process."""
+    """Run one rank; one of them dies. The store is in the parent process."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     store.set(f"{rank} is ready", "")
     store.wait([f"{other} is ready" for other in range(RANKS)])
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=TIMEOUT)
     how, losses = train(VICTIM)
     results.put((rank, how, losses))
-    if how == "leaves":  # its WORLD has lost a rank: do not wait for it
+    if how == "leaves":  # WORLD has lost a rank: do not wait for it
         results.close()
         results.join_thread()
         os._exit(0)

@@ -1,4 +1,4 @@
-"""Ring attention over cp: each rank keeps its queries and passes keys and values on.
+"""Ring attention over cp: each rank keeps its queries, and passes keys and values to the next.
 
     python examples/ring_attention.py
 
@@ -41,7 +41,7 @@ def attend(q: Tensor, kv: Tensor, ring: GridDims) -> Tensor:
     top, weight, total = torch.full_like(q[..., :1], -torch.inf), 0, 0
     places = torch.arange(q.size(-2))
     for step in range(ring.size):
-        ahead = (ring.rank - step) % ring.size - ring.rank  # whose keys these are
+        ahead = (ring.rank - step) % ring.size - ring.rank  # the rank that has these keys
         hidden = places + ahead * len(places) > places[:, None]
         scores = (q @ kv[0].mT / q.size(-1) ** 0.5).masked_fill(hidden, -torch.inf)
         new_top = torch.maximum(top, scores.detach().amax(-1, keepdim=True))

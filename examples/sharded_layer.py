@@ -1,4 +1,4 @@
-"""A layer of your own, sharded over tp, on real ranks of whatever grid hypothesis draws.
+"""A property test of a sharded layer, on real ranks of the grids that hypothesis draws.
 
     pip install '.[testing]'
     pytest examples/sharded_layer.py        # or: python examples/sharded_layer.py
@@ -49,7 +49,7 @@ def test_layer(grid: HyperCommGrid, batch: int) -> None:
 
 @given_ranks(GRIDS, BATCHES)
 def find_bug(grid: HyperCommGrid, batch: int) -> None:
-    """It does not if each rank of tp adds the bias."""
+    """The property fails if each rank of tp adds the bias."""
     check(grid, batch, is_buggy=True)
 
 

@@ -85,7 +85,7 @@ def save(grid: HyperCommGrid, path: Path, weights: list[torch.Tensor], rest: obj
 
 
 def be_rank(rank: int, port: int, folder: str, results: multiprocessing.Queue) -> None:
-    """Run one of 8 ranks, of which one dies; the store is in the parent process."""
+    """Run one of 8 ranks; one of them dies. The store is in the parent process."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=8)
     results.put((rank, *train(folder, victim=5)))

@@ -1,9 +1,9 @@
-"""A rank is killed, and DistributedDataParallel and FSDP2 go on with the objects that they have.
+"""A rank is killed, and DistributedDataParallel and FSDP2 continue with the same wrappers.
 
     python examples/survivors_in_place.py
 
-trains on 6 local ranks with shard=2,dp=3, kills one, and continues on 4 with the same wrappers, in
-which process groups have other members. Compares the losses with a job of 4 ranks that starts again
+trains on 6 local ranks with shard=2,dp=3, kills one, and continues on 4 with the same wrappers,
+whose process groups have other members. Compares the losses with a job of 4 ranks that starts again
 from a checkpoint. Needs torch 2.14, which can reconfigure process groups.
 """
 
@@ -41,7 +41,7 @@ def wrapped(kind: str, grid: HyperCommGrid, saved: dict[str, torch.Tensor]) -> t
         model.load_state_dict(saved or model.state_dict())
         group = grid["shard", "dp"].group
         model = DistributedDataParallel(model, process_group=group)
-        # DDP itself divides the step after a failed one by the size that the group had then
+        # without the hook, DDP divides the first step after the failure by the old size
         model.register_comm_hook(group, allreduce_hook)
         return model
     mesh = grid.device_mesh("dp", "shard")
@@ -94,7 +94,7 @@ def train(kind: str, checkpoint: str, first: int = 0) -> tuple[list[float], list
 
 
 def be_rank(rank: int, port: int, kind: str, path: str, results: multiprocessing.Queue) -> None:
-    """Run one of the ranks, of which one dies; the store is in the parent process."""
+    """Run one rank; one of them dies. The store is in the parent process."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     timeout = timedelta(seconds=60)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timeout)

@@ -3,8 +3,8 @@
     python examples/trainer_and_engine.py
 
 starts a trainer of 4 ranks (tp=2,dp=2) by torchrun, and an engine of 2 ranks (tp=2) as plain
-processes without torch.distributed. Ten rounds of weights go from one to the other. After half of
-them the engine is killed; it starts again, joins again, and gets the weights again.
+processes without torch.distributed. The trainer sends ten rounds of weights. After five, the engine
+is killed. It starts again, joins the world again, and receives the weights again.
 """
 
 import os
@@ -30,7 +30,7 @@ def weights(number: int) -> torch.Tensor:
 
 
 def common_round(world: World, number: int) -> int:
-    """Return the smallest number of all ranks: some may have gone on when others failed."""
+    """Return the smallest round of all ranks: ranks that did not fail may be one ahead."""
     smallest = torch.tensor(number)
     dist.all_reduce(smallest, dist.ReduceOp.MIN, group=world.pg)
     return int(smallest)
@@ -39,7 +39,7 @@ def common_round(world: World, number: int) -> int:
 def train(address: str) -> None:
     """Send the weights of ten rounds."""
     with (
-        join() as job,  # of torchrun
+        join() as job,  # the job that torchrun started
         join_world(address, name="weights", parts=PARTS, part="trainer", rank=job.rank) as world,
         GridSet(LAYOUTS, world=world) as grids,
     ):

@@ -5,10 +5,15 @@ import importlib.util
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from processes import launcher_free
+
+import hypercomm
+
+ROOT = Path(__file__).resolve().parents[1]
 
 NEEDED = ("hypothesis", "numpy", "attrs", "click", "rich", "yaml", "einops", "megatron.core")
 """Modules that the whole suite imports, apart from torch: extras `cli` and `test` bring them."""
@@ -53,15 +58,28 @@ def pytest_cmdline_main(config):
         option.dist = "worksteal"
 
 
+def use_checkout(imported=hypercomm.__file__):
+    """Stop unless the tests run on the checkout; the programs that they start do so, too."""
+    if not Path(imported).resolve().is_relative_to(ROOT):
+        raise pytest.UsageError(
+            f"hypercomm is imported from {imported}, and these are the tests of {ROOT}; run "
+            f"pip install -e '.[cli,test]' there"
+        )
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if str(ROOT) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, paths)])
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
+    use_checkout()
     if config.option.markexpr == "full":
         config.option.markexpr = FULL
     missing = [name for name in NEEDED if not can_import(name)] if is_whole_suite(config) else []
     if missing:
         raise pytest.UsageError(
             f"{', '.join(missing)} cannot be imported, and the tests need it: "
-            f"pip install '.[cli,test]'"
+            f"pip install -e '.[cli,test]'"
         )
     if can_import("hypothesis"):
         from hypothesis import HealthCheck, settings

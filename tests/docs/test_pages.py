@@ -44,6 +44,34 @@ def test_property_test_of_the_first_hour(tmp_path):
     assert "grid=HyperCommGrid(tp=2): ranks 0..1 of a world of 2" in done.stdout
 
 
+def harnesses():
+    blocks = {block.title: block.text for block in BLOCKS["how-to/port_a_test.md"]}
+    return {name: blocks[name] for name in ("layer.py", "test_by_hand.py", "test_with_marker.py")}
+
+
+# The harness by hand and the marker test the same layer; with a mistake in the layer, both fail.
+@pytest.mark.full
+@pytest.mark.parametrize("mistake", [None, ("dist.all_reduce(y)", "pass")])
+def test_ported_test(tmp_path, mistake):
+    for name, text in harnesses().items():
+        (tmp_path / name).write_text(text.replace(*mistake) if mistake else text)
+    for name in ("test_by_hand.py", "test_with_marker.py"):
+        done = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", name, folder=tmp_path)
+        assert done.returncode == bool(mistake), done.stdout + done.stderr
+
+
+# The page shows the number of lines of each.
+def test_lines_of_a_ported_test():
+    def lines(text):
+        found = [line for line in text.splitlines() if line.strip()]
+        return len([line for line in found if not line.startswith(("import ", "from "))])
+
+    texts = harnesses()
+    counts = f"| {lines(texts['test_by_hand.py'])} | {lines(texts['test_with_marker.py'])} |"
+    page = PAGES["how-to/port_a_test.md"].read_text()
+    assert f"| lines, without imports and blank lines {counts}" in page
+
+
 # The error of a block that fails names the page and the line, for every kind of block.
 @pytest.mark.parametrize(
     ("text", "message"),

@@ -51,7 +51,35 @@ def test_tables_are_up_to_date(name):
 
 def test_tables_are_all_used():
     used = {name for path in PAGES.values() for name in TABLES._PART.findall(path.read_text())}
-    assert {name for _, name, _ in used} == set(TABLES.PARTS)
+    assert {name for _, name, _ in used} == {"shown", *TABLES.PARTS}
+
+
+# A reader of the files themselves finds each name of the reference, and a link to its source ...
+def test_the_reference_without_a_site():
+    for name, path in PAGES.items():
+        page = path.read_text()
+        if name.startswith("reference/") and "\n::: " in page and name != "reference/errors.md":
+            assert "<!-- shown, by docs/tables.py -->" in page, name
+            assert re.search(r'<p class="raw">Source: (<a href="\S+">\S+</a>(, )?)+</p>', page), (
+                name
+            )
+
+
+# ... and below each program that a page includes a link to it.
+def test_links_for_readers_of_the_files():
+    included = 0
+    for name, path in PAGES.items():
+        page = path.read_text()
+        for file, rest in re.findall(r'^--8<-- "(\S+)"\n(?:```\n)?\n(.*)', page, re.MULTILINE):
+            included += 1
+            assert rest.startswith('<p class="raw">'), (name, file)
+            assert file in rest, (name, file)
+        assert page.count("--8<--") == len(re.findall(r"^--8<--", page, re.MULTILINE)), name
+        links = re.findall(r'<p class="raw">.*', page)
+        for link in re.findall(r'href="(\S+)"', " ".join(links)):
+            assert (path.parent / link).is_file(), (name, link)
+    assert included > 8
+    assert ".raw { display: none }" in (DOCS / "pictures" / "site.css").read_text()
 
 
 # Pictures are up to date: run `python docs/drawings.py --write`.
@@ -63,6 +91,16 @@ def test_pictures_are_up_to_date():
     assert files == set(drawings.PICTURES)
     pages = "".join(path.read_text() for path in PAGES.values())
     assert all(f"pictures/{name}.svg)" in pages for name in files)
+
+
+# Without animation, the picture of the README shows the first of its groups and no other.
+def test_first_frame_of_the_picture():
+    svg = (DOCS / "pictures" / "groups.svg").read_text()
+    style = svg.partition("<style>")[2].partition("</style>")[0]
+    static = re.sub(r"@keyframes [\w-]+\{(?:[^{}]*\{[^}]*\})*[^{}]*\}", "", style)
+    assert "keyframes" in style
+    assert "opacity" not in static
+    assert re.findall(r'<g class="phase" opacity="(\d)"', svg) == ["1", "0", "0", "0"]
 
 
 # The table has every error, with a builtin base, a cause and a fix.
