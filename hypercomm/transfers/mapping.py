@@ -231,8 +231,8 @@ def length_of_unit(axis: int, length: int, units: int) -> int:
     """
     if length % units:
         raise LayoutError(
-            f"tensor axis {axis} has length {length}, and must be a multiple of {units} to be cut; "
-            f"the nearest lengths that work are {nearest_multiples(length, units)}"
+            f"tensor axis {axis} has length {length}, which is not a multiple of {units} and "
+            f"cannot be cut; use {nearest_multiples(length, units)}"
         )
     return length // units
 
@@ -817,7 +817,7 @@ class RankMapping:
         if before % after and after % before:
             raise LayoutError(
                 f"the batch is cut along {self.along} into {before} shards on the source and "
-                f"{after} on the target; one number must be a multiple of the other, as "
+                f"{after} on the target; one number must be a multiple of the other, for example "
                 f"{nearest_multiples(before, after)} on the source"
             )
 

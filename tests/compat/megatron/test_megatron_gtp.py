@@ -199,7 +199,7 @@ def test_set_up(release):
         (
             {"expert_model_parallel_size": 4, "expert_gtp_remat_size": 4},
             RuntimeError,
-            "expert_gtp_remat_size=4,dp=-1 needs a multiple of 16 ranks, as 16; the world has 8",
+            "dp=-1 needs a multiple of 16 ranks, for example 16; the world has 8",
         ),
         ({"gtp_remat_size": 0}, ValueError, "gtp_remat_size must be at least 1, got 0"),
         ({"expert_gtp_remat_size": 1.5}, ValueError, "expert_gtp_remat_size must be an int"),

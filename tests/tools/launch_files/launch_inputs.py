@@ -294,7 +294,9 @@ python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate
         "slime",
         8,
         {"training": None},  # 8 * 2 ranks of experts do not fit in 8
-        problems=("needs a multiple of 16 ranks, as 16; the world has 8; pp=1 or ep=4 would fit",),
+        problems=(
+            "needs a multiple of 16 ranks, for example 16; the world has 8; pp=1 or ep=4 would fit",
+        ),
     ),
     # ---- verl -----------------------------------------------------------------------------------
     Input(

@@ -170,7 +170,7 @@ def test_two_values(tmp_path):
     [
         (
             f"{RUN} 3",
-            "tp=3,pp=1,cp=1,dp=-1 needs a multiple of 3 ranks, as 6 and 9; the world has 8",
+            "tp=3,pp=1,cp=1,dp=-1 needs a multiple of 3 ranks, for example 6 or 9; the world has 8",
         ),
         (f"{RUN} 3", "; tp=2 would fit"),
         (f"{RUN} 2 --context-parallel-size 3", "; cp=2 would fit"),
