@@ -175,7 +175,7 @@ def test_what_does_not_fit():
             {"dtype": torch.bfloat16},
         ),
         (
-            "2 has 'qkv' in into, for 'v'; state has 'k', 'q'",
+            "2 has 'qkv' in into, from 'v'; state has 'k', 'q'",
             (),
             lambda: {"q": ROWS, "k": ROWS},
             lambda: {"qkv": torch.zeros(6, 3)},
