@@ -144,6 +144,8 @@ LAYOUTS = [
     (lambda: listed([0, 1, 2, 2**31]), LayoutError, "ranks", "2147483648"),
     (lambda: listed(LISTED.ranks, rank_offset=4), LayoutError, "rank_offset 4"),
     (lambda: listed(LISTED.ranks, strides=[1, 4]), LayoutError, "strides and ranks"),
+    (lambda: RankLayout("tp=2,dp=2", strids=[1, 2]), TypeError, "did you mean 'strides'"),
+    (lambda: read_layout("tp8,dp4"), LayoutError, "did you mean 'tp=8,dp=4'"),
     (lambda: LISTED.select(tp=0, dp=1), LayoutError, "these coordinates, 7"),
     (lambda: LAYOUT.shift(0, "xp", 1), UnknownDimError, "'xp'"),
     (lambda: LAYOUT.split("dp"), LayoutError, "'dp'", "sizes are missing"),
@@ -339,7 +341,7 @@ GRIDS = [
         lambda: torchtitan_grids(ep=3, world_size=8),
         WorldSizeError,
         "ep=3 must divide dp_shard * cp * tp = 8",
-        "dp_shard=8 is what 8 ranks leave",
+        "dp_shard=8 is inferred from 8 ranks",
     ),
     (
         lambda: torchtitan_grids(dp_shard_degree=2, world_size=8),

@@ -330,7 +330,9 @@ class StridedGroups(RankGroups):
     in a group that one step along the axis skips."""
 
     def __attrs_post_init__(self) -> None:
-        axes, count, members = [], 1, 1
+        axes = []
+        count = 1
+        members = 1
         for size, stride in self.outer:
             axes.append((size, stride, count, 0))
             count *= size
@@ -359,7 +361,9 @@ class StridedGroups(RankGroups):
     __hash__ = RankGroups.__hash__
 
     def _find(self, rank: int) -> tuple[int, int] | None:
-        rest, index, position = rank - self.origin, 0, 0
+        rest = rank - self.origin
+        index = 0
+        position = 0
         for size, stride, of_index, of_position in self._descending:
             digit, rest = divmod(rest, stride)
             if not 0 <= digit < size:

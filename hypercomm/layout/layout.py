@@ -239,7 +239,8 @@ class RankLayout:
             'tp=1,dp=3'
         """
         check_spelling(sizes)
-        total, choices = positive(world_size, "world_size"), {}
+        total = positive(world_size, "world_size")
+        choices = {}
         for name, given in sizes.items():
             is_one = isinstance(given, str) or not isinstance(given, Iterable)
             several = [given] if is_one else list(given)  # type: ignore[arg-type]
@@ -533,7 +534,8 @@ class RankLayout:
         sizes = read_sizes(shape, dim_names)
         if (size := math.prod(sizes.values())) != self.size:
             raise LayoutError(f"{format_sizes(sizes)} has {size} ranks, but {self} has {self.size}")
-        numbering, strides = self._map, renumbered(self._axes(self.dim_names), [*sizes.values()])
+        numbering = self._map
+        strides = renumbered(self._axes(self.dim_names), [*sizes.values()])
         if strides is None:
             numbering = Listing(tuple(self.ranks))
         return self._of(tuple(sizes.values()), tuple(sizes), strides, numbering)
@@ -766,7 +768,8 @@ def read_layout(
         if given is None and not dims:
             given = sizes_of_environment()
         given = read_sizes(given, dim_names, dims)
-        dim_names, dims = None, {}
+        dim_names = None
+        dims = {}
         if UNSPECIFIED in given.values() and world_size is not None:
             offset = as_int(rank_offset, "rank_offset", 0)
             left = positive(world_size, "world_size") - offset

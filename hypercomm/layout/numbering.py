@@ -172,7 +172,8 @@ def renumbered(axes: Iterable[Axis], shape: Sequence[int]) -> tuple[int, ...] | 
         cut = cut_axes(rest, size)
         if cut is None:
             return None
-        own, rest = coalesce(cut[0]), cut[1]
+        own = coalesce(cut[0])
+        rest = cut[1]
         if len(own) > 1:
             return None
         strides.append(own[0].stride if own else 1)

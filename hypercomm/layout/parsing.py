@@ -178,12 +178,14 @@ def read_sizes(
             raise LayoutError(f"{short_repr(sizes)} already names the dims; omit dim_names")
         if isinstance(sizes, str):
             return parse_sizes(sizes)
-        dim_names, sizes = tuple(sizes), tuple(sizes.values())
+        dim_names = tuple(sizes)
+        sizes = tuple(sizes.values())
     if dim_names is None or sizes is None:
         missing = "sizes" if sizes is None else "dim_names"
         example = "give 'tp=2,dp=4', or ([2, 4], ['tp', 'dp'])"
         raise LayoutError(f"{missing} are missing: {example}, got {short_repr(sizes)}")
-    names, shape = as_names(dim_names), as_ordered(sizes, "shape")
+    names = as_names(dim_names)
+    shape = as_ordered(sizes, "shape")
     if len(shape) != len(names):
         given = f"len(shape) {short_repr(list(shape))} != len(dim_names) {short_repr(list(names))}"
         raise LayoutError(f"{given}; give one size for each name")

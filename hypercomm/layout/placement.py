@@ -103,10 +103,12 @@ def colocate(layouts: Layouts, world_size: int) -> dict[str, RankLayout]:
         ['tp=2,dp=4', 'tp=4,dp=2']
     """
     sizes = {name: _read(name, given) for name, given in check_names(layouts).items()}
-    room, why = as_world_size(world_size), ""
+    room = as_world_size(world_size)
+    why = ""
     for name, own in sizes.items():
         if UNSPECIFIED not in own.values():
-            room, why = known_size(own), f"grid {name!r} has {known_size(own)}"
+            room = known_size(own)
+            why = f"grid {name!r} has {known_size(own)}"
             break
     return {name: _placed(name, own, room, why) for name, own in sizes.items()}
 

@@ -17,7 +17,10 @@ _MOST_RANGES = 8
 
 _SHORT = reprlib.Repr()
 _SHORT.maxtuple = _SHORT.maxlist = _SHORT.maxset = _SHORT.maxfrozenset = 64
-_SHORT.maxdict, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 64, 85, 200, 200
+_SHORT.maxdict = 64
+_SHORT.maxstring = 85
+_SHORT.maxother = 200
+_SHORT.maxlong = 200
 
 
 def short_repr(value: object) -> str:

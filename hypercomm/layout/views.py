@@ -81,7 +81,8 @@ class Views(Mapping[str, View]):
             taken = "is the grid's own layout" if name == BASE else "is already registered"
             raise LayoutError(f"View {name!r} {taken}; registered: {list(self._views)}")
         given = shape.sizes if isinstance(shape, RankLayout) else shape
-        sizes, size = read_sizes(given, dim_names), self.base.size
+        sizes = read_sizes(given, dim_names)
+        size = self.base.size
         try:
             sizes = infer_sizes(sizes, size, f"the grid size is {size}")
         except WorldSizeError as error:

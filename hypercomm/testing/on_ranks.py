@@ -95,7 +95,8 @@ def given_ranks(
     """
 
     def decorated(function: Callable[..., None]) -> Callable[..., None]:
-        name, signature = function.__qualname__, inspect.signature(function)
+        name = function.__qualname__
+        signature = inspect.signature(function)
 
         @functools.wraps(function)
         def on_ranks(*args: Any, **kwargs: Any) -> None:

@@ -389,7 +389,8 @@ class _Comparison:
 
     def part(self, name: str, whole: Tensor, at: int) -> Tensor:
         """Return the part of a whole tensor for a position along the dims."""
-        axis, size = self.cuts.get(name.removeprefix("gradient of ")), self.grid[self.dim].size
+        axis = self.cuts.get(name.removeprefix("gradient of "))
+        size = self.grid[self.dim].size
         if axis is None or whole.ndim == 0:
             return whole
         if not self.zigzag:
@@ -409,10 +410,12 @@ class _Comparison:
         """Raise on all ranks if a tensor of a rank is not its part of the whole tensor."""
         waited = {name: each.detach().clone().cpu() for name, each in own.items()}
         found = _gather(self.grid, waited)  # a clone waits for a functional collective
-        texts, causes = [], {}
+        texts = []
+        causes = {}
         for (name, whole), rank in itertools.product(wholes.items(), found):
             members = self.grid.group_ranks(self.dim, rank)
-            at, group = members.index(rank), [found[member][name] for member in members]
+            at = members.index(rank)
+            group = [found[member][name] for member in members]
             parts = [self.part(name, whole.detach().cpu(), each) for each in range(len(members))]
             difference = self.difference(group[at], parts[at])
             if difference:
@@ -433,7 +436,8 @@ class _Comparison:
             parts: The dense part of each member.
             at: The position of the rank in the group.
         """
-        mine, part = group[at], parts[at]
+        mine = group[at]
+        part = parts[at]
         known = {f"it is the part of position {other}": each for other, each in enumerate(parts)}
         known["it is zero"] = torch.zeros_like(part)
         others = (each for each in group if each is not mine and each.shape == part.shape)
@@ -459,7 +463,8 @@ def _call(function: Function, tensors: Mapping[str, Tensor]) -> tuple[dict[str, 
     Returns:
         The leaves of autograd by name, and the output.
     """
-    own, leaves = _parameters(function), {}
+    own = _parameters(function)
+    leaves = {}
     for name, value in tensors.items():
         leaf = leaves[name] = own.get(name, value.clone())
         if leaf.is_floating_point():

@@ -158,7 +158,8 @@ class Book:
         self._counts[group, channel] += 1
         number = self._counts[group, channel]
         call = LoggedCall(made.op, group, number, len(self.steps), state, terms, source=made)
-        call.peer, call.channel = made.peer, channel
+        call.peer = made.peer
+        call.channel = channel
         self.steps.append((False, call))
         return call
 

@@ -67,7 +67,8 @@ def layouts(
         'tp=1,cp=3'
     """
     named = _named(dim_names)
-    known, required = named.dim_names, named.order_dims(dims_required) if dims_required else ()
+    known = named.dim_names
+    required = named.order_dims(dims_required) if dims_required else ()
     max_dims = len(known) if max_dims is None else max_dims
     bounds = {"min_dims": min_dims, "max_dims": max_dims, "min_size": min_size}
     bounds |= {"max_size": max_size, "max_ranks": max_ranks, "max_offset": max_offset}

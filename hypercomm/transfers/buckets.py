@@ -252,7 +252,8 @@ def split(lengths: tuple[int, ...], most: int) -> Iterator[Extent]:
     if not axis:
         yield (0,) * len(lengths), lengths
         return
-    length, rest = lengths[axis - 1], lengths[axis:]
+    length = lengths[axis - 1]
+    rest = lengths[axis:]
     count = -(-length // (most // inner))
     step = -(-length // count)
     for outer in product(*map(range, lengths[: axis - 1])):

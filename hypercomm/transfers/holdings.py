@@ -124,7 +124,8 @@ def describe_dtensor(
         LayoutError: A placement cannot be cut, the mesh has other ranks, or the local tensor has
             another shape than mesh and placements say.
     """
-    mesh, placements = tensor.device_mesh, tensor.placements
+    mesh = tensor.device_mesh
+    placements = tensor.placements
     coordinate = mesh.get_coordinate()
     members = () if coordinate is None else _members(mesh)  # a slice has no others
     fits = {*members} <= {*ranks} if is_numbered else len(members) <= len(ranks)
@@ -191,8 +192,10 @@ def spans_of(
 def _chunk(spans: Sequence[Span], count: int, at: int) -> list[Span]:
     """Return one of `count` chunks of the indices in some spans, cut by torch.chunk's rule."""
     sizes = chunk_sizes(sum(stop - start for start, stop in spans), [count])
-    first, last = sum(sizes[:at]), sum(sizes[: at + 1])
-    found, before = [], 0
+    first = sum(sizes[:at])
+    last = sum(sizes[: at + 1])
+    found = []
+    before = 0
     for start, stop in spans:
         begin = start + max(0, first - before)
         end = min(stop, start + last - before)
@@ -226,7 +229,8 @@ def assume(
                 f"{one.name!r} is a DTensor or fused, and its other end is on ranks that a fake "
                 f"world does not have; use run_ranks"
             )
-        mapping, counts = cuts[one.name], {axis: count for axis, _, count in one.cells}
+        mapping = cuts[one.name]
+        counts = {axis: count for axis, _, count in one.cells}
         whole = [length * counts.get(axis, 1) for axis, length in enumerate(one.shape)]
         for end, ranks in ((True, mapping.source_ranks), (False, mapping.target_ranks)):
             for rank in ranks:
@@ -310,7 +314,8 @@ def put_together(
             for box, start in regions:
                 boxes.setdefault(box, {})[rank] = start
         sources[name] = SourceTensor(next(iter(held.values())).dtype, tuple(map(sum, whole)), boxes)
-    targets, used = [], set()
+    targets = []
+    used = set()
     for name, held in sorted(_by_name(received, "into").items()):
         rank, one = next(iter(held.items()))
         parts = [name] if one.fused is None else one.fused[0]
@@ -456,7 +461,8 @@ def _fused(rank: int, held: Held, sources: Mapping[str, SourceTensor]) -> list[W
         return []
     parts, heads, axis = held.fused
     shard, count = next(((at, n) for on, at, n in held.cells if on == axis), (0, 1))
-    wanted, offset = [], 0
+    wanted = []
+    offset = 0
     for part, number in zip(parts, heads or [0] * len(parts), strict=True):
         whole = sources[part].whole
         if len(whole) != len(held.shape):

@@ -341,7 +341,8 @@ class Sharding:
         *,
         leaders: bool = False,
     ) -> None:
-        self.layout, self.stage = layout, stage
+        self.layout = layout
+        self.stage = stage
         self._axes = [tuple(filter(layout.dim_names.__contains__, dims)) for dims in cuts]
         taken = {*stage, *[dim for dims in self._axes for dim in dims]}
         self._copying = tuple([dim for dim in reversed(layout.dim_names) if dim not in taken])
@@ -781,7 +782,8 @@ class RankMapping:
             yield self._message(here, own, rank, rank)
         counts = [*map(len, choices), self.after.active]
         consumers = math.prod(counts)
-        replica, senders = self.before.replica_of(rank), self.before.active
+        replica = self.before.replica_of(rank)
+        senders = self.before.active
         first, last = (-(-turn * consumers // senders) for turn in (replica, replica + 1))
         for turn in range(first, last):
             *positions, receiver = digits_of(turn, counts)
@@ -793,7 +795,8 @@ class RankMapping:
     def _received_at(self, there: Cell, rank: int) -> Iterator[Message]:
         """Yield the messages with which a rank receives its cell."""
         choices = [cut.sources_of(shard) for cut, shard in zip(self.cuts, there, strict=True)]
-        own, replica = _cell_of(self.before, rank), self.after.replica_of(rank)
+        own = _cell_of(self.before, rank)
+        replica = self.after.replica_of(rank)
         for here in product(*choices):
             if here == own:
                 yield self._message(here, there, rank, rank)

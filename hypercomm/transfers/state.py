@@ -155,11 +155,11 @@ def transfer_state(
     try:
         start = as_int(start, "start", 0)
         how = _How(as_int(bucket_bytes, "bucket_bytes", LEAST_BUCKET), as_verified(verify), dtype)
-        own = _read(mapping, {True: state, False: into}, world.rank)
+        own = read_tensors(mapping, {True: state, False: into}, world.rank)
         key = (mapping, how, repr(shards), repr(fused), own.facts)
         plans = _plans.setdefault(world, {})
         kept = plans.get(key)
-        about = kept.about if kept else _describe(mapping, own, shards, fused or {}, world)
+        about = kept.about if kept else describe_tensors(mapping, own, shards, fused or {}, world)
         ready = None if kept is None else _Mover(own, kept, world, how, start)
     except BaseException as error:  # also from the caller's mappings, and from torch
         consent(world, mapping, "", error)
@@ -235,7 +235,7 @@ class _About:
     cuts: Mapping[str, RankMapping]
 
 
-def _read(mapping: RankMapping, given: Mapping[bool, object], rank: int) -> _Own:
+def read_tensors(mapping: RankMapping, given: Mapping[bool, object], rank: int) -> _Own:
     """Check the tensors of this rank. `given` has `state` by True, and `into` by False."""
     ends = {True: mapping.source_ranks, False: mapping.target_ranks}
     values = {
@@ -245,7 +245,8 @@ def _read(mapping: RankMapping, given: Mapping[bool, object], rank: int) -> _Own
     facts: list[object] = []
     for end, value in values.items():
         for name in sorted(value):
-            what, tensor = f"{_WHAT[end]}[{name!r}]", value[name]
+            what = f"{_WHAT[end]}[{name!r}]"
+            tensor = value[name]
             is_sharded = _is_dtensor(tensor)
             with torch.no_grad():
                 local = as_tensor(tensor.to_local() if is_sharded else tensor, what).detach()
@@ -275,7 +276,7 @@ def _is_dtensor(tensor: object) -> bool:
     return hasattr(tensor, "to_local")
 
 
-def _describe(
+def describe_tensors(
     mapping: RankMapping,
     own: _Own,
     shards: Mapping[str, Mapping[str, int]] | None,
@@ -346,8 +347,9 @@ def _match(patterns: Mapping[str, object], names: Sequence[str], what: str) -> d
     if unused:
         near = f", such as {names[0]!r}" if names else ""
         raise LayoutError(
-            f"the pattern {min(unused)!r} of {what} matches none of the {len(names)} parameters, "
-            f"or only those of earlier patterns{near}{did_you_mean(min(unused), names)}"
+            f"the pattern {min(unused)!r} of {what} matches no parameter, or only parameters that "
+            f"an earlier pattern matches; there are {len(names)}{near}"
+            f"{did_you_mean(min(unused), names)}"
         )
     return found
 
@@ -432,7 +434,7 @@ def _exchange_texts(
     if not world.has_store:
         return None
     head = json.dumps([digest, len(about.text)]).encode()
-    heads = [_read_json(one) for one in _gather(world, mapping, head, _HEAD_BYTES, own).values()]
+    heads = [read_json(one) for one in _gather(world, mapping, head, _HEAD_BYTES, own).values()]
     if digest and all(other == digest for other, _ in heads):
         return None
     return _gather(world, mapping, about.text, max(size for _, size in heads), own)
@@ -450,7 +452,8 @@ def _gather(
         ) from error
 
 
-def _read_json(block: bytes) -> Any:
+def read_json(block: bytes) -> Any:
+    """Return the value of a padded block of JSON."""
     return json.loads(block.rstrip(b"\0"))
 
 
@@ -458,7 +461,7 @@ def _plan(
     world: World, mapping: RankMapping, about: _About, texts: Mapping[int, bytes], how: _How
 ) -> _Kept:
     """Make the plan of this rank. All ranks raise the same error, or none does."""
-    every = {rank: _read_json(texts[rank]) for rank in sorted(texts)}
+    every = {rank: read_json(texts[rank]) for rank in sorted(texts)}
     sent, received = (
         {rank: from_rows(pair[end]) for rank, pair in every.items() if pair[end]} for end in (0, 1)
     )
@@ -653,7 +656,8 @@ class _Mover:
 
     def _compare(self, segment: Segment, buffer: Tensor) -> None:
         words = buffer.view(torch.int64)
-        found, expected = words[:-2].sum().item(), words[-2].item()
+        found = words[:-2].sum().item()
+        expected = words[-2].item()
         if found != expected and self.damage is None:
             self.damage = StateTransferError(
                 f"parameter {segment.name!r} was damaged between "
@@ -688,7 +692,8 @@ def _share_damage(world: World, mapping: RankMapping, own: _Own, mover: _Mover) 
     damage = mover.damage
     found = None if damage is None else [damage.bucket, str(damage)[:800]]
     blocks = {world.rank: json.dumps(found).encode()}
-    title, effect = "the end of a state", "the received data may be incomplete"
+    title = "the end of a state"
+    effect = "the received data may be incomplete"
     try:
         if world.has_store:
             blocks = _gather(world, mapping, blocks[world.rank], _DAMAGE_BYTES, own)
@@ -701,7 +706,7 @@ def _share_damage(world: World, mapping: RankMapping, own: _Own, mover: _Mover) 
         raise
     except CreationError as error:
         raise StateTransferError(str(error), bucket=mover.plan.buckets) from error
-    damages = [one for one in map(_read_json, blocks.values()) if one is not None]
+    damages = [one for one in map(read_json, blocks.values()) if one is not None]
     if damages:
         bucket, text = min(damages)
         raise StateTransferError(text, bucket=bucket)

@@ -8,7 +8,7 @@ deadlock.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 
@@ -28,7 +28,7 @@ from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.options import as_verified
 from hypercomm.process_groups.world import World, current
 from hypercomm.transfers.exchange import consent, details, gather, post, tag_of
-from hypercomm.transfers.holdings import describe_plain, lengths_of, misfit, name_of
+from hypercomm.transfers.holdings import Held, describe_plain, lengths_of, misfit, name_of
 from hypercomm.transfers.mapping import Message, RankMapping, chunk_sizes, resolve_axes
 
 Shape = tuple[int, ...]
@@ -195,7 +195,8 @@ def transfer(
 
 @lru_cache(maxsize=128)
 def _role(mapping: RankMapping, rank: int) -> _Role:
-    is_source, is_target = rank in mapping.source_ranks, rank in mapping.target_ranks
+    is_source = rank in mapping.source_ranks
+    is_target = rank in mapping.target_ranks
     siblings = mapping.broadcast_siblings(rank) if is_target else ()
     sends = mapping.sends(rank) if is_source else ()
     return _Role(is_source, siblings, sends, mapping.receives(rank) if is_target else ())
@@ -359,14 +360,8 @@ def _fit(mapping: RankMapping, blocks: tuple[tuple[int, bytes], ...]) -> tuple[R
     for rank, offer in offers.items():
         if offer.refusal:
             raise CreationError(f"nothing was sent: rank {rank} failed: {offer.refusal}")
-    sent, into = (
-        {
-            rank: describe_plain("tensor", offers[rank].dtype, shape, mapping, rank, is_source=end)
-            for rank in ranks
-            if (shape := offers[rank].sent if end else offers[rank].buffer) is not None
-        }
-        for end, ranks in ((True, mapping.source_ranks), (False, mapping.target_ranks))
-    )
+    sent = _described(mapping, offers, is_source=True)
+    into = _described(mapping, offers, is_source=False)
     first, one = next(iter(sent.items()))
     for rank, other in chain(sent.items(), into.items()):
         if (len(other.shape), other.dtype) != (len(one.shape), one.dtype):
@@ -374,10 +369,12 @@ def _fit(mapping: RankMapping, blocks: tuple[tuple[int, bytes], ...]) -> tuple[R
                 f"rank {first} has {one.shape} of torch.{one.dtype}, and rank {rank} has "
                 f"{other.shape} of torch.{other.dtype}"
             )
-    here, there = lengths_of("tensor", sent), lengths_of("tensor", into) if into else None
+    here = lengths_of("tensor", sent)
+    there = lengths_of("tensor", into) if into else None
     axes = resolve_axes(mapping.cuts, len(one.shape))
     counts = {axis: cut.target for axis, cut in zip(axes, mapping.cuts, strict=True)}
-    whole, sizes = [], []
+    whole = []
+    sizes = []
     for axis, lengths in enumerate(here):
         source = tuple(lengths[shard] for shard in sorted(lengths))
         rule = _by_rule(source, counts.get(axis, 1))
@@ -394,6 +391,21 @@ def _fit(mapping: RankMapping, blocks: tuple[tuple[int, bytes], ...]) -> tuple[R
                 f"{receiver} has {buffer.shape}"
             )
     return attrs.evolve(mapping, sizes=[sizes[axis] for axis in axes]), tuple(whole)
+
+
+def _described(
+    mapping: RankMapping, offers: Mapping[int, _Offer], *, is_source: bool
+) -> dict[int, Held]:
+    """Describe the part of each source rank, or the buffer of each target rank that has one."""
+    found = {}
+    for rank in mapping.source_ranks if is_source else mapping.target_ranks:
+        offer = offers[rank]
+        shape = offer.sent if is_source else offer.buffer
+        if shape is not None:
+            found[rank] = describe_plain(
+                "tensor", offer.dtype, shape, mapping, rank, is_source=is_source
+            )
+    return found
 
 
 def _by_rule(sizes: Sequence[int], count: int) -> tuple[int, ...]:
@@ -422,7 +434,8 @@ def _sizes_from_own(
     shape = offer.sent if offer.sent is not None else offer.buffer
     if shape is None:
         raise LayoutError("a rank of neither stage has no shapes")
-    exact, whole = mapping, list(shape)
+    exact = mapping
+    whole = list(shape)
     axes = resolve_axes(mapping.cuts, len(shape))
     for number, (axis, cut) in enumerate(zip(axes, mapping.cuts, strict=True)):
         if mapping.sizes:

@@ -1,7 +1,8 @@
 """The megatron-core release whose behaviour the compatibility layer follows.
 
-It is the one that is installed, the newest known one if none is installed, or what `set` says.
-Every name and argument of all releases exists in any case. `CHANGES` lists what differs.
+`set` chooses it. The default is the installed release, or the newest known one if megatron-core is
+not installed. All names and arguments of all releases always exist. `CHANGES` lists differences in
+behaviour.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Version: TypeAlias = tuple[int, int, int]
 
 OLDEST: Version = (0, 16, 0)
 NEWEST: Version = (0, 20, 0)
-"""The oldest and the newest megatron-core whose names and behaviour are known here."""
+"""The oldest and the newest supported megatron-core."""
 
 CHANGES: dict[str, Version] = {
     # A field of a collection that was not set is None. Before: an AttributeError.
@@ -29,7 +30,7 @@ CHANGES: dict[str, Version] = {
     # request 6868). Before: after tp. Pull request 6886 will fold cp into the GTP peers.
     "cp_before_gtp_remat": (0, 20, 0),
 }
-"""The behaviours that contradict between releases, with the first release that has the new one."""
+"""Changes of behaviour between releases, with the first release that has the new behaviour."""
 
 _FORM = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.?(?:a|b|rc|dev|post|\+).*)?", re.ASCII)
 _NUMBER = re.compile(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d+)", re.MULTILINE)
@@ -38,7 +39,7 @@ _chosen: Version | None = None
 
 
 def get() -> str:
-    """Return the release that is followed.
+    """Return the release in use.
 
     Example:
         >>> set("0.16.1")
@@ -49,15 +50,15 @@ def get() -> str:
     return ".".join(map(str, current()))
 
 
-def set(version: str | None) -> None:  # noqa: A001 - `version.set(...)` is how it is called
-    """Follow another release from now on; states that are initialised keep theirs.
+def set(version: str | None) -> None:  # noqa: A001 - callers write `version.set(...)`
+    """Choose the release to follow from now on. Initialised states keep theirs.
 
     Args:
-        version: Such as "0.16.1" or "0.19"; None for the one that is installed, or the newest. A
-            release candidate counts as its release.
+        version: A release such as "0.16.1" or "0.19", or None for the default. A release candidate
+            counts as its release.
 
     Raises:
-        ConfigurationError: It is not a version, or one that is not known here.
+        ConfigurationError: It is not a version, or it is not supported.
     """
     global _chosen  # noqa: PLW0603 - one setting for the process
     if version is None:
@@ -66,32 +67,33 @@ def set(version: str | None) -> None:  # noqa: A001 - `version.set(...)` is how 
         found = _FORM.fullmatch(version)
         if found is None:
             raise ConfigurationError(
-                f"version must be one of megatron-core, such as '0.16.1' or '0.19', got {version!r}"
+                f"version must be a megatron-core release such as '0.16.1' or '0.19', got "
+                f"{version!r}"
             )
         major, minor, patch = (int(number or 0) for number in found.groups())
         if not OLDEST[:2] <= (major, minor) <= NEWEST[:2]:
             known = " to ".join(f"{first}.{second}" for first, second, _ in (OLDEST, NEWEST))
             raise ConfigurationError(
-                f"hypercomm knows megatron-core {known}, got version {version!r}"
+                f"hypercomm supports megatron-core {known}, got version {version!r}"
             )
         _chosen = major, minor, patch
     changes.cache_clear()
 
 
 def current() -> Version:
-    """Return the release that is followed, as numbers."""
+    """Return the release in use, as numbers."""
     return _chosen or installed() or NEWEST
 
 
 @functools.cache
 def changes() -> frozenset[str]:
-    """Return the `CHANGES` of the release that is followed."""
+    """Return the `CHANGES` that apply to the release in use."""
     release = current()
     return frozenset(change for change, first in CHANGES.items() if release >= first)
 
 
 def installed() -> Version | None:
-    """Return the version of the megatron-core that can be imported, without importing it."""
+    """Return the version of the installed megatron-core without importing it, or None."""
     folder = source_folder()
     if folder is None:
         return None
@@ -103,9 +105,9 @@ def installed() -> Version | None:
 
 
 def source_folder() -> Path | None:
-    """Return the folder of the megatron-core that can be imported, or None."""
+    """Return the folder of the installed megatron-core, or None."""
     try:
         spec = importlib.util.find_spec("megatron.core")
-    except Exception:  # noqa: BLE001 - a package that cannot be imported is not there
+    except Exception:  # noqa: BLE001 - a package that cannot be imported counts as not installed
         return None
     return None if spec is None or spec.origin is None else Path(spec.origin).parent

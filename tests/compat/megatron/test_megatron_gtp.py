@@ -232,7 +232,7 @@ def test_generator(release):
         tp=2, ep=1, dp=1, pp=1, cp=1, order="tp-gtp_remat", gtp_remat=2
     )
     assert generator.get_gtp_ranks(2) == generator.get_ranks("gtp_remat") == [[0, 2], [1, 3]]
-    with pytest.raises(AssertionError, match="gtp_remat_size must be that of the generator, 2"):
+    with pytest.raises(AssertionError, match="must be the generator's gtp_remat=2, got 1"):
         generator.get_gtp_ranks(1)
     alone = parallel_state.RankGenerator(tp=2, ep=1, dp=1, pp=1, cp=1, order="tp", rank_offset=4)
     if release != "0.16.1":

@@ -223,7 +223,7 @@ def test_the_world():
             "zero_hpz_partition_size=8 is ignored: it needs ZeRO stage 3",
         ),
         ("vllm serve m -tp 2 -pp 2 --enable-expert-parallel", "the experts have no layout here"),
-        ("vllm serve m -tp 2 -cp 2", "cp=2 is not a size of vllm layouts; cp=1 would fit"),
+        ("vllm serve m -tp 2 -cp 2", "vllm layouts do not have cp=2; cp=1 would fit"),
     ],
 )
 def test_what_is_ignored(text, problem):
