@@ -153,7 +153,7 @@ class RankLayout:
     ) -> None:
         if isinstance(shape, RankLayout):
             if rank_offset or dims or any(one is not None for one in (dim_names, strides, ranks)):
-                raise LayoutError(f"{shape!r} already has dims and ranks: leave out the others")
+                raise LayoutError(f"{shape!r} already has dims and ranks; omit the other arguments")
             infer_sizes(shape.sizes, world_size)
             self._set(shape.shape, shape.dim_names, shape.strides, shape._map)
             return

@@ -32,7 +32,7 @@ def consent(
     """Wait until all ranks of a transfer have joined and propose the same one.
 
     Args:
-        world: The world whose ranks the mapping has.
+        world: The world of the ranks in the mapping.
         mapping: The mapping of the transfer.
         tensor: A description of the data that is identical on all ranks.
         refusal: The error that keeps this rank from taking part. The other ranks raise it, and
@@ -118,7 +118,7 @@ def gather(
     rank sends all blocks that it has to one rank, and receives as many from another.
 
     Args:
-        world: The world whose ranks the mapping has.
+        world: The world of the ranks in the mapping.
         mapping: The mapping of the transfer.
         block: The block of this rank.
         size: The size of the longest block, the same on all ranks.

@@ -112,7 +112,7 @@ def transfer_state(
         verify: Whether each segment is sent with a checksum, which the receiver compares. If one
             differs, every rank raises at the end. All ranks must pass the same value. Default: the
             environment variable HYPERCOMM_VERIFY, "0" or "1".
-        world: The world whose ranks the mapping has. Default: the world of WORLD.
+        world: The world of the ranks in the mapping. Default: the world of WORLD.
 
     Returns:
         The number of buckets, or None on a rank of neither layout.
@@ -130,7 +130,7 @@ def transfer_state(
 
     Every rank computes the whole plan, once for the same parameters. This takes time proportional
     to the number of parameters and target ranks. `transfer` explains devices and backends. In a
-    fake or simulated world, all ranks are taken to hold even shards of plain tensors.
+    fake or simulated world, plain tensors are assumed to be even shards.
 
     Example:
         >>> from hypercomm import RankLayout
@@ -683,7 +683,7 @@ def _reason(error: BaseException) -> str:
 def _advice(world: World) -> str:
     """Return the advice for all ranks after lost communication."""
     if world.parts:
-        return f"call world.rejoin() on all ranks of world {world.name!r}"
+        return "call world.rejoin() on all ranks"
     return "initialise torch.distributed again"
 
 

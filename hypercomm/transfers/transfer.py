@@ -122,7 +122,7 @@ def transfer(
             Every rank raises if two differ, if one rejects its arguments or leaves, or if one has
             not joined by the timeout of WORLD. All ranks must pass the same value. Default: the
             environment variable HYPERCOMM_VERIFY, "0" or "1".
-        world: The world whose ranks the mapping has. Default: the world of WORLD.
+        world: The world of the ranks in the mapping. Default: the world of WORLD.
 
     Returns:
         The received tensor on a target rank, None on other ranks.

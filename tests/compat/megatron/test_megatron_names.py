@@ -358,6 +358,6 @@ def test_arguments_by_place(release, flags):
         ):
             assert getter(True) == getter(**{first: True})
             assert getter(False) == getter(**{first: False})
-        with pytest.raises(TypeError, match="without a name"):
+        with pytest.raises(TypeError, match="by position"):
             ours.get_data_parallel_group(True, True, True, True)
         ours.destroy_model_parallel()
