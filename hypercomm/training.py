@@ -1,4 +1,4 @@
-"""Gradients of a model on many ranks: their norm, with each element counted once, and clipping."""
+"""The norm of a model's gradients over many ranks, and gradient clipping."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from hypercomm.process_groups import torch_internals as torchdist
 __all__ = ["clip_grad_norm_", "grad_norm"]
 
 Cut = GridDims | None
-"""The dims along which ranks hold different elements of a parameter; None: none of them."""
+"""The dims along which ranks have different elements of a parameter, or None."""
 
 Parameters = Mapping[Cut, Tensor | Iterable[Tensor]]
 
 
 def grad_norm(parameters: Parameters, norm_type: float = 2.0) -> Tensor:
-    """Return the norm of all gradients of a model, as one process with the whole model would.
+    """Return the norm of all gradients of a model, like one process with the whole model.
 
-    Gradients must have been averaged over data parallel ranks before: ranks that differ only in
-    dims that are not named for a parameter hold the same gradient, which counts once.
+    Each element counts once. Gradients must already be averaged over data parallel ranks, because
+    ranks that differ only in dims that do not cut a parameter must have the same gradient.
 
     Args:
         parameters: The calling rank's parameters, by the dims that cut them: `grid["tp", "pp"]`
-            for layers that tensor parallelism splits, `grid["pp"]` for those that it replicates,
+            for layers that tensor parallelism splits, `grid["pp"]` for layers that it replicates,
             `grid.view("expert")["ep", "pp"]` for experts, and None for parameters that no dim cuts,
-            which every rank of the grid has. Every rank must give the same dims in the same order,
-            with an empty list if it has no such parameters. Of a DTensor, such as FSDP2's, the
-            local part counts: name the dims of its mesh that shard it, too.
-        norm_type: The p of the p-norm, larger than 0; `math.inf` for the largest element.
+            which every rank of the grid has. Every rank must pass the same dims in the same order,
+            with an empty list if it has no such parameters. For a DTensor, such as a parameter of
+            FSDP2, also name the dims of its mesh that shard it, because its local part counts.
+        norm_type: The p of the p-norm, larger than 0. `math.inf` gives the largest element.
 
     Returns:
-        A tensor without dims in float64, the same on all ranks. The norm of each gradient is
-        computed in its dtype, or in float32 if that is narrower.
+        A float64 tensor without dims, equal on all ranks. The norm of each gradient is computed in
+        the dtype of the gradient, but at least in float32.
 
     Raises:
         GroupOptionsError: `parameters` or `norm_type` is wrong, or the dims of a DTensor are not
-            those that shard it.
-        RankOutsideError: The calling rank is in none of the groups.
+            the dims that shard it.
+        RankOutsideError: The calling rank is not in the grid.
 
     Example:
         >>> from hypercomm import HyperCommGrid
@@ -62,18 +62,20 @@ def grad_norm(parameters: Parameters, norm_type: float = 2.0) -> Tensor:
 def clip_grad_norm_(parameters: Parameters, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale all gradients of a model so that their norm is at most `max_norm`.
 
-    Does over all ranks what `torch.nn.utils.clip_grad_norm_` does in one process.
+    This is `torch.nn.utils.clip_grad_norm_` over all ranks.
 
     Args:
-        parameters: As for `grad_norm`; those that no dim cuts have the key None.
+        parameters: The calling rank's parameters, by the dims that cut them, or by None. See
+            `grad_norm`.
         max_norm: The largest norm, at least 0.
-        norm_type: As for `grad_norm`.
+        norm_type: The p of the p-norm, larger than 0. `math.inf` gives the largest element.
 
     Returns:
-        The norm before, as `grad_norm` does.
+        The norm before scaling. See `grad_norm`.
 
     Raises:
-        GroupOptionsError, RankOutsideError: As for `grad_norm`; or `max_norm` is negative.
+        GroupOptionsError: `max_norm` is negative, or `grad_norm` rejects an argument.
+        RankOutsideError: The calling rank is not in the grid.
 
     Example:
         >>> from hypercomm import HyperCommGrid
@@ -85,18 +87,18 @@ def clip_grad_norm_(parameters: Parameters, max_norm: float, norm_type: float = 
         >>> norm.item(), [round(each, 3) for each in bias.grad.tolist()]
         (5.0, [0.6, 0.8])
 
-    Source: the factor is that of torch 2.13's `torch.nn.utils.clip_grads_with_norm_`.
+    Source: the factor of torch 2.13's `torch.nn.utils.clip_grads_with_norm_`.
     """
     if not max_norm >= 0:
         raise GroupOptionsError(
             f"max_norm must be a number of at least 0, got {short_repr(max_norm)}"
         )
-    cuts = _gradients(parameters)  # once: they may be iterators
+    cuts = _gradients(parameters)  # reads iterators only once
     norm = _norm(cuts, norm_type)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for _, gradients in cuts:
         for gradient in gradients:
-            gradient.mul_(factor.to(gradient.device))  # rounded once, to the gradient's dtype
+            gradient.mul_(factor.to(gradient.device))  # rounds once, to the gradient's dtype
     return norm
 
 
@@ -106,12 +108,12 @@ def _norm(cuts: Sequence[tuple[Cut, Sequence[Tensor]]], norm_type: float) -> Ten
             f"norm_type must be a number larger than 0, got {short_repr(norm_type)}"
         )
     devices = [one.device for _, gradients in cuts for one in gradients]
-    # Other ranks may have float64 where this one has none; Apple's GPUs lack it.
+    # float64, because other ranks may have float64 gradients. Apple's GPUs do not support it.
     is_narrow = bool(devices) and devices[0].type == "mps"
     dtype = torch.float32 if is_narrow else torch.float64
     total = torch.zeros((), dtype=dtype, device=devices[0] if devices else None)
     for cut, gradients in cuts:
-        # an empty gradient, of an uneven shard, has no largest element
+        # An empty gradient, from an uneven shard, has no largest element.
         norms = [_norm_of(one, norm_type).to(total) for one in gradients if one.numel()]
         part = _norm_of(torch.stack([torch.zeros_like(total), *norms]), norm_type)
         if cut is not None and cut.size > 1:
@@ -121,16 +123,16 @@ def _norm(cuts: Sequence[tuple[Cut, Sequence[Tensor]]], norm_type: float) -> Ten
 
 
 def _norm_of(values: Tensor, norm_type: float) -> Tensor:
-    """Return the norm in the dtype of the values, or in float32 if that is narrower."""
+    """Return the norm in the dtype of the values, but at least in float32."""
     dtype = torch.promote_types(values.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(values, norm_type, dtype=dtype)
     return norm
 
 
 def _over(cut: GridDims, part: Tensor, norm_type: float) -> Tensor:
-    """Join the norms of a group's members, in float64 on one device."""
+    """Return the norm over a group from the norms of its members, in float64."""
     part = part.to(torchdist.device_type(cut.group), torch.float64)
-    if math.isinf(norm_type):  # the largest of some numbers may hide a NaN
+    if math.isinf(norm_type):  # ReduceOp.MAX may ignore a NaN
         found = torch.stack([part.nan_to_num(0.0, math.inf), part.isnan().to(part.dtype)])
         dist.all_reduce(found, dist.ReduceOp.MAX, group=cut.group)
         return torch.where(found[1] > 0, torch.full_like(part, math.nan), found[0])
@@ -140,7 +142,7 @@ def _over(cut: GridDims, part: Tensor, norm_type: float) -> Tensor:
 
 
 def _gradients(parameters: Parameters) -> list[tuple[Cut, list[Tensor]]]:
-    """Return the gradients that this rank has, by the dims that cut them."""
+    """Return the gradients of this rank, by the dims that cut them."""
     if not isinstance(parameters, Mapping):
         raise GroupOptionsError(
             f"parameters must map dims to parameters, as in {{grid['tp']: layer.parameters()}}, "
@@ -159,27 +161,28 @@ def _gradients(parameters: Parameters) -> list[tuple[Cut, list[Tensor]]]:
 
 
 def _local(cut: Cut, gradient: Tensor) -> Tensor:
-    """Return the part of a gradient on this rank; a DTensor knows along which dims it is cut."""
+    """Return this rank's part of a gradient, after comparing `cut` with a DTensor's placements."""
     if not hasattr(gradient, "to_local"):
         return gradient.detach()
     dtensor: Any = gradient
     mesh = dtensor.device_mesh
     group = mesh.get_group(0)
-    rank = dist.get_global_rank(group, group.rank())  # in the world of the mesh
+    rank = dist.get_global_rank(group, group.rank())  # the rank in the world of the mesh
     named = {rank} if cut is None else {*cut.ranks}
     for at, placement in enumerate(dtensor.placements):
         dim = (mesh.mesh_dim_names or range(mesh.ndim))[at]
         others = {*dist.get_process_group_ranks(mesh.get_group(at))} - {rank}
         if others and placement.is_partial():
             raise GroupOptionsError(
-                f"a gradient is not summed over {dim!r} yet (its placement is {placement}); "
+                f"a gradient has placement {placement} over {dim!r}, so it is not summed yet; "
                 f"redistribute it first"
             )
         is_whole = placement.is_replicate()
-        if (others & named) if is_whole else (others - named):
+        wrong = others & named if is_whole else others - named
+        if wrong:
             raise GroupOptionsError(
                 f"a gradient is {'whole' if is_whole else 'cut'} along {dim!r}, but its parameter "
-                f"is given under dims {() if cut is None else cut.dims}; name the dims that cut it"
+                f"has the key {() if cut is None else cut.dims}; name the dims that cut it"
             )
     local: Tensor = dtensor.to_local()
     return local.detach()

@@ -1,4 +1,4 @@
-"""Other people's names, on top of grids: legacy code changes an import, or nothing at all."""
+"""The names of other packages on top of grids, for programs written for these packages."""
 
 from hypercomm.lazy import attributes
 

@@ -1,4 +1,4 @@
-"""Makes import paths of another package resolve to modules of ours."""
+"""Makes import paths of another package resolve to modules of hypercomm."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from hypercomm.errors import StateError
 
 
 def install(homes: Mapping[str, str], packages: Sequence[str], loaded: str) -> bool:
-    """Make import paths resolve to modules of ours, from their next import on.
+    """Make import paths resolve to modules of hypercomm, from their next import on.
 
     Args:
-        homes: Our module for each path.
-        packages: The packages of these paths, outermost first; an empty one is made for each that
-            is not installed.
+        homes: The module of hypercomm for each path.
+        packages: The packages of these paths, outermost first. Packages that are not installed are
+            created empty.
         loaded: The package that must not have been imported yet.
 
     Returns:
-        Whether this call did it, rather than an earlier one.
+        True, or False if an earlier call has done so.
 
     Raises:
-        StateError: `loaded` was imported before; nothing was changed.
+        StateError: `loaded` was imported before. Nothing was changed.
     """
     if any(isinstance(finder, _Aliases) and finder.homes == homes for finder in sys.meta_path):
         return False
     if loaded in sys.modules:
         raise StateError(
-            f"{loaded} was imported before install(), and what it imported cannot be replaced; "
+            f"{loaded} was imported before install(), so its modules cannot be replaced any more; "
             f"call install() before the first import of {loaded}"
         )
     for package in filter(_is_missing, packages):
@@ -48,12 +48,12 @@ def install(homes: Mapping[str, str], packages: Sequence[str], loaded: str) -> b
 def _is_missing(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is None
-    except Exception:  # noqa: BLE001 - it is there, and its parent raises when it is imported
+    except Exception:  # noqa: BLE001 - it is installed, but importing its parent raises
         return False
 
 
 class _Aliases(MetaPathFinder, Loader):
-    """Finds modules of ours under other paths."""
+    """Finds modules of hypercomm under other paths."""
 
     def __init__(self, homes: Mapping[str, str]) -> None:
         self.homes = homes
@@ -64,11 +64,11 @@ class _Aliases(MetaPathFinder, Loader):
         if fullname not in self.homes:
             return None
         spec = ModuleSpec(fullname, self)
-        # Also the finders of editable installs.
+        # Includes the finders of editable installs.
         others = (finder for finder in sys.meta_path if finder is not self)
         found = (finder.find_spec(fullname, path, target) for finder in others)
         theirs = next(filter(None, found), None)
-        if theirs is not None:  # its submodules, such as ezpz.tp.layers, stay importable
+        if theirs is not None:  # submodules, such as ezpz.tp.layers, stay importable
             spec.submodule_search_locations = theirs.submodule_search_locations
         return spec
 
@@ -76,7 +76,7 @@ class _Aliases(MetaPathFinder, Loader):
         module = importlib.import_module(self.homes[spec.name])
         spec.loader_state = module.__spec__
         own = list(getattr(module, "__path__", []))
-        if own:  # importlib sets the path of a module that has none
+        if own:  # importlib sets the path of other modules
             theirs = spec.submodule_search_locations or []
             module.__path__ = list(dict.fromkeys([*own, *theirs]))
         return module

@@ -1,6 +1,6 @@
-"""DeepSpeed on a grid: an `mpu`, and a `ProcessTopology` made from a layout.
+"""DeepSpeed on a grid: an `mpu`, and a `ProcessTopology` of a layout.
 
-DeepSpeed itself is imported only when a topology is made.
+DeepSpeed is imported only to make a topology.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import importlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -32,49 +32,60 @@ _ALONE = "deepspeed.alone"
 """The name of the group of one rank, for roles without dims."""
 
 
-_NAMES = {
-    "tensor_model": ("tp",),
-    "slice": ("tp",),
-    "pipeline_model": ("pp",),
-    "pipe": ("pp",),
-    "model": ("tp", "pp"),
-    "data": ("dp",),
-    "sequence": ("sp",),
-    "sequence_data": ("sp", "dp"),
-}
-"""The roles that make a group, by DeepSpeed's names of it."""
-
-_FACTS: dict[str, tuple[str, Callable[[ProcessGroup], Any]]] = {
-    "group": ("the calling rank's", lambda group: group),
-    "rank": ("the calling rank's position in its", lambda group: group.rank()),
-    "world_size": ("the size of the", lambda group: group.size()),
-    "src_rank": ("the first rank of the", lambda group: dist.get_process_group_ranks(group)[0]),
-}
-"""What DeepSpeed asks about a group, with the words for it."""
+_TP = ("tp",)
+_PP = ("pp",)
+_MODEL = ("tp", "pp")
+_DP = ("dp",)
+_SP = ("sp",)
+_SP_DP = ("sp", "dp")
+_SPANS = (_TP, _PP, _MODEL, _DP, _SP, _SP_DP)
+"""The roles whose dims a group spans, in the order of creation."""
 
 
-def _method(roles: tuple[str, ...], fact: str) -> Callable[[Mpu], Any]:
-    words, answer = _FACTS[fact]
+def _group(roles: tuple[str, ...]) -> Callable[[Mpu], ProcessGroup]:
+    def get(self: Mpu) -> ProcessGroup:
+        return self._find(roles)
 
-    def get(self: Mpu) -> Any:
-        return answer(self._find(roles))
+    get.__doc__ = f"Return the calling rank's {' x '.join(roles)} group."
+    return get
 
-    get.__doc__ = f"Return {words} {' x '.join(roles)} group."
+
+def _rank(roles: tuple[str, ...]) -> Callable[[Mpu], int]:
+    def get(self: Mpu) -> int:
+        return self._find(roles).rank()
+
+    get.__doc__ = f"Return the calling rank's position in its {' x '.join(roles)} group."
+    return get
+
+
+def _size(roles: tuple[str, ...]) -> Callable[[Mpu], int]:
+    def get(self: Mpu) -> int:
+        return self._find(roles).size()
+
+    get.__doc__ = f"Return the size of the {' x '.join(roles)} group."
+    return get
+
+
+def _first(roles: tuple[str, ...]) -> Callable[[Mpu], int]:
+    def get(self: Mpu) -> int:
+        return dist.get_process_group_ranks(self._find(roles))[0]
+
+    get.__doc__ = f"Return the first rank of the {' x '.join(roles)} group."
     return get
 
 
 def _read_roles(layout: RankLayout, given: Mapping[str, Dims]) -> dict[str, tuple[str, ...]]:
-    """Return the dims of each role; dims that the layout lacks have size 1 and are left out.
+    """Return the dims of each role, without dims that the layout does not have.
 
     Args:
         layout: The layout with the dims.
         given: The dims of each role, by the name of the argument.
 
     Returns:
-        For each role its dims, in the order of the layout.
+        The dims of each role, in the order of the layout.
 
     Raises:
-        LayoutError: An argument is not a dim, a dim has two roles, or one larger than 1 has none.
+        LayoutError: An argument is not a dim, a dim has two roles, or a dim larger than 1 has none.
 
     Example:
         >>> layout = RankLayout("tp=2,cp=2,dp=4")
@@ -88,7 +99,7 @@ def _read_roles(layout: RankLayout, given: Mapping[str, Dims]) -> dict[str, tupl
             parts = ", ".join(f"{part}={short_repr(dims)}" for part, dims in given.items())
             raise LayoutError(
                 f"dim {name!r} of size {size} has no role in {parts}, so DeepSpeed would not "
-                f"keep its ranks equal; name it in one, as in dp=('dp', {name!r})"
+                f"keep its ranks equal; add it to a role, as in dp=('dp', {name!r})"
             )
     return {
         part: tuple(name for name in layout.dim_names if name in names)
@@ -97,33 +108,34 @@ def _read_roles(layout: RankLayout, given: Mapping[str, Dims]) -> dict[str, tupl
 
 
 class Mpu:
-    """A grid's process groups under the names that DeepSpeed asks an `mpu` for.
+    """The process groups of a grid under the names that DeepSpeed needs of an `mpu`.
 
     Every rank of the grid must make one, in the same order as its other groups. Missing groups are
-    created, all or none. The grid owns them, and each method looks them up in it, so it raises
-    after the grid is destroyed, and on ranks outside (RankOutsideError). Model parallel is tp x pp.
-    ZeRO shards and reduces over sp x dp, and divides by dp alone, so that the losses of the sp
-    ranks are parts of one.
+    created, all or none. The grid owns the groups. Methods look them up in the grid, so they raise
+    after the grid is destroyed, and RankOutsideError on ranks outside the grid. Model parallel is
+    tp x pp. ZeRO shards and reduces over sp x dp, and divides by the size of dp, so the loss of an
+    sp rank must be its part of the loss.
 
-    DeepSpeed derives some groups itself. For the groups of its MoE layers tp must be the fastest
-    dim and pp the slowest. ZeRO-3 shards over dp alone, unless
-    `deepspeed.zero.Init(data_parallel_group=...)` is given the sequence data parallel group.
+    DeepSpeed derives some groups itself. For the groups of its MoE layers, tp must be the fastest
+    varying dim and pp the slowest. ZeRO-3 shards over dp alone, unless
+    `deepspeed.zero.Init(data_parallel_group=...)` has the sequence data parallel group.
 
     Args:
         grid: A grid, or a view of one.
-        tp: The dim, or dims, over which tensors are split. A dim that the grid lacks has size 1.
-        pp: The same of pipeline stages.
-        dp: The same of replicas, each with different data.
-        sp: The same of parts of a sequence (Ulysses).
+        tp: The dim or dims of tensor parallelism. Dims that the grid does not have count as dims of
+            size 1.
+        pp: The dim or dims of pipeline stages.
+        dp: The dim or dims of replicas, which process different data.
+        sp: The dim or dims of the parts of a sequence (Ulysses).
 
     Attributes:
         grid: The grid.
         roles: The dims of each role, by argument.
 
     Raises:
-        LayoutError: An argument is not a dim, a dim has two roles, or one larger than 1 has none.
-        CreationError, GroupOptionsError, NotInitializedError, GridDestroyedError: As for
-            `create_pgs`; nothing was created.
+        LayoutError: An argument is not a dim, a dim has two roles, or a dim larger than 1 has none.
+        CreationError, GroupOptionsError, NotInitializedError, GridDestroyedError: `create_pgs`
+            raised it. No group was created.
 
     Example:
         >>> from hypercomm import HyperCommGrid
@@ -136,8 +148,8 @@ class Mpu:
         True
 
     Source: DeepSpeed 0.19.8, `deepspeed/utils/groups.py` and `utils/bwc.py`, and Megatron-DeepSpeed
-    at 4efb479, `megatron/core/parallel_state.py`. There is no `initialize_sequence_parallel`: it
-    makes DeepSpeed treat an mpu as one without model parallel.
+    at 4efb479, `megatron/core/parallel_state.py`. There is no `initialize_sequence_parallel`,
+    because DeepSpeed assumes that an mpu with this function has no model parallel.
     """
 
     def __init__(
@@ -155,7 +167,7 @@ class Mpu:
         held = {(key.dims, key.name) for key in grid.pgs}
         missing = [
             GroupRequest(dims, name=name, derive=_each_alone if name else None)
-            for dims, name in dict.fromkeys(map(self._key, _NAMES.values()))
+            for dims, name in dict.fromkeys(map(self._key, _SPANS))
             if (dims, name) not in held
         ]
         grid.create_pgs(missing, share="identical")
@@ -166,28 +178,56 @@ class Mpu:
         group = self.grid.get_pg(dims, name=name)
         if group is None:
             raise RankOutsideError(
-                f"rank {dist.get_rank()} is not in the grid {self.grid.layout}, and has no groups "
-                f"of it; call grid.is_current_rank_in_grid() first"
+                f"rank {dist.get_rank()} is not in the grid {self.grid.layout}, so it has none of "
+                f"its groups; call grid.is_current_rank_in_grid() first"
             )
         return group
 
     def _key(self, parts: tuple[str, ...]) -> tuple[tuple[str, ...], str | None]:
-        """Return the dims and the name of a group; without dims each rank is a group."""
+        """Return the dims and the name of a group. Without dims, each rank is a group."""
         names = {name for part in parts for name in self.roles[part]}
         dims = tuple(name for name in self.grid.dim_names if name in names)
         return (dims, None) if dims else (tuple(self.grid.dim_names[:1]), _ALONE)
 
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Callable[[], Any]:
-            """Return a method that is generated below the class."""
+    get_tensor_model_parallel_group = _group(_TP)
+    get_tensor_model_parallel_rank = _rank(_TP)
+    get_tensor_model_parallel_world_size = _size(_TP)
+    get_tensor_model_parallel_src_rank = _first(_TP)
+    get_slice_parallel_group = _group(_TP)
+    get_slice_parallel_rank = _rank(_TP)
+    get_slice_parallel_world_size = _size(_TP)
+    get_slice_parallel_src_rank = _first(_TP)
+    get_pipeline_model_parallel_group = _group(_PP)
+    get_pipeline_model_parallel_rank = _rank(_PP)
+    get_pipeline_model_parallel_world_size = _size(_PP)
+    get_pipeline_model_parallel_src_rank = _first(_PP)
+    get_pipe_parallel_group = _group(_PP)
+    get_pipe_parallel_rank = _rank(_PP)
+    get_pipe_parallel_world_size = _size(_PP)
+    get_pipe_parallel_src_rank = _first(_PP)
+    get_model_parallel_group = _group(_MODEL)
+    get_model_parallel_rank = _rank(_MODEL)
+    get_model_parallel_world_size = _size(_MODEL)
+    get_model_parallel_src_rank = _first(_MODEL)
+    get_data_parallel_group = _group(_DP)
+    get_data_parallel_rank = _rank(_DP)
+    get_data_parallel_world_size = _size(_DP)
+    get_data_parallel_src_rank = _first(_DP)
+    get_sequence_parallel_group = _group(_SP)
+    get_sequence_parallel_rank = _rank(_SP)
+    get_sequence_parallel_world_size = _size(_SP)
+    get_sequence_parallel_src_rank = _first(_SP)
+    get_sequence_data_parallel_group = _group(_SP_DP)
+    get_sequence_data_parallel_rank = _rank(_SP_DP)
+    get_sequence_data_parallel_world_size = _size(_SP_DP)
+    get_sequence_data_parallel_src_rank = _first(_SP_DP)
 
     def get_data_parallel_group_ranks(self) -> list[int]:
         """Return the ranks of the calling rank's dp group."""
-        return dist.get_process_group_ranks(self._find(_NAMES["data"]))
+        return dist.get_process_group_ranks(self._find(_DP))
 
     def model_parallel_is_initialized(self) -> bool:
-        """Return whether the groups exist: until the grid is destroyed."""
+        """Return whether the groups exist, which is true until the grid is destroyed."""
         return not self.grid.is_destroyed
 
     sequence_parallel_is_initialized = model_parallel_is_initialized
@@ -198,36 +238,34 @@ def _each_alone(groups: RankGroups) -> RankGroups:
     return groups.chunks(1)
 
 
-for _name, _roles in _NAMES.items():
-    for _fact in _FACTS:
-        setattr(Mpu, f"get_{_name}_parallel_{_fact}", _method(_roles, _fact))
 name_functions(vars(Mpu), __name__, "Mpu.")
 
 
 # ---- topology -----------------------------------------------------------------------------------
 
 _AXES = {"pp": "pipe", "dp": "data", "tp": "model"}
-"""DeepSpeed's names of the roles; it needs the first two, also with size 1."""
+"""DeepSpeed's names of the roles. It needs the first two, even with size 1."""
 
 
 def topology_axes(
     layout: RankLayout | GridView, *, pp: Dims = "pp", dp: Dims = "dp", tp: Dims = "tp"
 ) -> dict[str, int]:
-    """Return the axes that DeepSpeed numbers the ranks of a layout by, the LAST one fastest.
+    """Return the axes of DeepSpeed's numbering of a layout's ranks, the LAST one varying fastest.
 
     Args:
         layout: A layout, or a grid, of ranks from 0 on without gaps.
-        pp: The dim, or the neighbouring dims, that DeepSpeed's "pipe" is. A dim that the layout
-            lacks has size 1.
-        dp: The same of "data".
-        tp: The same of "model"; a layout that has none gives no such axis.
+        pp: The dim, or neighbouring dims, of DeepSpeed's axis "pipe". Dims that the layout does not
+            have count as dims of size 1.
+        dp: The dim, or neighbouring dims, of the axis "data".
+        tp: The dim, or neighbouring dims, of the axis "model". If the layout has none of them,
+            there is no such axis.
 
     Returns:
-        The size of each axis, in DeepSpeed's order, which is the layout's reversed.
+        The size of each axis, in DeepSpeed's order, which is the reversed order of the layout.
 
     Raises:
-        LayoutError: The ranks do not begin at 0, have gaps or another order; the dims of an
-            axis are not adjacent; or as for `Mpu`.
+        LayoutError: The ranks do not start at 0, have gaps or another order, the dims of an axis
+            are not adjacent, a dim has two roles, or a dim larger than 1 has none.
 
     Example:
         Rank = tp * 1 + dp * 2 + pp * 8, so DeepSpeed's slowest axis is the pipeline.
@@ -249,8 +287,8 @@ def topology_axes(
         if all(numbering.groups(axis) == groups[axis] for axis in groups):
             return {axis: sizes[axis] for axis in slowest_first}
     raise LayoutError(
-        f"DeepSpeed cannot number the ranks of {layout!r}, from 0 on without gaps, along {axes}; "
-        f"take a layout of the whole world in which the dims of each axis are neighbours"
+        f"DeepSpeed numbers ranks from 0 on without gaps, and cannot number {layout!r} along "
+        f"{axes}; use a layout of the whole world in which the dims of each axis are neighbours"
     )
 
 
@@ -259,20 +297,20 @@ def process_topology(
 ) -> Any:
     """Make DeepSpeed's ProcessTopology of a layout, for `PipelineModule(topology=)`.
 
-    DeepSpeed creates the process groups of the pipeline itself, so there are two groups over the
-    same ranks if a grid of the same layout has created its own.
+    DeepSpeed creates the process groups of the pipeline itself. If a grid has created groups over
+    the same ranks, there are two groups over them.
 
     Args:
         layout: A layout, or a grid, of the whole world.
-        pp: The dim, or the neighbouring dims, that DeepSpeed's "pipe" is.
-        dp: The same of "data".
-        tp: The same of "model".
+        pp: The dim, or neighbouring dims, of DeepSpeed's axis "pipe".
+        dp: The dim, or neighbouring dims, of the axis "data".
+        tp: The dim, or neighbouring dims, of the axis "model".
 
     Returns:
         A `deepspeed.runtime.pipe.topology.ProcessTopology`.
 
     Raises:
-        LayoutError: As for `topology_axes`.
+        LayoutError: `topology_axes` cannot find axes for the layout.
         ImportError: DeepSpeed cannot be imported.
 
     Example:

@@ -1,4 +1,4 @@
-"""The names of sizes in launch files, the marks of frameworks, and the options that they ignore.
+"""The names of sizes in launch files, patterns of frameworks, and options that frameworks ignore.
 
 Sources of the names: Megatron-LM, `megatron/training/arguments.py`; torchtitan, `config/`;
 accelerate, `parallelism_config.py`; DeepSpeed 0.19.8, `__init__.py` and `runtime/`; verl,
@@ -44,19 +44,19 @@ _NAMES = {
     "tasks": "ntasks",
 }
 SIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
-"""The size or choice of each key."""
+"""The size or choice that each key sets."""
 
 TEXTS = {"order": r"[a-z]+(-[a-z]+)+", "mesh": r"[\d,\s()\[\]]+", "mesh_names": r".+"}
-"""The choices that are texts, with their form."""
+"""The pattern of each choice whose value is a text."""
 
 SWITCHES = {"pp_before_dp", "sequence_parallel", "dp_attention", "expert_parallel"}
 PARALLEL = {*list(_NAMES)[: list(_NAMES).index("stage")], "mesh"}
-"""The sizes that make a module; the other ones describe the world or the choices."""
+"""The sizes of modules. The other keys describe the world or choices."""
 
 WORLD = set(list(_NAMES)[list(_NAMES).index("nodes") :])
 
 WEAK = {"gpus", "slurm_nodes", "stage"}
-"""The sizes whose keys mean something else where they hold no number."""
+"""The sizes whose keys have another meaning if the value is not a number."""
 
 SLURM = {
     "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
@@ -65,27 +65,27 @@ SLURM = {
     "ntasks_per_node": ("SLURM_NTASKS_PER_NODE",),
     "ntasks": ("SLURM_NTASKS",),
 }
-"""The variables that SLURM sets from each of its options."""
+"""The environment variables that SLURM sets from each of its options."""
 
 _PREFIX = re.compile(r"(vllm|sglang|rollout|encoder|teacher|critic|parallelism_config)_(\w+)")
-"""A flag of one part of the program, such as `--vllm-tensor-parallel-size`."""
+"""A flag of one module of the program, such as `--vllm-tensor-parallel-size`."""
 
 _PARTS = {"vllm": "rollout", "sglang": "rollout", "parallelism_config": "parallelism"}
-"""The part of a key that a prefix stands for, if it is another."""
+"""The module of each prefix that is not the name of the module."""
 
 _TRANSPARENT = re.compile(
     r"\d+|actor_rollout_ref|cluster|colocated|config|distributed|engine|env|expert_parallel|"
     r"megatron|model|parallelism|resources|strategy|tensor_parallel|trainer|zero_optimization|"
     r"\w+_(args|cfg|config|kwargs)"
 )
-"""The parts of a key that name no module."""
+"""The parts of a key that are not modules."""
 
 SERVING = re.compile(r"\brollout|generation|inference|vllm|sglang|trtllm")
-"""The words in keys of an inference engine."""
+"""The words in the keys of inference engines."""
 
 
 def module_and_size(path: Sequence[str]) -> tuple[str, str]:
-    """Return the module of a key and the size that it sets; "" stands for the file, or for no size.
+    """Return the module of a key, or "" for the whole file, and the size that it sets, or "".
 
     Example:
         >>> module_and_size(("actor_rollout_ref", "ref", "megatron", "tensor_model_parallel_size"))
@@ -103,20 +103,20 @@ def module_and_size(path: Sequence[str]) -> tuple[str, str]:
 
 
 OWN = {"fsdp"}
-"""The sizes that no module takes from another."""
+"""The sizes that a module does not inherit from another one."""
 
 
 class Framework(NamedTuple):
-    """A framework, and how its files are recognised.
+    """A framework, and the pattern that recognises its files.
 
     Attributes:
         name: Its name.
-        mark: The pattern of what its files contain.
+        mark: A pattern that its files contain.
         kind: The kind of its modules, for `framework_layouts`.
         serving: The kind of its inference engines.
-        modules: The modules that exist even if no size of theirs is given.
-        parents: For a module the one whose sizes are its defaults.
-        defaults: The sizes that have another default in this framework.
+        modules: The modules that exist even if none of their sizes is given.
+        parents: For a module, the module whose sizes are its defaults.
+        defaults: The sizes with another default in this framework.
     """
 
     name: str
@@ -157,7 +157,7 @@ FRAMEWORKS = (
     Framework("DeepSpeed", r"\bsequence_parallel_size\b", "deepspeed"),
     Framework("Megatron-LM", r"(?m)\b(?:TP|PP)(?:_SIZE)?=", "megatron"),
 )
-"""The first framework whose mark is in a file is taken."""
+"""A file belongs to the first framework whose `mark` it contains."""
 
 
 class Rule(NamedTuple):
@@ -165,9 +165,10 @@ class Rule(NamedTuple):
 
     Attributes:
         kind: The kind of the module.
-        applies: Whether the sizes have it; a size that is not given is 1.
-        problem: The problem.
-        drops: The sizes that are ignored.
+        applies: A function that returns whether sizes have this combination. Sizes that are not
+            given are 1.
+        problem: The message, with fields such as {tp} for sizes.
+        drops: The sizes that the framework ignores.
     """
 
     kind: str
@@ -239,14 +240,14 @@ RULES = (
 
 
 class _Given(dict[str, Any]):
-    """The sizes of a module; one that is missing is 1."""
+    """The sizes of a module. A missing size is 1."""
 
     def __missing__(self, name: str) -> int:
         return 1
 
 
 def apply_rules(kind: str, sizes: dict[str, Any]) -> list[str]:
-    """Drop the sizes that a framework ignores, and return what is wrong.
+    """Remove the sizes that a framework ignores, and return messages about all problems.
 
     Example:
         >>> sizes = {"tp": 2, "dp": 4}

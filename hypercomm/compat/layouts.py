@@ -1,10 +1,10 @@
-"""The layouts of other frameworks, from sizes alone: nothing here imports torch.
+"""The layouts of other frameworks, from sizes alone and without torch.
 
-`megatron_grids` and `torchtitan_grids` make grids of these, and launch files are read with them.
+`megatron_grids`, `torchtitan_grids` and the reader of launch files use them.
 
-Sources, for which sizes multiply to which: `megatron.core.parallel_state`; `ParallelDims` of
-torchtitan 0.3.0; accelerate, `parallelism_config.py`; DeepSpeed 0.19.8, `deepspeed/utils/groups.py`
-and `__init__.py`; verl, `workers/engine/fsdp`; NeMo-RL, `models/automodel/setup.py`; and
+Sources of the rules for sizes: `megatron.core.parallel_state`; `ParallelDims` of torchtitan 0.3.0;
+accelerate, `parallelism_config.py`; DeepSpeed 0.19.8, `deepspeed/utils/groups.py` and
+`__init__.py`; verl, `workers/engine/fsdp`; NeMo-RL, `models/automodel/setup.py`; and
 `distributed/parallel_state.py` of vLLM and SGLang.
 """
 
@@ -30,17 +30,17 @@ from hypercomm.layout.parsing import UNSPECIFIED, divisors, infer_sizes, known_s
 from hypercomm.layout.views import Views
 
 EXPERT = "expert"
-"""The view of a grid over the dims of the expert layers."""
+"""The name of the view with the dims of the expert layers."""
 
 GTP = "gtp_remat"
-"""The dim of generalized tensor parallelism: peers share each weight and gather it to use it."""
+"""The dim of generalized tensor parallelism, whose peers share a weight and gather it for use."""
 
 DIMS = ("tp", "pp", "dp", "ep", "cp", GTP)
-"""The dims that an order may name, in the order in which Megatron appends those that it omits."""
+"""The dims that an order may name. Megatron appends omitted dims in this order."""
 
 
 class Layouts(NamedTuple):
-    """The two factorisations of one span of ranks."""
+    """The two factorisations of the ranks of a model."""
 
     dense: RankLayout
     expert: RankLayout
@@ -58,17 +58,17 @@ EXPERT_SIZES = {
     "pp": "pipeline_model_parallel_size",
     GTP: "expert_gtp_remat_size",
 }
-"""The argument with the size of each dim, except dp, which gets the remaining ranks."""
+"""The argument with the size of each dim except dp, which takes the remaining ranks."""
 
 SIZES = tuple(dict.fromkeys([*DENSE_SIZES.values(), *EXPERT_SIZES.values()]))
 
 _EXPERT_DIMS = {"tp": "expt_tp", "dp": "expt_dp", GTP: f"expt_{GTP}"}
-"""The names here of the dims that both the dense and the expert layers have."""
+"""The names in this module of expert dims that the dense layers also have."""
 
 NAMES = {argument: dim for dim, argument in DENSE_SIZES.items()} | {
     argument: _EXPERT_DIMS.get(dim, dim) for dim, argument in EXPERT_SIZES.items()
 }
-"""The names here of Megatron's sizes."""
+"""The name in this module of each of Megatron's sizes."""
 
 
 # ---- Megatron -----------------------------------------------------------------------------------
@@ -84,15 +84,18 @@ def megatron_layouts(
     """Return the layout of a model's dense layers, with the view "expert" of its experts.
 
     Args:
-        sizes: Some of tp, cp, pp, ep, expt_tp, gtp_remat and expt_gtp_remat, as for
-            `megatron_grids`; default: 1, and for expt_tp the size of tp.
-        order: The order of the dims, the first varying fastest.
-        world_size: The number of ranks; dp gets the remaining ones.
+        sizes: The sizes of tp, cp, pp, ep, expt_tp, gtp_remat and expt_gtp_remat. A missing size
+            is 1, except that expt_tp has the size of tp.
+        order: The order of the dims, the first one varying fastest.
+        world_size: The number of ranks. dp takes the ranks that the other sizes leave.
         anchor: The dim after which gtp_remat is inserted if the order does not name it.
         names: The names of Megatron's arguments in error messages.
 
     Raises:
-        LayoutError, ConfigurationError, UnknownDimError, WorldSizeError: As for `megatron_grids`.
+        LayoutError: A size is not a positive int, or the order cannot be read.
+        WorldSizeError: The sizes do not divide the world.
+        ConfigurationError, UnknownDimError: The order omits a dim or names an unknown one, or
+            dense and expert layers have different pipelines.
 
     Example:
         >>> views = megatron_layouts({"tp": 2, "ep": 4}, "tp-cp-ep-dp-pp", 16)
@@ -124,17 +127,17 @@ def layouts_of(
     """Check Megatron's sizes, and return the dense and the expert layout.
 
     Args:
-        sizes: Each of `SIZES`; expert_tensor_parallel_size may be None.
+        sizes: All of `SIZES`. expert_tensor_parallel_size may be None.
         order: The order of the dims.
         world_size: The number of ranks.
-        names: The names of sizes in error messages; default: the names of the arguments.
+        names: The names of sizes in error messages. Default: the names of the arguments.
         rank_offset: The smallest rank.
         anchor: The dim after which gtp_remat is inserted in the dense layers.
 
     Raises:
         LayoutError: A size is not a positive int, or the order cannot be read.
-        WorldSizeError: The sizes do not divide the world; names sizes that would.
-        ConfigurationError, UnknownDimError: The order omits a dim, or names an unknown one, or
+        WorldSizeError: The sizes do not divide the world.
+        ConfigurationError, UnknownDimError: The order omits a dim or names an unknown one, or
             dense and expert layers have different pipelines.
     """
     dense = _with_dp(sizes, DENSE_SIZES, names or {}, world_size)
@@ -150,10 +153,13 @@ def layouts_of(
 def _with_dp(
     sizes: Mapping[str, Any], arguments: Mapping[str, str], names: Mapping[str, str], total: int
 ) -> dict[str, int]:
-    """Return the sizes by dim, which must divide the world; dp gets the remaining ranks."""
-    found, called, room = {}, {}, ""
+    """Return the sizes by dim, which must divide the world. dp takes the remaining ranks."""
+    found = {}
+    called = {}
+    room = ""
     for dim, argument in arguments.items():
-        given, name = sizes[argument], names.get(argument, argument)
+        given = sizes[argument]
+        name = names.get(argument, argument)
         if given is None and dim == "tp":
             source = DENSE_SIZES["tp"]
             given = sizes[source]
@@ -168,7 +174,7 @@ def _with_dp(
 def _check_pipelines(layouts: Layouts, order: str) -> None:
     """Raise unless dense and expert layers have the same pipelines, as Megatron requires.
 
-    If pp is not last in the order, their data parallel sizes must be equal too.
+    Unless pp is last in the order, their data parallel sizes must also be equal.
     """
     dense, expert = layouts
     is_last = order.lower().endswith("pp") or dense.size_of("pp") == 1
@@ -185,18 +191,18 @@ def _check_pipelines(layouts: Layouts, order: str) -> None:
 def order_layout(
     order: str, sizes: Mapping[str, int], rank_offset: int, anchor: str | None = None
 ) -> RankLayout:
-    """Return the layout of sizes in an order of Megatron's dims, which may omit those of size 1.
+    """Return the layout of Megatron's sizes in an order, which may omit dims of size 1.
 
     Args:
         order: The dims, the first one varying fastest.
-        sizes: Their sizes; the dim gtp_remat exists only if it has a size here.
+        sizes: Their sizes. The dim gtp_remat exists only if it has a size here.
         rank_offset: The smallest rank.
-        anchor: The dim after which gtp_remat is inserted if the order does not name it; default:
+        anchor: The dim after which gtp_remat is inserted if the order does not name it. Default:
             the order must name it.
 
     Raises:
-        UnknownDimError: The order names another dim.
-        ConfigurationError: It omits a dim larger than 1.
+        UnknownDimError: The order names a dim that Megatron does not have.
+        ConfigurationError: The order omits a dim larger than 1.
 
     Example:
         >>> str(order_layout("pp-tp", dict(tp=2, pp=4, dp=1, ep=1, cp=1), 0))
@@ -216,7 +222,7 @@ def order_layout(
 
 
 def inject_gtp(order_str: str, after: str = "tp") -> str:
-    """Return an order with `gtp_remat` inserted after a dim, else after tp, else first.
+    """Return an order with `gtp_remat` inserted after a dim, or after tp, or as the first dim.
 
     >>> inject_gtp("tp-cp-ep-dp-pp"), inject_gtp("tp-cp-ep-dp-pp", after="ep"), inject_gtp("dp-pp")
     ('tp-gtp_remat-cp-ep-dp-pp', 'tp-cp-ep-gtp_remat-dp-pp', 'gtp_remat-dp-pp')
@@ -237,7 +243,7 @@ TORCHTITAN_VIEWS = {
     "sparse": ("pp", "dp_replicate", "efsdp", "ep"),
     "spmd": ("pp", "dp", "cp", "tp"),
 }
-"""The views of the grid, the last dim varying fastest; one dim of each takes the open size."""
+"""The dims of each view, the last one varying fastest. One of them has an unspecified size."""
 
 
 def torchtitan_layouts(
@@ -250,11 +256,11 @@ def torchtitan_layouts(
     ep: int = 1,
     world_size: int,
 ) -> Views:
-    """Return the layout of one of torchtitan's models, whose views are its meshes.
+    """Return the layout of one of torchtitan's models, with its meshes as views.
 
     Args:
-        dp_replicate: As for `torchtitan_grids`; so are the other sizes.
-        dp_shard: Default: the remaining ranks of the world.
+        dp_replicate: Number of replicas of the sharded model.
+        dp_shard: Number of ranks that FSDP shards over. Default: the remaining ranks of the world.
         cp: Context parallel size.
         tp: Tensor parallel size.
         pp: Pipeline parallel size.
@@ -272,13 +278,15 @@ def torchtitan_layouts(
     given = {"tp": tp, "cp": cp, "dp_shard": dp_shard, "dp_replicate": dp_replicate, "pp": pp}
     experts = positive(ep, "ep")
     layout = RankLayout(given, world_size=world_size)
-    if (inner := layout.size_of("tp", "cp", "dp_shard")) % experts:
-        rest = f"; dp_shard={layout.size_of('dp_shard')} is what {world_size} ranks leave"
-        raise WorldSizeError(
-            f"ep={experts} must divide dp_shard * cp * tp = {inner} ({layout})"
-            f"{rest if dp_shard == UNSPECIFIED else ''}"
-        )
-    views, sizes = Views(layout), layout.sizes | {"ep": experts}
+    inner = layout.size_of("tp", "cp", "dp_shard")
+    if inner % experts:
+        problem = f"ep={experts} must divide dp_shard * cp * tp = {inner} ({layout})"
+        if dp_shard == UNSPECIFIED:
+            inferred = layout.size_of("dp_shard")
+            problem += f"; dp_shard={inferred} is inferred from {world_size} ranks"
+        raise WorldSizeError(problem)
+    views = Views(layout)
+    sizes = layout.sizes | {"ep": experts}
     for name, dims in TORCHTITAN_VIEWS.items():
         order = list(reversed(dims))
         shared = [dim for dim in order if dim in given]
@@ -291,13 +299,14 @@ def torchtitan_layouts(
 
 @attrs.frozen
 class Kind:
-    """How the sizes of a framework become layouts; the first dim varies fastest.
+    """The layouts of a framework. The first dim varies fastest.
 
     Attributes:
         dims: The dims of the layout.
-        rest: The dim that takes the remaining ranks unless it is given.
-        views: The dims of other factorisations, by name; one that is not given takes the rest.
-        defaults: The sizes that are not 1 if they are not given.
+        rest: The dim that takes the remaining ranks unless its size is given.
+        views: The dims of further factorisations, by name. A dim whose size is not given takes the
+            remaining ranks.
+        defaults: The default sizes that are not 1.
         is_exact: Whether the sizes must multiply to the world, unless all are 1.
     """
 
@@ -333,11 +342,17 @@ KINDS = {
     "swift": Kind(("sp", "dp"), "dp"),
     "vllm": Kind(("tp", "pp", "dp", "engines"), "engines", {"expert": ("ep", "engines")}),
 }
-"""The layouts of frameworks that have no function above."""
+"""The layouts of all other frameworks."""
 
 _CHOICES = {
-    *("dp_attention", "expert_parallel", "mesh", "mesh_names", "order", "pp_before_dp"),
-    *("sequence_parallel", "stage"),
+    "dp_attention",
+    "expert_parallel",
+    "mesh",
+    "mesh_names",
+    "order",
+    "pp_before_dp",
+    "sequence_parallel",
+    "stage",
 }
 """Choices of `framework_layouts` that are not sizes."""
 
@@ -345,7 +360,7 @@ ENGINES = ("vllm", "sglang")
 """The kinds of inference engines."""
 
 MESH = "mesh"
-"""The kind of a DeviceMesh whose sizes are given."""
+"""The kind of layouts that a launch file gives as a DeviceMesh."""
 
 _ORDERS = {False: "tp-cp-ep-dp-pp", True: "tp-cp-ep-pp-dp"}
 
@@ -355,13 +370,13 @@ def framework_layouts(kind: str, sizes: Mapping[str, Any], world_size: int | Non
 
     Args:
         kind: "megatron", "torchtitan", "mesh" or one of `KINDS`.
-        sizes: The sizes that are given, by dim. Also the choices "order" and "pp_before_dp" of
-            Megatron, "dp_attention" of SGLang and "expert_parallel" of vLLM, the texts "mesh" and
-            "mesh_names", and "engine", the GPUs of an inference engine.
+        sizes: The given sizes, by dim. Also the choices "order" and "pp_before_dp" of Megatron,
+            "dp_attention" of SGLang and "expert_parallel" of vLLM, the texts "mesh" and
+            "mesh_names", and "engine", the number of GPUs of an inference engine.
         world_size: The number of ranks, or None. An inference engine does not need it.
 
     Raises:
-        HyperCommError: The sizes do not fit the world; names the nearest that do.
+        HyperCommError: The sizes do not fit the world. The error names the nearest sizes that do.
 
     Example:
         >>> views = framework_layouts("sglang", {"tp": 16, "dp": 4, "dp_attention": 1}, None)
@@ -377,7 +392,7 @@ def framework_layouts(kind: str, sizes: Mapping[str, Any], world_size: int | Non
 
 
 def _fitting(kind: str, sizes: Mapping[str, Any], world_size: int | None) -> list[str]:
-    """Return for each size the nearest that fits if the others stay, as in "tp=2"."""
+    """Return the nearest fitting value of each size, such as "tp=2", with the other sizes kept."""
     found = []
     given = {name: size for name, size in sizes.items() if name not in _CHOICES and size != 1}
     if kind == "megatron" and "ep" in given:
@@ -394,10 +409,9 @@ def _fitting(kind: str, sizes: Mapping[str, Any], world_size: int | None) -> lis
 def _framework_layouts(kind: str, sizes: Mapping[str, Any], world_size: int | None) -> Views:
     given = {name: size for name, size in sizes.items() if isinstance(size, int)}
     used = {*_CHOICES, *_sizes_of(kind)}
-    if unused := [
-        f"{name}={size}" for name, size in given.items() if size > 1 and name not in used
-    ]:
-        raise LayoutError(f"{' and '.join(unused)} is not a size of {kind} layouts")
+    unused = [f"{name}={size}" for name, size in given.items() if size > 1 and name not in used]
+    if unused:
+        raise LayoutError(f"{kind} layouts do not have {' and '.join(unused)}")
     if kind == MESH:
         shape = re.findall(r"-?[0-9]+", sizes["mesh"])
         names = re.findall(r"\w+", sizes.get("mesh_names", ""))
@@ -405,7 +419,8 @@ def _framework_layouts(kind: str, sizes: Mapping[str, Any], world_size: int | No
         layout = dict(zip(reversed(names), map(int, reversed(shape)), strict=False))
         return Views(RankLayout(layout, world_size=world_size))
     if kind == "sglang" and "dp_attention" in given:
-        kind, given["attn_dp"] = "sglang attention", given.pop("dp", 1)
+        kind = "sglang attention"
+        given["attn_dp"] = given.pop("dp", 1)
     row = KINDS.get(kind)
     if row and (world_size is not None or row.rest == "engines" or _is_whole(row, given)):
         return _of_kind(row, _of_engine(kind, given), world_size)
@@ -424,14 +439,16 @@ def _framework_layouts(kind: str, sizes: Mapping[str, Any], world_size: int | No
 
 
 def _sizes_of(kind: str) -> set[str]:
-    """Return the sizes that a kind of module has."""
+    """Return the sizes of a kind of module."""
     if kind in KINDS:
         row = KINDS[kind]
-        return {"engine", *row.dims, *(dim for dims in row.views.values() for dim in dims)}
-    return {*NAMES.values(), *(torchtitan_layouts.__kwdefaults__ or {})} - {
-        "megatron": {"dp_replicate", "dp_shard"},
-        "torchtitan": {"expt_tp"},
-    }.get(kind, set())
+        return {"engine", *row.dims}.union(*row.views.values())
+    sizes = {*NAMES.values(), *(torchtitan_layouts.__kwdefaults__ or {})}
+    if kind == "megatron":
+        return sizes - {"dp_replicate", "dp_shard"}
+    if kind == "torchtitan":
+        return sizes - {"expt_tp"}
+    return sizes
 
 
 def _is_whole(row: Kind, sizes: Mapping[str, int]) -> bool:
@@ -441,7 +458,7 @@ def _is_whole(row: Kind, sizes: Mapping[str, int]) -> bool:
 
 
 def _of_engine(kind: str, given: Mapping[str, int]) -> dict[str, int]:
-    """Add the sizes that inference engines infer: tp from its GPUs, dp from its experts."""
+    """Add the sizes that an inference engine infers: tp from its GPUs, dp from its experts."""
     sizes = dict(given)
     if "engine" in sizes and "tp" not in sizes:
         parts = {"tp": UNSPECIFIED, "pp": sizes.get("pp", 1)}

@@ -1,7 +1,7 @@
-"""The globals of a legacy module: read, written, deleted, and switched within a block.
+"""The globals of a legacy module, which programs read, write and delete from outside.
 
-Legacy code reads and writes `module._SOME_GLOBAL` from outside. Here the values live in a state.
-The module has a property for each name, which acts on the current state.
+The values are in a state. The module has a property for each global, which acts on the current
+state. A `with use(state):` block changes the current state.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class ModuleState:
     Attributes:
         empty: For each global, a function that returns its empty value.
         values: The value of each global.
-        grid: The grid that the state created; None while it is empty.
-        current: What the functions of the module act on.
-        strict: Whether a call outside `use` is an error while several states are alive.
+        grid: The grid that the state created, or None in an empty state.
+        current: The current state of the module.
+        strict: Whether a call outside `use` raises while several states are alive.
 
     Example:
         >>> class Sizes(ModuleState):
@@ -59,9 +59,9 @@ class ModuleState:
 
     @classmethod
     def create(cls, *args: Any, **kwargs: Any) -> Self:
-        """Return a new state; every rank must call this, in the same order.
+        """Return an initialised state. Every rank must call this, in the same order.
 
-        Takes the arguments of `initialize`, and raises the same errors.
+        It has the arguments and errors of `initialize`.
         """
         state = cls()
         state.initialize(*args, **kwargs)
@@ -73,15 +73,15 @@ class ModuleState:
         self.fill(self.values)
 
     def check_new(self, names: Iterable[str], destroy: str, read: Callable[[int], Any]) -> Any:
-        """Raise unless there is a job and the state can be initialised.
+        """Raise unless torch.distributed is initialised and the state is empty.
 
         Args:
             names: The globals that must be empty.
-            destroy: The function that empties them.
-            read: Reads the arguments for a world size, and raises what is wrong with them.
+            destroy: The name of the function that empties them.
+            read: A function of the world size that checks the arguments.
 
         Returns:
-            What `read` has returned.
+            The return value of `read`.
 
         Raises:
             StateError: torch.distributed is not initialised, or one of the globals is set.
@@ -94,13 +94,14 @@ class ModuleState:
         if taken := list(filter(self.values.get, names)):
             raise StateError(
                 f"{self.current.name} is already initialized: {taken[0]} is set; call {destroy}() "
-                f"first, or hold a second state with {type(self).__name__}.create() and use()"
+                f"first, or create a second state with {type(self).__name__}.create() and use()"
             )
         return found
 
     def destroy(self) -> None:
-        """Destroy the groups that the state created, and empty it; may be called twice."""
-        grid, self.grid = self.grid, None
+        """Destroy the groups that the state created, and empty it. A second call has no effect."""
+        grid = self.grid
+        self.grid = None
         self.reset()
         self.current.drop(self)
         if grid is not None:
@@ -116,18 +117,18 @@ class ModuleState:
         return "an empty state" if self.grid is None else str(self.grid.layout)
 
     def read(self, name: str) -> Any:
-        """Return the value of a global, as `module.name` does."""
+        """Return the value of a global, for `module.name`."""
         try:
             return self.values[name]
         except KeyError:
             raise AttributeError(f"the global {name!r} was deleted") from None
 
     def write(self, name: str, value: Any) -> None:
-        """Set a global, as `module.name = value` does."""
+        """Set a global, for `module.name = value`."""
         self.fill({name: value})
 
     def delete(self, name: str) -> None:
-        """Delete a global, as `del module.name` does; `mock.patch` deletes and sets again."""
+        """Delete a global, for `del module.name`, which `mock.patch` needs."""
         self.read(name)
         self.fill({name: None})
         del self.values[name]
@@ -141,15 +142,15 @@ State = TypeVar("State", bound=ModuleState)
 
 
 class CurrentState(Generic[State]):
-    """The state that a module's functions act on: the default one, or that of a `use` block.
+    """The state that a module's functions act on: the state of a `use` block, or the default one.
 
     Each thread and each asyncio task has its own blocks.
 
     Attributes:
         name: The name of the module.
-        default: The state outside every block.
-        alone: The default state as long as no block is open and no other state is alive, else
-            None. `torch.compile` cannot trace the rest of `get`.
+        default: The state outside all blocks.
+        alone: The default state if no block is open and no other state is alive, otherwise None.
+            Getters read it first, because `torch.compile` cannot trace the rest of `get`.
     """
 
     def __init__(self, name: str, kind: type[State]) -> None:
@@ -169,8 +170,9 @@ class CurrentState(Generic[State]):
 
     @contextlib.contextmanager
     def fresh(self) -> Iterator[None]:
-        """Start with an empty default state within a block, as a new process does."""
-        kept, token = vars(self).copy(), self._scoped.set(None)
+        """Replace the default state by an empty one within a block, as in a new process."""
+        kept = vars(self).copy()
+        token = self._scoped.set(None)
         self._begin()
         try:
             yield
@@ -179,10 +181,10 @@ class CurrentState(Generic[State]):
             self._scoped.reset(token)
 
     def get(self) -> State:
-        """Return the current state; warn once if it is the default one while others are alive.
+        """Return the current state. Warn once if it is the default one while others are alive.
 
         Raises:
-            StateError: In place of the warning, if one of the states is strict.
+            StateError: One of the states is strict. It is raised in place of the warning.
         """
         state = self.alone or self._scoped.get()
         if state is None:
@@ -196,7 +198,7 @@ class CurrentState(Generic[State]):
         problem = (
             f"{self.name} has {len(self._alive)} states alive, and a call outside a "
             f"`with use(state):` block acts on the default one ({self.default}), not on: {others}; "
-            f"put the call into a block"
+            f"put the call into such a block"
         )
         if any(state.strict for state in self._alive):
             raise StateError(problem)
@@ -215,7 +217,7 @@ class CurrentState(Generic[State]):
             yield state
         finally:
             self._count(-1)
-            self._scoped.reset(token)  # fails in another context, so it is done last
+            self._scoped.reset(token)  # must be last, because it raises in another context
 
     def keep(self, state: State) -> None:
         """Count a state as alive."""
@@ -237,14 +239,14 @@ class CurrentState(Generic[State]):
     def bind(self, module: ModuleType, names: Iterable[str]) -> None:
         """Give a module one attribute for each name, which reads and writes the current state."""
         members: dict[str, Any] = {name: _global(name, self.get) for name in names}
-        # Functions that use the module travel to other processes by cloudpickle.
+        # cloudpickle pickles the module with functions that use it.
         members["__reduce__"] = lambda module: (importlib.import_module, (module.__name__,))
         members["__getattr__"] = _raise_unknown
         module.__class__ = type("LegacyModule", (ModuleType,), members)
 
 
 def _global(name: str, current: Callable[[], ModuleState]) -> property:
-    """A module's attribute whose value lives in the current state."""
+    """Return an attribute of a module whose value is in the current state."""
     return property(
         lambda _: current().read(name),
         lambda _, value: current().write(name, value),
@@ -253,22 +255,23 @@ def _global(name: str, current: Callable[[], ModuleState]) -> property:
 
 
 def _raise_unknown(module: ModuleType, name: str) -> None:
-    """Raise an AttributeError that names the nearest name of a module."""
-    known = {*vars(module), *vars(type(module))} - {name} if name[:2] != "__" else set()
+    """Raise an AttributeError that suggests the nearest name of a module."""
+    known = set() if name.startswith("__") else {*vars(module), *vars(type(module))} - {name}
     near = difflib.get_close_matches(name, known, 1)
     hint = f"; the nearest name is {near[0]!r}" if near else ""
     raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}{hint}")
 
 
 def name_functions(namespace: Mapping[str, Any], module: str, within: str = "") -> None:
-    """Name each function that another one returned as it is called in a namespace.
+    """Set the names of functions that other functions returned to their names in a namespace.
 
     Args:
-        namespace: That of a module, or of a class.
-        module: The module.
-        within: The name of the class, and a dot.
+        namespace: The namespace of a module or of a class.
+        module: The name of the module.
+        within: The name of the class and a dot, or "" for a module.
     """
     for name, value in namespace.items():
         if "<locals>" in getattr(value, "__qualname__", ""):
-            value.__name__, value.__qualname__ = name, within + name
+            value.__name__ = name
+            value.__qualname__ = within + name
             value.__module__ = module

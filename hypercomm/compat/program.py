@@ -1,4 +1,4 @@
-"""Runs a program after names of another package became ours, as `python` runs it."""
+"""Runs a program like `python`, after modules of another package were replaced by ours."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hypercomm.errors import StateError
 def run(install: Callable[[], None], name: str) -> None:
     """Call `install`, and run the program of the command line as `__main__`.
 
-    The program has its own `sys.argv`, and its folder on the path. Its exit code and its traceback
-    are the same as without `-m`.
+    `sys.argv`, `sys.path`, the exit code and the traceback are the same as if `python` ran the
+    program directly.
 
     Args:
-        install: Makes the names ours.
+        install: The function that replaces the modules.
         name: The module that `python -m` runs.
     """
     usage = f"usage: python -m {name} (SCRIPT | -m MODULE) [arguments]"
@@ -32,13 +32,13 @@ def run(install: Callable[[], None], name: str) -> None:
     program = sys.argv[0]
     if not is_module:
         if not Path(program).is_file():
-            _fail(f"{name}: there is no script {program!r}")
+            _fail(f"{name}: no script {program!r}")
         if not getattr(sys.flags, "safe_path", False):  # Python 3.11
             sys.path[0] = str(Path(program).resolve().parent)
     try:
         install()
     except StateError as error:
-        _fail(f"{name}: {error}; only a sitecustomize or a .pth file runs before the program")
+        _fail(f"{name}: {error}; a sitecustomize or a .pth file must have imported it")
     _hide_frames()
     if is_module:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
@@ -47,7 +47,7 @@ def run(install: Callable[[], None], name: str) -> None:
 
 
 def _run_script(path: Path) -> None:
-    """Run a script; `runpy.run_path` would change its `sys.argv` and `__package__`."""
+    """Run a script. `runpy.run_path` would change its `sys.argv` and `__package__`."""
     main = sys.modules["__main__"] = ModuleType("__main__")
     main.__file__ = str(path)
     main.__dict__["__builtins__"] = builtins

@@ -1,4 +1,4 @@
-"""Argument readers: each returns a value in one form, or raises an error that names it."""
+"""Readers of arguments: each returns a value in one form, or raises an error that names it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from hypercomm.errors import (
 from hypercomm.layout.text import did_you_mean, short_repr
 
 LARGEST_WORLD = 2**24
-"""The most ranks that may be listed one by one."""
+"""The most ranks that a list may have."""
 
 LARGEST_RANK = 2**31 - 1
 """torch numbers ranks with a C int."""
 
 _SEPARATORS = ",=+-"
-"""Characters that the text forms use, and that a dim name therefore cannot hold."""
+"""Characters of the text forms, which a dim name cannot contain."""
 
 
 # ---- numbers, choices ---------------------------------------------------------------------------
@@ -46,9 +46,9 @@ def as_int(
 
     Args:
         value: The value.
-        what: Its name, at the beginning of the error's sentence.
-        least: The smallest value that is allowed.
-        most: The largest value that is allowed.
+        what: The name of the value, with which the error begins.
+        least: The smallest allowed value.
+        most: The largest allowed value.
         error: The class of the error.
     """
     try:
@@ -71,12 +71,12 @@ def positive(value: object, what: str) -> int:
 
 
 def as_rank(rank: object) -> int:
-    """Return a rank as an int; numpy integers and int tensors are ranks, bools are not."""
+    """Return a rank as an int. Integers of numpy and int tensors are ranks, bools are not."""
     return rank if type(rank) is int else as_int(rank, "a rank", error=RankOutsideError)
 
 
 def as_world_size(value: object, what: str = "world_size") -> int:
-    """Return the number of ranks of a world that is about to be made."""
+    """Return the size of a world as an int."""
     return as_int(value, what, 1, LARGEST_WORLD)
 
 
@@ -89,7 +89,7 @@ def check_choice(
     """Raise unless a value is one of some strings.
 
     Raises:
-        HyperCommError: Lists the choices; of the class given.
+        HyperCommError: It is none of them. The class is `error`.
 
     Example:
         >>> check_choice("cover", "any", ("any", "exact"))
@@ -100,10 +100,10 @@ def check_choice(
 
 
 def check_duration(timeout: object, what: str = "timeout") -> None:
-    """Raise unless a timeout is a positive `timedelta`; `what` is the name of the argument.
+    """Raise unless a timeout is a positive `timedelta`. `what` is the name of the argument.
 
     Raises:
-        GroupOptionsError: With the given value.
+        GroupOptionsError: It is not a `timedelta`, or not positive.
 
     Example:
         >>> check_duration(timedelta(seconds=1))
@@ -118,7 +118,7 @@ def check_duration(timeout: object, what: str = "timeout") -> None:
 
 
 def is_positive(value: object, most: float = math.inf) -> bool:
-    """Return whether a value is a number above 0 and at most another one.
+    """Return whether a value is a number larger than 0 and at most `most`.
 
     >>> is_positive(1.5), is_positive(timedelta(seconds=1)), is_positive(math.nan)
     (True, False, False)
@@ -127,7 +127,7 @@ def is_positive(value: object, most: float = math.inf) -> bool:
 
 
 def world_too_small(what: str, last_rank: int, world_size: int) -> WorldSizeError:
-    """Return the error for a layout that reaches beyond its world.
+    """Return the error for a layout with ranks outside its world.
 
     Example:
         >>> print(world_too_small("tp=4,dp=4", 15, 8))
@@ -137,7 +137,7 @@ def world_too_small(what: str, last_rank: int, world_size: int) -> WorldSizeErro
 
 
 def is_utf8(text: str) -> bool:
-    r"""Return whether a string can be written as UTF-8, as torch writes names.
+    r"""Return whether a string can be encoded as UTF-8, which torch does with names.
 
     >>> is_utf8("é"), is_utf8("\ud800")
     (True, False)
@@ -149,7 +149,7 @@ def is_utf8(text: str) -> bool:
 
 
 def as_tuple(value: object, what: str) -> tuple[Any, ...]:
-    """Return an iterable of names or sizes as a tuple; a lone string or a mapping is a mistake."""
+    """Return an iterable of names or sizes as a tuple, but reject a string or a mapping."""
     if not isinstance(value, (str, bytes, Mapping)):
         try:
             return tuple(value)  # type: ignore[arg-type]
@@ -159,39 +159,40 @@ def as_tuple(value: object, what: str) -> tuple[Any, ...]:
 
 
 def as_ordered(value: object, what: str) -> tuple[Any, ...]:
-    """Return an iterable as a tuple, where the order means something."""
+    """Return an iterable as a tuple, but reject a set, which has no order."""
     if isinstance(value, AbstractSet):
-        raise LayoutError(f"{what} must be a sequence, and a set has no order: {short_repr(value)}")
+        raise LayoutError(f"{what} must be a sequence, but a set has no order: {short_repr(value)}")
     return as_tuple(value, what)
 
 
 def as_strings(value: object, what: str) -> tuple[str, ...]:
-    """Return an iterable of strings as a tuple, where the order means something."""
+    """Return an ordered iterable of strings as a tuple."""
     strings = as_ordered(value, what)
     for string in strings:
         if not isinstance(string, str):
             raise LayoutError(
-                f"{what} must hold strings, got {short_repr(string)} in {short_repr(strings)}"
+                f"{what} must contain strings, got {short_repr(string)} in {short_repr(strings)}"
             )
     return strings
 
 
 def as_ranks(value: object, what: str, world_size: int = LARGEST_RANK + 1) -> tuple[int, ...]:
-    """Return the ranks of a world, at least one and each once, in the order given."""
+    """Return one or more distinct ranks of a world, in the order given."""
     if isinstance(value, np.ndarray) and value.ndim == 1:
         value = value.tolist()
     every = f"every rank in {what}"
     given = as_ordered(value, what)
     ranks = tuple([rank if type(rank) is int else as_int(rank, every) for rank in given])
     if not ranks:
-        raise LayoutError(f"{what} must hold at least one rank: it is empty")
+        raise LayoutError(f"{what} must have at least one rank, but it is empty")
     if min(ranks) >= 0 and max(ranks) < world_size and len({*ranks}) == len(ranks):
         return ranks
     for rank, count in Counter(ranks).items():
         if not 0 <= rank < world_size:
-            raise LayoutError(f"{what} must be in range({world_size}), got {short_repr(rank)}")
+            allowed = f"range({world_size})" if world_size <= LARGEST_RANK else "0 to 2**31 - 1"
+            raise LayoutError(f"every rank in {what} must be in {allowed}, got {short_repr(rank)}")
         if count > 1:
-            raise LayoutError(f"rank {rank} comes twice in {what}, which is {short_repr(ranks)}")
+            raise LayoutError(f"rank {rank} is listed twice in {what}: {short_repr(ranks)}")
     return ranks
 
 
@@ -202,7 +203,7 @@ def as_sizes(value: object, what: str = "shape") -> tuple[int, ...]:
 
 
 def as_names(value: object, what: str = "dim name") -> tuple[str, ...]:
-    """Return names that the text forms can hold, each once."""
+    """Return distinct names that the text forms can contain."""
     plural = f"{what.replace(' ', '_')}s"
     names = as_ordered(value, plural)
     for name in names:
@@ -212,7 +213,7 @@ def as_names(value: object, what: str = "dim name") -> tuple[str, ...]:
             allowed = f"must be printable, without white space and without any of {_SEPARATORS!r}"
             wrong = f"{what} {short_repr(name)} {allowed}"
         elif names.count(name) > 1:
-            wrong = f"duplicate {plural}: {name!r} comes twice"
+            wrong = f"duplicate {plural}: {name!r} is listed twice"
         else:
             continue
         raise LayoutError(f"{wrong} in {short_repr(names)}")

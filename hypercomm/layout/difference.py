@@ -1,6 +1,6 @@
 """Differences between two layouts: groups that are kept, gone or new, and ranks that move.
 
-Groups are the same when they have the same ranks in the same order, whatever their dims are called.
+Two groups are the same if they have the same ranks in the same order, whatever their dims are.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import combinations
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import numpy as np
+from numpy.typing import NDArray
 
 from hypercomm.errors import LayoutError
 from hypercomm.layout.checks import LARGEST_WORLD
@@ -21,7 +22,7 @@ from hypercomm.layout.layout import RankLayout
 from hypercomm.layout.text import aligned, format_ranks, format_sizes, short_repr
 
 MOST_DIMS = 12
-"""The most dims larger than 1 that are compared; they have 4,095 combinations."""
+"""The most dims larger than 1 that are compared. They have 4,095 combinations."""
 
 COLUMNS = ("before", "after", "groups x size", "result")
 """The columns of the cells of a `GroupsChange`."""
@@ -31,15 +32,15 @@ _Dims = tuple[str, ...]
 
 @attrs.frozen
 class GroupsChange:
-    """How the groups over some dims change; made by `difference`.
+    """The change of the groups over some dims, as `difference` finds it.
 
     Args:
-        before: The dims that make these groups in the layout before, in its order; none if new.
-        after: The dims that make them in the layout after, in its order; none if gone.
-        groups_before: The number of groups over the dims before.
-        groups_after: The number of groups over the dims after.
+        before: The dims of these groups in the layout before, in its order. Empty for new groups.
+        after: The dims of these groups in the layout after, in its order. Empty if they are gone.
+        groups_before: The number of groups in the layout before.
+        groups_after: The number of groups in the layout after.
         size: The number of members of every group.
-        kept: The number of groups that are the same before and after.
+        kept: The number of groups that both layouts have.
 
     Example:
         >>> GroupsChange(("tp", "cp"), ("tp",), 2, 2, 4, kept=2).cells
@@ -57,7 +58,7 @@ class GroupsChange:
 
     @property
     def result(self) -> Literal["kept", "partly", "gone", "new"]:
-        """Whether all of the groups are kept, some of them, or whether they are gone or new."""
+        """Whether the groups are all kept, partly kept, gone or new."""
         if not self.after:
             return "gone"
         if not self.before:
@@ -66,34 +67,37 @@ class GroupsChange:
 
     @property
     def cells(self) -> tuple[str, str, str, str]:
-        """The change as text, one for each of `COLUMNS`."""
+        """The change as text, one cell for each of `COLUMNS`."""
         counts = dict.fromkeys(filter(None, (self.groups_before, self.groups_after)))
-        partly = f": {self.kept:,} of {self.groups_before:,} kept"
+        counted = " -> ".join([f"{count:,}" for count in counts])
+        result: str = self.result
+        if result == "partly":
+            result += f": {self.kept:,} of {self.groups_before:,} kept"
         return (
             "+".join(self.before) or "-",
             "+".join(self.after) or "-",
-            f"{' -> '.join(f'{count:,}' for count in counts)} x {self.size:,}",
-            self.result + partly * (self.result == "partly"),
+            f"{counted} x {self.size:,}",
+            result,
         )
 
 
 @attrs.frozen(repr=False)
 class LayoutDifference:
-    """The differences between two layouts; made by `difference`. `str()` is a table.
+    """The differences between two layouts, as `difference` finds them. `str()` is a table.
 
     Args:
         before: The layout before.
         after: The layout after.
-        changes: One for every combination of dims of either layout that makes groups of two ranks
-            or more: those of `before` in its order, few dims first, then what is new in `after`.
-            A combination has several if its groups are kept over different dims, which needs
-            layouts with lists of ranks.
-        groups_before: The number of groups of two ranks or more that `before` has.
-        groups_after: The number of groups of two ranks or more that `after` has.
-        groups_kept: The number of groups that both have.
-        ranks_shared: The number of ranks that are in both layouts.
-        ranks_moved: The number of these whose coordinates change. A layout without some dim counts
-            as one where its size is 1, so the coordinate is 0.
+        changes: The change of each combination of dims that has groups of at least two ranks. The
+            combinations of `before` are first, in its order, few dims first. Combinations whose
+            groups only `after` has are last. With lists of ranks, a combination may have several
+            changes, because its groups may be kept over different dims.
+        groups_before: The number of groups of at least two ranks in `before`.
+        groups_after: The number of groups of at least two ranks in `after`.
+        groups_kept: The number of groups that both layouts have.
+        ranks_shared: The number of ranks that both layouts have.
+        ranks_moved: The number of shared ranks whose coordinates change. The coordinate along a dim
+            that a layout does not have counts as 0.
 
     Example:
         >>> layouts = RankLayout("tp=2,cp=2,dp=2"), RankLayout("tp=4,dp=2")
@@ -115,27 +119,27 @@ class LayoutDifference:
 
     @property
     def groups_gone(self) -> int:
-        """The number of groups that only the layout before has."""
+        """The number of groups that only `before` has."""
         return self.groups_before - self.groups_kept
 
     @property
     def groups_new(self) -> int:
-        """The number of groups that only the layout after has."""
+        """The number of groups that only `after` has."""
         return self.groups_after - self.groups_kept
 
     @property
     def ranks_gone(self) -> int:
-        """The number of ranks that only the layout before has."""
+        """The number of ranks that only `before` has."""
         return self.before.size - self.ranks_shared
 
     @property
     def ranks_new(self) -> int:
-        """The number of ranks that only the layout after has."""
+        """The number of ranks that only `after` has."""
         return self.after.size - self.ranks_shared
 
     @property
     def lost(self) -> Lost:
-        """The shards that are lost with the ranks that only the layout before has.
+        """The shards that are lost with the ranks that only `before` has.
 
         Example:
             >>> layouts = RankLayout("tp=2,dp=2"), RankLayout([3], ["dp"])
@@ -155,8 +159,10 @@ class LayoutDifference:
         """
         shared = " shared" if self.ranks_gone or self.ranks_new else ""
         ranks = f"{self.ranks_moved:,} of {self.ranks_shared:,}{shared} ranks change coordinates"
-        for count, what in ((self.ranks_gone, "gone"), (self.ranks_new, "new")):
-            ranks += f", {count:,} are {what}" * (count > 0)
+        if self.ranks_gone:
+            ranks += f", {self.ranks_gone:,} are gone"
+        if self.ranks_new:
+            ranks += f", {self.ranks_new:,} are new"
         return (
             f"{_named(self.before)} to {_named(self.after)}: "
             f"{self.groups_kept:,} of {self.groups_before:,} groups are kept, "
@@ -172,22 +178,22 @@ class LayoutDifference:
 
 
 def difference(before: RankLayout, after: RankLayout) -> LayoutDifference:
-    """Compare the groups and the coordinates that ranks have in two layouts.
+    """Compare the groups and the coordinates of ranks in two layouts.
 
     All combinations of dims larger than 1 are compared.
 
     Args:
-        before: The layout to come from; at most `MOST_DIMS` of its dims are larger than 1.
-        after: The layout to go to, likewise; it may have other ranks and other dims.
+        before: The layout before. At most `MOST_DIMS` of its dims may be larger than 1.
+        after: The layout after, with the same limit. It may have other ranks and other dims.
 
     Returns:
-        What becomes of all groups, and how many ranks move.
+        The change of all groups, and the number of ranks that move.
 
     Raises:
-        LayoutError: One of them is not a layout, or has too many ranks or dims.
+        LayoutError: An argument is not a layout, or has too many ranks or dims.
 
     Example:
-        With tp=2 the ranks 0 and 1 are together, and with cp=4 the ranks 0..3 are.
+        With tp=2, ranks 0 and 1 are a group. With cp=4, ranks 0..3 are.
 
         >>> print(difference(RankLayout("tp=2,cp=2"), RankLayout("cp=4")))
         before  after  groups x size  result
@@ -196,37 +202,58 @@ def difference(before: RankLayout, after: RankLayout) -> LayoutDifference:
         tp+cp   cp     1 x 4          kept
         tp=2,cp=2 to cp=4: 1 of 5 groups are kept, 4 gone, 0 new; 3 of 4 ranks change coordinates
     """
-    ours, theirs = _every_groups(before, "before"), _every_groups(after, "after")
+    ours = _all_groups(before, "before")
+    theirs = _all_groups(after, "after")
     kept = _count_kept(ours, theirs)
-    both = {here for here, _ in kept}, {there for _, there in kept}
-    pairs = [*kept, *((dims, ()) for dims in ours if dims not in both[0])]
+    kept_before = {here for here, _ in kept}
+    kept_after = {there for _, there in kept}
+    pairs = [*kept, *((dims, ()) for dims in ours if dims not in kept_before)]
     number = {dims: number for number, dims in enumerate(ours)}
     pairs.sort(key=lambda pair: number[pair[0]])
-    pairs += [((), dims) for dims in theirs if dims not in both[1]]
-    changes = []
-    for here, there in pairs:
-        groups, others = ours.get(here, ()), theirs.get(there, ())
-        size = (ours.get(here) or theirs[there]).group_size
-        count = kept.get((here, there), 0)
-        changes.append(GroupsChange(here, there, len(groups), len(others), size, count))
-    counts = sum(map(len, ours.values())), sum(map(len, theirs.values())), sum(kept.values())
-    return LayoutDifference(before, after, tuple(changes), *counts, *_count_moved(before, after))
+    pairs += [((), dims) for dims in theirs if dims not in kept_after]
+    changes = [
+        GroupsChange(
+            here,
+            there,
+            groups_before=len(ours.get(here, ())),
+            groups_after=len(theirs.get(there, ())),
+            size=(ours.get(here) or theirs[there]).group_size,
+            kept=kept.get((here, there), 0),
+        )
+        for here, there in pairs
+    ]
+    shared, moved = _count_moved(before, after)
+    return LayoutDifference(
+        before,
+        after,
+        tuple(changes),
+        groups_before=sum(map(len, ours.values())),
+        groups_after=sum(map(len, theirs.values())),
+        groups_kept=sum(kept.values()),
+        ranks_shared=shared,
+        ranks_moved=moved,
+    )
 
 
-def _every_groups(layout: RankLayout, what: str) -> dict[_Dims, RankGroups]:
-    """The groups over every combination of dims larger than 1, few dims first."""
+def _all_groups(layout: RankLayout, what: str) -> dict[_Dims, RankGroups]:
+    """Return the groups over every combination of dims larger than 1, few dims first."""
     if not isinstance(layout, RankLayout):
         raise LayoutError(f"{what} must be a RankLayout, got {short_repr(layout)}")
     if layout.size > LARGEST_WORLD:
         raise LayoutError(
-            f"{what} has {layout.size:,} ranks; the most to compare are {LARGEST_WORLD:,}"
+            f"{what} has {layout.size:,} ranks; at most {LARGEST_WORLD:,} can be compared"
         )
     long = _long_dims(layout)
     if len(long) > MOST_DIMS:
-        wrong = f"{what} has {len(long)} dims larger than 1, {long}"
-        raise LayoutError(f"{wrong}; up to {MOST_DIMS} are compared: renumber() by fewer")
-    some = [dims for count in range(1, len(long) + 1) for dims in combinations(long, count)]
-    return {dims: layout.groups(*dims) for dims in some}
+        raise LayoutError(
+            f"{what} has {len(long)} dims larger than 1, {long}; at most {MOST_DIMS} can be "
+            f"compared; join some with renumber()"
+        )
+    groups = {}
+    for count in range(1, len(long) + 1):
+        for dims in combinations(long, count):
+            groups[dims] = layout.groups(*dims)
+    return groups
 
 
 def _long_dims(layout: RankLayout) -> _Dims:
@@ -236,36 +263,45 @@ def _long_dims(layout: RankLayout) -> _Dims:
 def _count_kept(
     ours: Mapping[_Dims, RankGroups], theirs: Mapping[_Dims, RankGroups]
 ) -> dict[tuple[_Dims, _Dims], int]:
-    """Count the groups that are the same, by the dims that they are over before and after.
+    """Count the groups in both layouts, by their dims before and after.
 
-    No two combinations of dims of one layout share a group.
+    In one layout, groups over different dims are different.
     """
     dims_of = {key: dims for dims, groups in ours.items() for key in _keys(groups)}
-    pairs = ((dims_of.get(key), dims) for dims, groups in theirs.items() for key in _keys(groups))
-    return Counter((here, there) for here, there in pairs if here is not None)
+    kept: Counter[tuple[_Dims, _Dims]] = Counter()
+    for there, groups in theirs.items():
+        for key in _keys(groups):
+            if key in dims_of:
+                kept[dims_of[key], there] += 1
+    return kept
 
 
 def _keys(groups: RankGroups) -> Iterator[bytes]:
-    """Yield the ranks of each group as bytes; torch numbers ranks with 32 bits."""
+    """Yield the ranks of each group as bytes. A rank fits into 32 bits."""
     return map(bytes, groups.to_array().astype(np.int32))
 
 
 def _count_moved(before: RankLayout, after: RankLayout) -> tuple[int, int]:
-    """Count the ranks in both layouts, and those of them with other coordinates."""
-    ranks = np.asarray(before.ranks), np.asarray(after.ranks)
-    shared, *places = np.intersect1d(*ranks, assume_unique=True, return_indices=True)
-    ours, theirs = (
-        dict(zip(layout.dim_names, np.unravel_index(place, layout.shape, order="F"), strict=True))
-        for layout, place in zip((before, after), places, strict=True)
+    """Count the ranks in both layouts, and the shared ranks whose coordinates differ."""
+    shared, here, there = np.intersect1d(
+        np.asarray(before.ranks), np.asarray(after.ranks), assume_unique=True, return_indices=True
     )
+    ours = _coords_at(before, here)
+    theirs = _coords_at(after, there)
     moved = np.zeros(shared.size, dtype=np.bool_)
     for dim in {**ours, **theirs}:
         moved |= ours.get(dim, 0) != theirs.get(dim, 0)
     return shared.size, int(np.count_nonzero(moved))
 
 
+def _coords_at(layout: RankLayout, positions: NDArray[np.int64]) -> dict[str, Any]:
+    """Return the coordinates along each dim of the ranks at some positions."""
+    indices = np.unravel_index(positions, layout.shape, order="F")
+    return dict(zip(layout.dim_names, indices, strict=True))
+
+
 def _named(layout: RankLayout) -> str:
-    """Write the sizes, and the smallest rank unless it is 0."""
+    """Format the sizes, and the smallest rank unless it is 0."""
     return f"{layout} from rank {layout.rank_offset}" if layout.rank_offset else str(layout)
 
 
@@ -276,12 +312,12 @@ def _named(layout: RankLayout) -> str:
 class Lost:
     """The shards that are lost if a job continues without some ranks.
 
-    State that is sharded over some dims and replicated along the others has a shard for each
-    combination of coordinates along those dims. A shard is lost if none of its holders is left.
+    A state that is sharded over some dims and replicated along the others has a shard for each
+    combination of coordinates along the sharded dims. A shard is lost if no remaining rank has it.
 
     Args:
         before: The layout before.
-        after: The layout after; only its ranks count.
+        after: The layout after, of which only the ranks matter.
 
     Example:
         >>> before = RankLayout("tp=2,dp=4")
@@ -301,30 +337,34 @@ class Lost:
         return tuple(sorted({*self.before.ranks} - {*self.after.ranks}))
 
     def shards(self, /, *dims: str) -> tuple[dict[str, int], ...]:
-        """Return the shards over some dims that no remaining rank holds.
+        """Return the shards over some dims that no remaining rank has.
+
+        A trainer loads these from its checkpoint. A remaining rank has every other shard.
 
         Args:
-            dims: At least one, in any order, as for `RankLayout.groups`.
+            dims: One or more dims, in any order.
 
         Returns:
-            The coordinates of each along the dims, in the layout's order; the first dim varies
-            fastest. A trainer loads these from its checkpoint; some rank has each other shard.
+            The coordinates of each lost shard along the dims, in the layout's order, the first dim
+            varying fastest.
 
         Raises:
-            UnknownDimError, LayoutError: As for `RankLayout.order_dims`.
+            UnknownDimError: The layout does not have a dim of this name.
+            LayoutError: No dims are given, or one is given twice.
         """
         ordered = self.before.order_dims(dims)
         names = self.before.dim_names
         others = tuple([-1 - axis for axis, name in enumerate(names) if name not in ordered])
         left = np.isin(np.asarray(self.before.ranks), np.asarray(self.after.ranks))
-        held = left.reshape(self.before.shape[::-1]).any(axis=others)  # the first dim comes last
+        held = left.reshape(self.before.shape[::-1]).any(axis=others)  # the first dim is last
         lost = np.argwhere(~np.asarray(held)).tolist()
         return tuple(dict(zip(ordered, reversed(index), strict=True)) for index in lost)
 
     @property
     def words(self) -> str:
-        """The lost ranks, and the lost shards over the fewest dims, as "3: tp=1,dp=1"."""
-        ranks, dims = format_ranks(self.ranks) or "none", _long_dims(self.before)
+        """The lost ranks, and the lost shards over the fewest dims, such as "3: tp=1,dp=1"."""
+        ranks = format_ranks(self.ranks) or "none"
+        dims = _long_dims(self.before)
         for count in range(1, min(len(dims), MOST_DIMS) + 1):
             shards = [one for some in combinations(dims, count) for one in self.shards(*some)]
             if shards:

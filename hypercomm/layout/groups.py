@@ -1,7 +1,7 @@
-"""RankGroups: the disjoint groups of ranks over some dims, and groups from lists or other groups.
+"""RankGroups: disjoint groups of ranks over some dims, from lists or from other groups.
 
-A question about one rank or one group over dims is arithmetic on a few axes; nothing on its path
-grows with the number of groups. Enumeration of everything is vectorised.
+Methods about one rank or one group over dims compute with a few axes, whatever the number of
+groups. Methods that enumerate all groups are vectorised.
 """
 
 from __future__ import annotations
@@ -34,26 +34,25 @@ from hypercomm.layout.text import format_range, short_repr
 _STRIDE = operator.itemgetter(1)
 
 RankLists = Sequence[Sequence[int]]
-"""Groups as lists of ranks; sizes may differ."""
+"""Groups as lists of ranks, of any sizes."""
 
 # ---- groups -------------------------------------------------------------------------------------
 
 
 class RankGroups(Sequence[tuple[int, ...]]):
-    """Disjoint groups of ranks, each a tuple: those over the dims of a layout, or given as lists.
+    """Disjoint groups of ranks, over some dims of a layout or from lists.
 
-    It is a sequence of tuples: `len(groups)`, `groups[i]`, `for group in groups`. Groups over dims
-    all have one size. Their members are in the layout's order: they ascend unless the layout's
-    strides or list of ranks give another order (see `is_sorted`). They are ordered by the
-    coordinates along the other dims, the first of them varying fastest.
+    It is a sequence of tuples: `len(groups)`, `groups[i]`, `for group in groups`. All groups over
+    dims have the same size. Their members are in the layout's order, which is ascending in a dense
+    layout (see `is_sorted`). The groups are ordered by the coordinates along the other dims, the
+    first of these dims varying fastest.
 
     Args:
-        groups: The ranks of each group, in the order of the group. Their sizes may differ. A
-            rank is in at most one group.
+        groups: The ranks of each group, in order. Sizes may differ. A rank is in at most one group.
 
     Raises:
-        LayoutError: There is no group, a group is empty, a rank is not an int or is negative, or it
-            is listed twice.
+        LayoutError: There is no group, a group is empty, a rank is not an int or is negative, or a
+            rank is listed twice.
 
     Example:
         >>> from hypercomm import RankGroups, RankLayout
@@ -73,19 +72,19 @@ class RankGroups(Sequence[tuple[int, ...]]):
     __slots__ = ("_bounds", "_places", "_ranks")
 
     _ranks: NDArray[np.int64]
-    """The members of all groups, one group after the other."""
+    """The members of all groups, one group after another."""
     _bounds: NDArray[np.int64]
-    """The position in `_ranks` at which each group begins, and the number of members."""
+    """The position in `_ranks` at which each group begins, and the length of `_ranks`."""
     _places: dict[int, int] | None
-    """The position of each rank in `_ranks`, once it is needed."""
+    """The position of each rank in `_ranks`, or None before the first use."""
 
     def __init__(self, groups: Iterable[Iterable[int]]) -> None:
         given = [
-            as_ranks(group, f"group {index} of the lists")
+            as_ranks(group, f"groups[{index}]")
             for index, group in enumerate(as_ordered(groups, "groups"))
         ]
         if not given:
-            raise LayoutError("groups must hold at least one list of ranks: it is empty")
+            raise LayoutError("groups must have at least one list of ranks, but it is empty")
         _check_disjoint(given)
         self._set(list(chain.from_iterable(given)), list(map(len, given)))
 
@@ -100,15 +99,15 @@ class RankGroups(Sequence[tuple[int, ...]]):
             self._places = {rank: place for place, rank in enumerate(self._ranks.tolist())}
         return self._places
 
-    # ---- what each kind of groups has for itself --------------------------------------------
+    # ---- overridden by each kind of groups --------------------------------------------------
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes that the groups have, ascending, each once: one size unless lists differ."""
+        """The distinct sizes of the groups, ascending. Only groups from lists have several."""
         return tuple(np.unique(np.diff(self._bounds)).tolist())
 
     def _find(self, rank: int) -> tuple[int, int] | None:
-        """Return the index of the group of `rank` and the position in it, or None without one."""
+        """Return the index of the group of `rank` and the position in it, or None."""
         place = self._positions.get(rank)
         if place is None:
             return None
@@ -126,15 +125,15 @@ class RankGroups(Sequence[tuple[int, ...]]):
         """Enumerate all groups as an array of shape (number of groups, group size).
 
         Raises:
-            LayoutError: The groups have several sizes; `to_lists` enumerates these.
+            LayoutError: The groups have several sizes. Use `to_lists` for these.
         """
         return self._ranks.reshape(len(self), self.group_size)
 
-    # ---- what follows from it ---------------------------------------------------------------
+    # ---- shared by all kinds of groups ------------------------------------------------------
 
     @property
     def group_size(self) -> int:
-        """The number of members of every group; 0 if there is no group.
+        """The number of members of every group, or 0 if there is no group.
 
         Raises:
             LayoutError: The groups have several sizes.
@@ -142,15 +141,13 @@ class RankGroups(Sequence[tuple[int, ...]]):
         sizes = self.sizes
         if len(sizes) > 1:
             raise LayoutError(
-                f"{self!r} have no common size; ask for sizes, to_lists() or len(groups.of(rank))"
+                f"{self!r} have no common size; use sizes, to_lists() or len(groups.of(rank))"
             )
         return sizes[0] if sizes else 0
 
     @property
     def is_sorted(self) -> bool:
-        """Whether the members of every group ascend.
-
-        They do unless a layout's strides or ranks are in another order, or lists are.
+        """Whether the members of every group ascend, as in every dense layout.
 
         Example:
             >>> from hypercomm import RankLayout
@@ -163,35 +160,35 @@ class RankGroups(Sequence[tuple[int, ...]]):
         return bool((np.diff(self.to_array(), axis=1) > 0).all())
 
     def locate(self, rank: int) -> tuple[int, int]:
-        """Return (index of the group, position within it) of `rank`.
+        """Return the index of the group of `rank`, and the position of `rank` in it.
 
         Raises:
-            RankOutsideError: `rank` is a member of no group.
+            RankOutsideError: `rank` is not in any group.
         """
         found = self._find(rank if type(rank) is int else as_rank(rank))
         if found is None:
-            raise RankOutsideError(f"rank {short_repr(rank)} is in none of these groups: {self!r}")
+            raise RankOutsideError(f"rank {short_repr(rank)} is not in any of {self!r}")
         return found
 
     def of(self, rank: int) -> tuple[int, ...]:
-        """Return the group that `rank` is a member of, in O(dims + size of the answer).
+        """Return the group of `rank`. Over dims, this takes O(number of dims + group size).
 
         Raises:
-            RankOutsideError: `rank` is a member of no group.
+            RankOutsideError: `rank` is not in any group.
         """
         found = self._find(rank) if type(rank) is int else None
         return self._group((found or self.locate(rank))[0])
 
     def index_of(self, rank: int) -> int:
-        """Return the index of the group that `rank` is a member of."""
+        """Return the index of the group of `rank`."""
         return self.locate(rank)[0]
 
     def position_of(self, rank: int) -> int:
-        """Return the position of `rank` within its group: its group rank."""
+        """Return the position of `rank` in its group, which is its rank in the process group."""
         return self.locate(rank)[1]
 
     def has_member(self, rank: int) -> bool:
-        """Return whether `rank` is a member of one of the groups."""
+        """Return whether `rank` is in one of the groups."""
         return self._find(as_rank(rank)) is not None
 
     def chunks(self, size: int) -> RankGroups:
@@ -211,12 +208,12 @@ class RankGroups(Sequence[tuple[int, ...]]):
     def levels(self, sizes: Sequence[int]) -> tuple[RankGroups, ...]:
         """Factorise every group into hierarchical sub-groups, one `RankGroups` for each level.
 
-        Level 0 takes `sizes[0]` consecutive members, level 1 takes `sizes[1]` members that are
-        `sizes[0]` apart, and so on, as Megatron's `create_hierarchical_groups` does for
-        hierarchical context parallelism.
+        A group of level 0 has `sizes[0]` consecutive members. A group of level 1 has `sizes[1]`
+        members that are `sizes[0]` positions apart, and so on. Megatron's
+        `create_hierarchical_groups` makes the same groups for hierarchical context parallelism.
 
         Args:
-            sizes: Group size of each level, innermost first; their product is the group size.
+            sizes: Group size of each level, innermost first. Their product is the group size.
 
         Raises:
             LayoutError: The product of `sizes` is not the group size.
@@ -241,15 +238,17 @@ class RankGroups(Sequence[tuple[int, ...]]):
         return groups_of_rows(np.ascontiguousarray(runs).reshape(-1, size))
 
     def pick(self, function: Callable[[tuple[int, ...]], Iterable[int]]) -> RankGroups:
-        """Keep of every group the ranks that `function` returns, in the group's order.
+        """Reduce every group to the ranks that `function` returns, in the order of the group.
 
-        `function` is called with one group at a time, when the groups are read, and must return
-        equally many ranks for each. Megatron's embedding groups are the first and last stage of
-        every pipeline.
+        For example, Megatron's embedding groups are the first and last stage of every pipeline.
+
+        Args:
+            function: It is called with one group at a time, when the groups are read. It must
+                return the same number of ranks for every group.
 
         Raises:
             LayoutError: When a group is read, if `function` returns no rank, a rank that is not in
-                the group, or another number of ranks than for the first group.
+                the group, or a different number of ranks than for the first group.
 
         Example:
             >>> from hypercomm import RankLayout
@@ -272,7 +271,7 @@ class RankGroups(Sequence[tuple[int, ...]]):
         return map(tuple, self.to_array().tolist())
 
     def to_lists(self) -> list[list[int]]:
-        """Return all groups as lists, as `init_model_parallel_group` of vLLM and SGLang takes them.
+        """Return all groups as lists, which vLLM's and SGLang's `init_model_parallel_group` takes.
 
         Example:
             >>> from hypercomm import RankLayout
@@ -282,7 +281,7 @@ class RankGroups(Sequence[tuple[int, ...]]):
         return list(map(list, self))
 
     def digest(self) -> str:
-        """Return a short hash of all members and sizes; equal groups have equal ones.
+        """Return a short hash of all members and sizes. Equal groups have equal digests.
 
         Example:
             >>> from hypercomm import RankLayout
@@ -316,9 +315,9 @@ class RankGroups(Sequence[tuple[int, ...]]):
 
 @attrs.frozen(repr=False, eq=False)
 class StridedGroups(RankGroups):
-    """Groups on a lattice: `outer` axes number the groups, `inner` axes span the members.
+    """Groups from strides: `outer` axes number the groups, `inner` axes number their members.
 
-    Together the axes are nested (see `numbering.are_nested`), in any order.
+    All axes together are nested in some order (see `numbering.are_nested`).
     """
 
     origin: int
@@ -327,11 +326,13 @@ class StridedGroups(RankGroups):
     sizes: tuple[int, ...] = attrs.field(init=False)
     _count: int = attrs.field(init=False)
     _descending: list[tuple[int, int, int, int]] = attrs.field(init=False)
-    """All axes, the largest stride first: size, stride, and the step of the group's index and of
-    the position within it."""
+    """All axes, the largest stride first: size, stride, and the number of groups and of positions
+    in a group that one step along the axis skips."""
 
     def __attrs_post_init__(self) -> None:
-        axes, count, members = [], 1, 1
+        axes = []
+        count = 1
+        members = 1
         for size, stride in self.outer:
             axes.append((size, stride, count, 0))
             count *= size
@@ -345,7 +346,7 @@ class StridedGroups(RankGroups):
 
     @property
     def is_sorted(self) -> bool:
-        """Whether the strides of `inner` ascend; as they are nested, so do the members then."""
+        """Whether the members ascend. As the axes are nested, they do if the strides ascend."""
         return list(self.inner) == sorted(self.inner, key=_STRIDE)
 
     def __len__(self) -> int:
@@ -360,7 +361,9 @@ class StridedGroups(RankGroups):
     __hash__ = RankGroups.__hash__
 
     def _find(self, rank: int) -> tuple[int, int] | None:
-        rest, index, position = rank - self.origin, 0, 0
+        rest = rank - self.origin
+        index = 0
+        position = 0
         for size, stride, of_index, of_position in self._descending:
             digit, rest = divmod(rest, stride)
             if not 0 <= digit < size:
@@ -396,7 +399,7 @@ class StridedGroups(RankGroups):
 
 @attrs.frozen(repr=False, eq=False)
 class PickedGroups(RankGroups):
-    """The ranks of each parent group that a function returns."""
+    """The ranks of each group of `parent` that a function returns."""
 
     parent: RankGroups
     function: Callable[[tuple[int, ...]], Iterable[int]]
@@ -423,20 +426,20 @@ class PickedGroups(RankGroups):
         picked = tuple([rank for rank in group if rank in chosen])
         if not picked or len(picked) < len(chosen):
             raise LayoutError(
-                f"pick() must name at least one rank, all from group {index} {short_repr(group)}; "
-                f"the function returned {short_repr([*chosen])}"
+                f"the function of pick() must return one or more ranks of group {index} "
+                f"{short_repr(group)}, got {short_repr([*chosen])}"
             )
         if index and len(picked) != self.group_size:
             raise LayoutError(
-                f"pick() must keep equally many ranks of every group, but it keeps "
-                f"{self.group_size} of group 0 and {len(picked)} of group {index}"
+                f"the function of pick() must return the same number of ranks for every group, but "
+                f"it returned {self.group_size} for group 0 and {len(picked)} for group {index}"
             )
         return picked
 
 
 @attrs.frozen(repr=False, eq=False)
 class ListedGroups(RankGroups):
-    """The ranks that a list holds at the positions of other groups."""
+    """The ranks of a list, by groups of positions in the list."""
 
     positions: RankGroups
     listing: Listing
@@ -467,7 +470,7 @@ class ListedGroups(RankGroups):
 
 
 def groups_of_rows(ranks: NDArray[np.int64]) -> RankGroups:
-    """Return the rows of an array as groups; the caller knows that its ranks are distinct.
+    """Return the rows of an array as groups. The caller ensures that the ranks are distinct.
 
     Example:
         >>> groups_of_rows(np.array([[0, 4], [1, 5]])).of(5)
@@ -480,14 +483,15 @@ def groups_of_rows(ranks: NDArray[np.int64]) -> RankGroups:
 
 
 def as_groups(found: object, within: RankGroups) -> RankGroups:
-    """Return the groups that `derive=` gives: `RankGroups`, or lists of ranks of any size.
+    """Return the value of `derive=` as groups.
 
     Args:
-        found: The groups.
-        within: The groups over dims that they are derived from, which have all ranks of the grid.
+        found: `RankGroups`, or lists of ranks of any sizes.
+        within: The groups over dims that they are derived from, with all ranks of the grid.
 
     Raises:
-        LayoutError: They are not groups, or as for `RankGroups`, or have a rank outside the grid.
+        LayoutError: The value is not groups, `RankGroups` rejects the lists, or a rank is not in
+            the grid.
 
     Example:
         >>> from hypercomm import RankLayout
@@ -499,7 +503,7 @@ def as_groups(found: object, within: RankGroups) -> RankGroups:
             found = RankGroups(found)  # type: ignore[arg-type]
         except LayoutError as error:
             raise LayoutError(
-                f"derive must give RankGroups, or lists of ranks as [[0, 1], [2, 3, 4]]: {error}"
+                f"derive must give RankGroups, or lists of ranks like [[0, 1], [2, 3, 4]]: {error}"
             ) from error
     if type(found) is RankGroups:
         outside = found._ranks[~np.isin(found._ranks, within.to_array())]
@@ -516,14 +520,14 @@ def _check_disjoint(groups: Sequence[tuple[int, ...]]) -> None:
             if first.setdefault(rank, index) < index:
                 raise LayoutError(
                     f"rank {rank} is in two groups, {short_repr(groups[first[rank]])} and "
-                    f"{short_repr(group)}, but groups of one key are disjoint; create a key for "
-                    f"each list, in one call: create_pgs([{{'dims': grid.dim_names, 'name': f'path"
-                    f"{{i}}', 'derive': [ranks]}} for i, ranks in enumerate(lists)])"
+                    f"{short_repr(group)}, but the groups of one key must be disjoint; create a "
+                    f"key for each list, in one call: create_pgs([{{'dims': grid.dim_names, "
+                    f"'name': f'path{{i}}', 'derive': [ranks]}} for i, ranks in enumerate(lists)])"
                 )
 
 
 def format_sizes_of(groups: RankGroups) -> str:
-    """Write the size of groups, or the smallest and the largest.
+    """Format the size of groups, or their smallest and largest size.
 
     >>> format_sizes_of(RankGroups([[0, 1], [2, 3, 4]]))
     '2..3'
@@ -536,7 +540,12 @@ def format_sizes_of(groups: RankGroups) -> str:
 
 
 class Membership(NamedTuple):
-    """A rank's place in its group: the ranks of the group, and the rank's position among them."""
+    """The group of a rank.
+
+    Attributes:
+        ranks: The ranks of the group.
+        rank: The position of the rank among them.
+    """
 
     ranks: tuple[int, ...]
     rank: int

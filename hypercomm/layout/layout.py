@@ -54,7 +54,6 @@ from hypercomm.layout.numbering import (
 )
 from hypercomm.layout.parsing import (
     UNSPECIFIED,
-    VARIABLE,
     Dims,
     as_dims,
     as_size,
@@ -76,24 +75,26 @@ class RankLayout:
     names and numbering. It needs no torch and no cluster.
 
     Args:
-        shape: The sizes in any form: text "tp=2,dp=4", a mapping {"tp": 2, "dp": 4}, sizes [2, 4]
-            with `dim_names`, keywords tp=2, dp=4, or a layout. The first dim varies fastest.
+        shape: The sizes: text "tp=2,dp=4", a mapping {"tp": 2, "dp": 4}, a list [2, 4] with
+            `dim_names`, or a layout. The first dim varies fastest.
         dim_names: Name of each dim, in the order of `shape`.
         rank_offset: The smallest rank.
-        strides: Ranks between neighbours along each dim, in the order of `shape`; they may be in
-            any order. Default: the first dim has stride 1, and there are no gaps.
-        ranks: In place of offset and strides: the rank at each position, the first dim varying
-            fastest. Needed only if no strides give these ranks; questions about one rank then
-            read the whole list once.
-        world_size: The number of ranks that the sizes must multiply to; it infers a size of -1.
+        strides: For each dim, the difference between the ranks of neighbours along it, in the order
+            of `shape`. Strides need not ascend. Default: the first dim has stride 1, and there are
+            no gaps.
+        ranks: The rank at each position, the first dim varying fastest, in place of `rank_offset`
+            and `strides`. Needed only if no strides give these ranks. The first method call about
+            one rank then reads the whole list.
+        world_size: The number of ranks that the sizes must multiply to. A size of -1 is inferred
+            from it.
         dims: Sizes by name, in place of `shape` and `dim_names`.
 
     Raises:
         LayoutError: The lengths differ or are 0, a size or stride is not a positive int, strides
             give two coordinates the same rank, a name is empty, duplicate or not printable, the
-            offset is negative, `ranks` does not hold one rank for each position, each once,
-            arguments exclude each other, the text cannot be read, or a size is unspecified without
-            a world size.
+            offset is negative, `ranks` does not have one distinct rank for each position,
+            two arguments exclude each other, the text cannot be read, or a size is unspecified
+            without a world size.
         WorldSizeError: The sizes do not multiply to `world_size`.
 
     Example:
@@ -152,7 +153,7 @@ class RankLayout:
     ) -> None:
         if isinstance(shape, RankLayout):
             if rank_offset or dims or any(one is not None for one in (dim_names, strides, ranks)):
-                raise LayoutError(f"{shape!r} already has dims and ranks: leave out the others")
+                raise LayoutError(f"{shape!r} already has dims and ranks; omit the other arguments")
             infer_sizes(shape.sizes, world_size)
             self._set(shape.shape, shape.dim_names, shape.strides, shape._map)
             return
@@ -168,7 +169,7 @@ class RankLayout:
         strides: tuple[int, ...] | None,
         numbering: Span | Listing,
     ) -> RankLayout:
-        """Make a layout of what is already checked."""
+        """Make a layout from values that are already checked."""
         layout = object.__new__(cls)
         layout._set(shape, dim_names, strides, numbering)
         return layout
@@ -180,7 +181,7 @@ class RankLayout:
         strides: tuple[int, ...] | None,
         numbering: Span | Listing,
     ) -> None:
-        """Set all fields, in the one form that equal layouts share: strides if they suffice."""
+        """Set all fields in canonical form: a list of ranks that strides give becomes strides."""
         dense = dense_strides(shape)
         if isinstance(numbering, Listing):
             strides = strides_of(shape, numbering.array)
@@ -214,19 +215,19 @@ class RankLayout:
     def fit(
         cls, world_size: int, /, *, rank_offset: int = 0, **sizes: int | Iterable[int]
     ) -> RankLayout:
-        """Make the best layout that fills `world_size` ranks, as an elastic job needs it.
+        """Choose sizes that fill `world_size` ranks, for a job whose number of ranks changes.
 
-        It has the largest size of the first dim that fits, then of the second, and so on; dims with
-        -1 do not count.
+        The first dim gets the largest of its sizes that fits, then the second dim, and so on. A dim
+        with -1 gets the remaining factor.
 
         Args:
             world_size: The number of ranks that the sizes must multiply to.
             rank_offset: The smallest rank.
-            sizes: For each dim, first one fastest: its size, or the sizes to choose from; one
-                may be -1, for any size.
+            sizes: The size of each dim, or an iterable of sizes to choose from, the fastest varying
+                dim first. The size of one dim may be -1.
 
         Raises:
-            WorldSizeError: Nothing fits; names numbers of ranks that would.
+            WorldSizeError: No choice fits. The error suggests numbers of ranks that would fit.
             LayoutError: A size is wrong, or several are -1.
             TypeError: A keyword is a misspelt argument, such as `rank_ofset`.
 
@@ -238,7 +239,8 @@ class RankLayout:
             'tp=1,dp=3'
         """
         check_spelling(sizes)
-        total, choices = positive(world_size, "world_size"), {}
+        total = positive(world_size, "world_size")
+        choices = {}
         for name, given in sizes.items():
             is_one = isinstance(given, str) or not isinstance(given, Iterable)
             several = [given] if is_one else list(given)  # type: ignore[arg-type]
@@ -246,7 +248,7 @@ class RankLayout:
         inferred = [name for name, choice in choices.items() if UNSPECIFIED in choice]
         if not choices or not all(choices.values()) or len(inferred) > 1:
             raise LayoutError(
-                f"give each dim a size, or sizes to choose from, and -1 to one at most: "
+                f"give each dim a size or several sizes to choose from, and -1 to at most one dim; "
                 f"got {short_repr(sizes)}"
             )
         possible = [[size for size in choice if total % size == 0] for choice in choices.values()]
@@ -256,10 +258,10 @@ class RankLayout:
             if known == total or (UNSPECIFIED in shape and total % known == 0):
                 return cls(fitting, rank_offset=rank_offset, world_size=total)
         smallest = math.prod([abs(min(choice)) for choice in choices.values()])
-        hint = "" if inferred else " with a further dim of size -1"
+        hint = "" if inferred else " and a further dim of size -1"
         raise WorldSizeError(
             f"no sizes of {short_repr(choices)} multiply to {total} ranks; allow more sizes, or "
-            f"{nearest_multiples(total, smallest)} ranks would do{hint}"
+            f"use {nearest_multiples(total, smallest)} ranks{hint}"
         )
 
     @classmethod
@@ -267,7 +269,7 @@ class RankLayout:
         """Make a layout from the text that `to_json` wrote.
 
         Raises:
-            LayoutError: It is not such a text.
+            LayoutError: The text is not the JSON form of a layout.
         """
         try:
             return cls(**json.loads(text))
@@ -277,7 +279,7 @@ class RankLayout:
             ) from error
 
     def to_json(self) -> str:
-        """Return the layout as JSON; equal layouts give equal text.
+        """Return the layout as JSON. Equal layouts give equal text.
 
         Example:
             >>> from hypercomm import RankLayout
@@ -287,26 +289,25 @@ class RankLayout:
         return json.dumps(self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the layout as a dict of lists, names and numbers, which JSON can hold."""
-        fields: dict[str, Any] = {"shape": self.shape, "dim_names": self.dim_names}
-        fields |= self._map.arguments()
-        if not self._is_dense:
-            fields["strides"] = self.strides
+        """Return the constructor arguments of an equal layout, as lists, strings and numbers."""
+        fields = self._arguments()
+        if self._is_dense:
+            fields.pop("strides", None)
         return {name: list(one) if type(one) is tuple else one for name, one in fields.items()}
+
+    def _arguments(self) -> dict[str, Any]:
+        numbering = self._map.arguments(self.strides)
+        return {"shape": self.shape, "dim_names": self.dim_names, **numbering}
 
     def __str__(self) -> str:
         return format_sizes(self.sizes)
 
     def __repr__(self) -> str:
-        fields = {"shape": self.shape, "dim_names": self.dim_names, **self._map.arguments()}
-        if not self.is_listed:
-            fields["strides"] = self.strides
-        return (
-            f"RankLayout({', '.join(f'{name}={short_repr(one)}' for name, one in fields.items())})"
-        )
+        fields = [f"{name}={short_repr(one)}" for name, one in self._arguments().items()]
+        return f"RankLayout({', '.join(fields)})"
 
     def _repr_pretty_(self, printer: Any, _: object) -> None:
-        """Print, in hypothesis and IPython, text that can be pasted back."""
+        """Print a constructor call in hypothesis and IPython."""
         printer.text(repr(self))
 
     # ---- which ranks, which dims ------------------------------------------------------------
@@ -318,14 +319,14 @@ class RankLayout:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """All ranks, the first dim varying fastest; they ascend unless strides or a list differ."""
+        """All ranks, the first dim varying fastest. In a dense layout they ascend."""
         if self._is_dense:
             return self._map.row(self.size)
         return tuple(self._map.ranks_at(lattice(self._axes(self.dim_names))).tolist())
 
     @property
     def is_listed(self) -> bool:
-        """Whether the ranks are a list because no strides give them.
+        """Whether the ranks are stored as a list, because no strides give them.
 
         Example:
             >>> from hypercomm import RankLayout
@@ -341,14 +342,16 @@ class RankLayout:
             return False
 
     def size_of(self, *dims: Dims, default: int | None = None) -> int:
-        """Return the size of a dim, or the product of the sizes of several.
+        """Return the size of a dim, or the product of the sizes of several dims.
 
         Args:
             dims: Names, in any spelling and order.
-            default: The size of a dim that the layout lacks.
+            default: The size of a dim that the layout does not have. Default: an unknown dim is an
+                error.
 
         Raises:
-            UnknownDimError, LayoutError: There is no default, as for `order_dims`.
+            UnknownDimError: The layout does not have a dim, and `default` is not given.
+            LayoutError: No dims are given, or one is given twice.
 
         Example:
             >>> from hypercomm import RankLayout
@@ -367,7 +370,7 @@ class RankLayout:
             dims: One name, several as in "dp+cp", or any iterable of names, in any order.
 
         Raises:
-            UnknownDimError: A name is not one of the layout's.
+            UnknownDimError: The layout does not have a dim of this name.
             LayoutError: No dims are given, or one is given twice.
 
         Example:
@@ -387,24 +390,27 @@ class RankLayout:
     # ---- one rank ---------------------------------------------------------------------------
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Return the coordinates of a rank, by dim name; the inverse of `rank(**coords)`.
+        """Return the coordinates of a rank, by dim name. The inverse of `rank(**coords)`.
 
         Raises:
-            RankOutsideError: The layout does not hold `rank`.
+            RankOutsideError: The layout does not contain `rank`.
         """
         return dict(zip(self.dim_names, self._index(rank), strict=True))
 
     def rank(self, /, **coords: int) -> int:
-        """Return the rank at these coordinates, one for each dim; the inverse of `coords(rank)`.
+        """Return the rank at some coordinates, one for each dim. The inverse of `coords(rank)`.
 
         Raises:
-            UnknownDimError: A coordinate is for no dim of the layout.
-            LayoutError: A dim has no coordinate, or one that is not in range(size).
+            UnknownDimError: The layout does not have a dim of this name.
+            LayoutError: A coordinate is missing, or is not in range(size).
         """
         offset = self._offset_at(coords)
         missing = [name for name in self.dim_names if name not in coords]
         if missing:
-            raise LayoutError(f"rank() needs a coordinate for every dim; {missing} have none")
+            raise LayoutError(
+                f"rank() needs a coordinate for every dim, but {missing} are missing; "
+                f"ranks_where() takes fewer"
+            )
         return self._map.rank_at(offset)
 
     def shift(self, rank: int, dim: str, by: int, periodic: bool = False) -> int | None:
@@ -412,12 +418,12 @@ class RankLayout:
 
         Args:
             rank: The rank to start from.
-            dim: The dim to walk along.
-            by: Steps: 1 for the next pipeline stage, -1 for the previous one.
+            dim: The dim to step along.
+            by: The number of steps: 1 for the next pipeline stage, -1 for the previous one.
             periodic: Whether the dim wraps around, as in a ring.
 
         Returns:
-            The rank, or None when the walk leaves a dim that is not periodic.
+            The rank, or None if there is no rank at that coordinate.
 
         Raises:
             UnknownDimError, RankOutsideError: The layout has no such dim or rank.
@@ -443,10 +449,11 @@ class RankLayout:
     # ---- several ranks, groups --------------------------------------------------------------
 
     def ranks_where(self, /, **coords: int) -> tuple[int, ...]:
-        """Return all ranks with these coordinates, in the order of `ranks`.
+        """Return all ranks with some coordinates, in the order of `ranks`.
 
         Raises:
-            UnknownDimError, LayoutError: As for `rank`.
+            UnknownDimError: The layout does not have a dim of this name.
+            LayoutError: A coordinate is not in range(size).
 
         Example:
             >>> RankLayout("tp=2,dp=2,pp=2").ranks_where(pp=1, tp=0)
@@ -459,12 +466,13 @@ class RankLayout:
     def groups(self, /, *dims: Dims) -> RankGroups:
         """Return the disjoint groups whose members differ only in their coordinates along `dims`.
 
-        Members are in the layout's order, whatever the order of `dims`: ascending, unless its
-        ranks are listed in another. Groups are ordered by the coordinates along the other dims,
-        the first of those fastest.
+        Members are in the layout's order, whatever the order of `dims`. They ascend in a dense
+        layout. Groups are ordered by the coordinates along the other dims, the first of these
+        dims varying fastest.
 
         Raises:
-            UnknownDimError, LayoutError: As for `order_dims`.
+            UnknownDimError: The layout does not have a dim of this name.
+            LayoutError: No dims are given, or one is given twice.
 
         Example:
             >>> layout = RankLayout("tp=2,cp=2,dp=2")
@@ -474,26 +482,27 @@ class RankLayout:
         return groups_over(self, self.order_dims(dims))
 
     def membership(self, rank: int, /, *dims: Dims) -> Membership:
-        """Return a rank's place in its group over dims.
+        """Return a rank's group over some dims, and its position there.
 
         Raises:
-            RankOutsideError: The layout does not hold `rank`.
-            UnknownDimError, LayoutError: As for `order_dims`.
+            RankOutsideError: The layout does not contain `rank`.
+            UnknownDimError: The layout does not have a dim of this name.
+            LayoutError: No dims are given, or one is given twice.
 
         Example:
             >>> pp = RankLayout("tp=2,pp=3").membership(3, "pp")
             >>> pp.rank, pp.ranks
             (1, (1, 3, 5))
         """
-        self._index(rank)  # its error is about the layout, not about the groups
+        self._index(rank)  # raises an error about the layout, not about its groups
         groups = self.groups(*dims)
         return Membership(groups.of(rank), groups.position_of(rank))
 
     def enumerate_ranks(self, dims: Dims) -> NDArray[np.int64]:
-        """Enumerate groups with members in the order of `dims`, the LAST one varying fastest.
+        """Enumerate groups with members in the order of `dims`, the LAST dim varying fastest.
 
-        This is the order rule of Megatron's `_gen_rank_enum`. Naming dims in reversed layout
-        order gives the ranks in the layout's, the same as `groups(*dims).to_array()`.
+        Megatron's `_gen_rank_enum` orders ranks by this rule. If `dims` are in reversed layout
+        order, the result is `groups(*dims).to_array()`.
 
         Returns:
             An array of shape (number of groups, group size).
@@ -512,11 +521,10 @@ class RankLayout:
     # ---- other layouts from this one --------------------------------------------------------
 
     def renumber(self, shape: Iterable[int], dim_names: Iterable[str]) -> RankLayout:
-        """Number the same ranks, in the same order, by other dims: in another order, or joined.
+        """Return a layout with other dims over the same ranks in the same order.
 
         Raises:
-            LayoutError: The sizes do not multiply to the number of ranks, or there are gaps, and
-                more ranks than can be listed.
+            LayoutError: The sizes do not multiply to the number of ranks.
 
         Example:
             >>> from hypercomm import RankLayout
@@ -526,13 +534,14 @@ class RankLayout:
         sizes = read_sizes(shape, dim_names)
         if (size := math.prod(sizes.values())) != self.size:
             raise LayoutError(f"{format_sizes(sizes)} has {size} ranks, but {self} has {self.size}")
-        numbering, strides = self._map, renumbered(self._axes(self.dim_names), [*sizes.values()])
+        numbering = self._map
+        strides = renumbered(self._axes(self.dim_names), [*sizes.values()])
         if strides is None:
             numbering = Listing(tuple(self.ranks))
         return self._of(tuple(sizes.values()), tuple(sizes), strides, numbering)
 
     def split(self, dim: str, /, **sizes: int) -> RankLayout:
-        """Factorise a dim into several, the first named varying fastest; no rank moves.
+        """Factorise a dim into several, the first one varying fastest. Ranks keep their positions.
 
         Raises:
             LayoutError: The sizes (one may be -1) do not multiply to the size of `dim`.
@@ -551,10 +560,10 @@ class RankLayout:
         return self.renumber(shape, (*self.dim_names[:axis], *parts, *self.dim_names[axis + 1 :]))
 
     def rename(self, /, **names: str) -> RankLayout:
-        """Give dims new names, old=new; no rank moves.
+        """Give dims new names, old=new.
 
         Raises:
-            UnknownDimError: An old name is not one of the layout's.
+            UnknownDimError: The layout does not have a dim of the old name.
 
         Example:
             >>> str(RankLayout("tp=2,dp=4").rename(dp="fsdp"))
@@ -566,13 +575,13 @@ class RankLayout:
         return self._of(self.shape, new, self.strides, self._map)
 
     def select(self, /, **coords: int) -> RankLayout:
-        """Return the layout of the ranks with these coordinates, over the other dims.
+        """Return the layout of the ranks with some coordinates, over the remaining dims.
 
-        The ranks keep their numbers, so the result may have gaps: its strides are this layout's.
+        The ranks and strides are unchanged, so the result may have gaps.
 
         Raises:
-            UnknownDimError: A coordinate is for no dim of the layout.
-            LayoutError: A coordinate is not in range(size), or no dim is left.
+            UnknownDimError: The layout does not have a dim of this name.
+            LayoutError: A coordinate is not in range(size), or no dim remains.
 
         Example:
             >>> stage = RankLayout("tp=2,pp=2,dp=2").select(pp=1)
@@ -583,7 +592,10 @@ class RankLayout:
         offset = self._offset_at(coords)
         if not kept:
             rank = self._map.rank_at(offset)
-            raise LayoutError(f"select() must leave a dim; for the rank there, {rank}, call rank()")
+            raise LayoutError(
+                f"select() needs at least one dim without a coordinate; rank() returns the rank "
+                f"at these coordinates, {rank}"
+            )
         axes = self._axes(kept)
         numbering, strides = self._map.part(offset, axes)
         return self._of(tuple([size for size, _ in axes]), kept, strides, numbering)
@@ -609,11 +621,11 @@ class RankLayout:
         for name in wanted:
             self._axis_of(name)
             if wanted.count(name) > 1:
-                raise LayoutError(f"dim {name!r} comes twice in dims {short_repr(wanted)}")
+                raise LayoutError(f"dim {name!r} is listed twice in dims {short_repr(wanted)}")
         return wanted
 
     def _offset_at(self, coords: Mapping[str, int]) -> int:
-        """The first offset with these coordinates."""
+        """Return the first offset with some coordinates."""
         offset = 0
         for name, coordinate in coords.items():
             axis = self._axis_of(name)
@@ -632,16 +644,12 @@ class RankLayout:
         if index is not None:
             return index
         held = f"ranks {self.rank_offset}..{self.last_rank}"
-        if self.is_listed:
-            held = f"the ranks {short_repr(self.ranks)}"
-        elif self.last_rank - self.rank_offset >= self.size:
-            held += f", in strides of {self.strides}"
-        raise RankOutsideError(
-            f"rank {short_repr(rank)} is not in layout {self}, which holds {held}"
-        )
+        if self.last_rank - self.rank_offset >= self.size:
+            held = f"some of {held}: {self!r}"
+        raise RankOutsideError(f"rank {short_repr(rank)} is not in layout {self}, which has {held}")
 
     def _find(self, rank: object) -> list[int] | None:
-        """Return the coordinates of a rank, or None if the layout does not hold it."""
+        """Return the coordinates of a rank, or None if the layout does not contain it."""
         rest = self._map.offset_of(as_rank(rank))
         index = [0] * len(self.shape)
         for axis, size, stride in self._descending:
@@ -670,14 +678,14 @@ def groups_over(layout: RankLayout, inner: tuple[str, ...]) -> RankGroups:
 def _read_numbering(
     sizes: Mapping[str, int], rank_offset: object, strides: object, ranks: object
 ) -> tuple[tuple[int, ...] | None, Span | Listing]:
-    """Check the arguments that number ranks; return strides, if given, and the map of offsets."""
+    """Return the strides, if they are given and nested, and the map from offsets to ranks."""
     offset = as_int(rank_offset, "rank_offset", 0)
     if strides is not None:
         steps = as_sizes(strides, "strides")
-        if ranks is not None or len(steps) != len(sizes):
-            raise LayoutError(
-                f"strides must be one for each of {[*sizes]}, without ranks; got {steps}"
-            )
+        if ranks is not None:
+            raise LayoutError("strides and ranks exclude each other; give one of them")
+        if len(steps) != len(sizes):
+            raise LayoutError(f"strides must have one for each of {[*sizes]}, got {steps}")
         axes = list(map(Axis, sizes.values(), steps))
         if are_nested(axes):
             return steps, Span(offset)
@@ -687,16 +695,19 @@ def _read_numbering(
     listing = Listing(as_ranks(ranks, "ranks"))
     if len(listing.ranks) != math.prod(sizes.values()):
         positions = f"shape has {short_repr(math.prod(sizes.values()))} positions"
-        raise LayoutError(f"ranks holds {len(listing.ranks)} ranks, but {positions}")
+        raise LayoutError(f"ranks has {len(listing.ranks)} ranks, but {positions}")
     if offset not in {0, listing.first}:
-        raise LayoutError(f"rank_offset {offset} cannot be combined with ranks")
+        raise LayoutError(
+            f"rank_offset {offset} and ranks exclude each other: the smallest of ranks is "
+            f"{listing.first}"
+        )
     return None, listing
 
 
 def _distinct_ranks(
     sizes: Mapping[str, int], axes: Sequence[Axis], first: int
 ) -> NDArray[np.int64]:
-    """Return the ranks of strides that are not nested, after checking that they differ.
+    """Return the ranks that strides give, which are not nested; raise if two are equal.
 
     >>> _distinct_ranks({"tp": 2, "dp": 3}, [Axis(2, 3), Axis(3, 2)], 1).tolist()
     [1, 4, 3, 6, 5, 8]
@@ -704,8 +715,8 @@ def _distinct_ranks(
     strides = tuple([stride for _, stride in axes])
     if math.prod(sizes.values()) > LARGEST_WORLD:
         raise LayoutError(
-            f"strides {strides} may overlap; above {LARGEST_WORLD:,} ranks, each stride must be at "
-            f"least the size times the stride of the dim with the next smaller one"
+            f"strides {strides} may overlap; with more than {LARGEST_WORLD:,} ranks, each stride "
+            f"must be at least the size times the stride of the dim with the next smaller stride"
         )
     ranks = first + lattice(axes)
     found = find_equal(ranks)
@@ -728,19 +739,22 @@ def read_layout(
     world_size: int | None = None,
     **dims: int,
 ) -> RankLayout:
-    """Return a layout that fits into a world, from sizes in any form.
+    """Return a layout that fits into a world.
+
+    In contrast to `RankLayout`, the layout may be smaller than the world, and the sizes may come
+    from a grid or from the environment.
 
     Args:
-        sizes: Text, a mapping, sizes with `dim_names`, a layout, an object with a `layout`, as a
-            grid, or None for `dims`, else for the environment's HYPERCOMM_LAYOUT.
-        dim_names: The names of the dims, where `sizes` does not name them.
+        sizes: The sizes as `RankLayout` takes them, or an object with a `layout`, such as a grid.
+            Default: `dims`, or the sizes in the environment variable HYPERCOMM_LAYOUT.
+        dim_names: The names of the dims, if `sizes` does not have them.
         rank_offset: The smallest rank.
-        world_size: The number of ranks of the world. An unspecified size takes the ranks that are
-            left from `rank_offset` on. None: it is not known, so all sizes must be given.
+        world_size: The number of ranks of the world. An unspecified size fills the ranks from
+            `rank_offset` on. Default: unknown, and all sizes must be given.
         dims: Sizes by name, in place of `sizes`.
 
     Raises:
-        LayoutError: As for `RankLayout`, or there are no sizes.
+        LayoutError: There are no sizes, or `RankLayout` rejects them.
         WorldSizeError: The layout does not fit into the world.
 
     Example:
@@ -749,21 +763,19 @@ def read_layout(
         >>> read_layout([2, -1], ["tp", "dp"], 4, 8).ranks
         range(4, 8)
     """
-    layout = getattr(sizes, "layout", sizes)
-    if isinstance(layout, RankLayout):
-        layout = RankLayout(layout, dim_names, rank_offset, **dims)  # type: ignore[arg-type]
-    else:
-        if sizes is None and not dims:
-            sizes = sizes_of_environment()
-            if sizes is None:
-                raise LayoutError(f"sizes are missing: give 'tp=2,dp=-1', or set {VARIABLE}")
-        given = read_sizes(sizes, dim_names, dims)
-        offset = as_int(rank_offset, "rank_offset", 0) if rank_offset else 0
-        if UNSPECIFIED in given.values() or world_size is None:
-            left = None if world_size is None else positive(world_size, "world_size") - offset
+    given = getattr(sizes, "layout", sizes)
+    if not isinstance(given, RankLayout):
+        if given is None and not dims:
+            given = sizes_of_environment()
+        given = read_sizes(given, dim_names, dims)
+        dim_names = None
+        dims = {}
+        if UNSPECIFIED in given.values() and world_size is not None:
+            offset = as_int(rank_offset, "rank_offset", 0)
+            left = positive(world_size, "world_size") - offset
             room = f"{left} are left from rank {offset} on" if offset else ""
-            given = infer_sizes(given, None if left is None else max(1, left), room)
-        layout = RankLayout(given, rank_offset=offset)
+            given = infer_sizes(given, max(1, left), room)
+    layout = RankLayout(given, dim_names, rank_offset, **dims)  # type: ignore[arg-type]
     if world_size is not None and layout.last_rank >= world_size:
         where = f" from rank {layout.rank_offset}" if layout.rank_offset else ""
         raise world_too_small(f"{layout}{where}", layout.last_rank, world_size)

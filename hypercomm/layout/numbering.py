@@ -1,7 +1,7 @@
-"""Offsets and ranks: axes of strides, and the map from offsets to ranks.
+"""Offsets and ranks: axes of strides, and maps from offsets to ranks.
 
-An offset is the sum of coordinate times stride. The rank of an offset is the first rank plus the
-offset (`Span`), or the rank at that position of a list (`Listing`).
+An offset is the sum of coordinate times stride over the dims. The rank of an offset is the first
+rank plus the offset (`Span`), or the rank at that position of a list (`Listing`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STRIDE = operator.itemgetter(1)
 
 
 class Axis(NamedTuple):
-    """`size` steps of `stride` ranks each."""
+    """A dim as numbers: its size, and the stride between neighbours."""
 
     size: int
     stride: int
@@ -44,7 +44,7 @@ def lattice(axes: Sequence[Axis]) -> NDArray[np.int64]:
 
 
 def coalesce(axes: Iterable[Axis]) -> tuple[Axis, ...]:
-    """Drop axes of size 1 and join neighbours that step as one.
+    """Drop axes of size 1, and join neighbours that together have constant steps.
 
     >>> coalesce([Axis(2, 1), Axis(1, 2), Axis(3, 2), Axis(2, 12)])
     (Axis(size=6, stride=1), Axis(size=2, stride=12))
@@ -62,7 +62,7 @@ def coalesce(axes: Iterable[Axis]) -> tuple[Axis, ...]:
 
 
 def cut_axes(axes: Sequence[Axis], count: int) -> tuple[list[Axis], list[Axis]] | None:
-    """Split axes after `count` elements, or return None if the cut is inside a step of an axis.
+    """Split axes after `count` elements, or return None if no axis can be split there.
 
     >>> cut_axes([Axis(2, 1), Axis(6, 4)], 4)
     ([Axis(size=2, stride=1), Axis(size=2, stride=4)], [Axis(size=3, stride=8)])
@@ -85,7 +85,7 @@ def cut_axes(axes: Sequence[Axis], count: int) -> tuple[list[Axis], list[Axis]] 
 def are_nested(axes: Iterable[Axis]) -> bool:
     """Return whether each stride exceeds the largest offset of all axes with smaller strides.
 
-    If so, division by the strides, the largest first, gives the coordinates of an offset.
+    If so, division by the strides in descending order gives the coordinates of an offset.
 
     >>> are_nested([Axis(4, 2), Axis(1, 9), Axis(2, 1)]), are_nested([Axis(2, 1), Axis(3, 1)])
     (True, False)
@@ -123,7 +123,7 @@ def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def canonical_strides(shape: Sequence[int], given: Sequence[int]) -> tuple[int, ...]:
-    """Replace the stride of each dim of size 1, which has no effect, by the extent before it.
+    """Replace strides of dims of size 1, which have no effect, by the extent of the dims before.
 
     >>> canonical_strides([2, 1, 3], [1, 7, 4])
     (1, 2, 4)
@@ -137,7 +137,7 @@ def canonical_strides(shape: Sequence[int], given: Sequence[int]) -> tuple[int, 
 
 
 def strides_of(shape: Sequence[int], ranks: NDArray[np.int64]) -> tuple[int, ...] | None:
-    """Return the strides over a shape that give these distinct ranks, or None if no strides do.
+    """Return the strides over a shape that give some distinct ranks, or None if no strides do.
 
     >>> strides_of((2, 2), np.array([3, 4, 7, 8])), strides_of((4,), np.array([3, 4, 7, 8]))
     ((1, 4), None)
@@ -157,8 +157,8 @@ def renumbered(axes: Iterable[Axis], shape: Sequence[int]) -> tuple[int, ...] | 
     """Return the strides of another shape over the same offsets in the same order.
 
     Args:
-        axes: The axes now, the first varying fastest.
-        shape: The sizes wanted; they multiply to the same number of offsets.
+        axes: The present axes, the first one varying fastest.
+        shape: The new sizes, whose product is the number of offsets.
 
     Returns:
         A stride for each size, or None if no strides give these offsets.
@@ -172,7 +172,8 @@ def renumbered(axes: Iterable[Axis], shape: Sequence[int]) -> tuple[int, ...] | 
         cut = cut_axes(rest, size)
         if cut is None:
             return None
-        own, rest = coalesce(cut[0]), cut[1]
+        own = coalesce(cut[0])
+        rest = cut[1]
         if len(own) > 1:
             return None
         strides.append(own[0].stride if own else 1)
@@ -184,7 +185,7 @@ def renumbered(axes: Iterable[Axis], shape: Sequence[int]) -> tuple[int, ...] | 
 
 @attrs.frozen
 class Span:
-    """The ranks from a first one on: the rank of an offset is their sum.
+    """Consecutive ranks: the rank of an offset is the first rank plus the offset.
 
     Example:
         >>> span = Span(4)
@@ -204,7 +205,7 @@ class Span:
         return self.first + offsets
 
     def offset_of(self, rank: int) -> int:
-        """Return the offset of a rank, negative for a rank before the first one."""
+        """Return the offset of a rank. It is negative for a rank below the first one."""
         return rank - self.first
 
     def row(self, size: int) -> Sequence[int]:
@@ -219,16 +220,16 @@ class Span:
         """Return the map of the offsets from `offset` on along some axes, and their strides."""
         return Span(self.first + offset), tuple([stride for _, stride in axes])
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self, strides: tuple[int, ...]) -> dict[str, Any]:
         """Return the arguments of `RankLayout` that give this map."""
-        return {"rank_offset": self.first}
+        return {"rank_offset": self.first, "strides": strides}
 
 
 @attrs.frozen(slots=False, cache_hash=True)
 class Listing:
-    """Distinct ranks in a list. The offset of a rank is its position there.
+    """Distinct ranks in a list. The offset of a rank is its position in the list.
 
-    It pickles as the list alone.
+    A pickle holds the list and no cached value.
 
     Example:
         >>> listing = Listing((4, 2, 7))
@@ -243,7 +244,7 @@ class Listing:
 
     @functools.cached_property
     def array(self) -> NDArray[np.int64]:
-        """The ranks, in the order of the positions; not to be written to."""
+        """The ranks as an array, which callers must not change."""
         return np.array(self.ranks, dtype=np.int64)
 
     @functools.cached_property
@@ -264,7 +265,7 @@ class Listing:
         return self.array[offsets]
 
     def offset_of(self, rank: int) -> int:
-        """Return the offset of a rank; -1 for a rank that is not listed."""
+        """Return the offset of a rank, or -1 if the rank is not in the list."""
         return self._positions.get(rank, -1)
 
     def row(self, size: int) -> Sequence[int]:
@@ -277,9 +278,10 @@ class Listing:
         return max(self.ranks)
 
     def part(self, offset: int, axes: Sequence[Axis]) -> tuple[Listing, None]:
-        """Return the map of the offsets from `offset` on along some axes, without gaps."""
+        """Return the map of the offsets from `offset` on along some axes, renumbered densely."""
         return Listing(tuple(self.array[offset + lattice(axes)].tolist())), None
 
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of `RankLayout` that give this map."""
+    def arguments(self, strides: tuple[int, ...]) -> dict[str, Any]:
+        """Return the arguments of `RankLayout` that give this map, whose strides are dense."""
+        del strides
         return {"ranks": self.ranks}

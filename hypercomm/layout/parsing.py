@@ -1,6 +1,6 @@
-"""Text and what it stands for: sizes "tp=2,dp=4", orders "tp-cp-dp", groups "tp,dp+cp".
+"""Readers of sizes "tp=2,dp=4", orders "tp-cp-dp" and dims "tp,dp+cp".
 
-Also the arithmetic of sizes: inferring one that is unspecified, and which sizes make a world.
+`read_sizes` reads sizes in every form, and `infer_sizes` infers one that is unspecified.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from hypercomm.layout.checks import as_int, as_names, as_ordered, as_tuple, posi
 from hypercomm.layout.text import format_sizes, short_repr
 
 UNSPECIFIED = -1
-"""The size of a dim that is to be inferred from the world size."""
+"""The size of a dim that is inferred from the world size."""
 
 VARIABLE = "HYPERCOMM_LAYOUT"
-"""The environment variable that holds the sizes of a job's layout."""
+"""The environment variable with the sizes of a job's layout."""
 
 Dims = str | Iterable["Dims"]
 """Dims in any spelling: "tp", "dp+cp", ["dp", "cp"]."""
 
 _SIZE = re.compile(r"\s*([^\s,=+-]+)\s*(?:=\s*(-1|[0-9]{1,18})\s*)?")
-_KEYWORDS = ("dim_names", "rank_offset", "world_size")
+_KEYWORDS = ("dim_names", "rank_offset", "world_size", "strides")
 
 
 # ---- text ---------------------------------------------------------------------------------------
 
 
 def parse_sizes(text: str) -> dict[str, int]:
-    """Read "tp=2,cp=3,dp=4" into sizes by dim name, in the order given.
+    """Read "tp=2,cp=3,dp=4" into sizes by dim name, in the same order.
 
     A size of -1, or a name alone, is unspecified (`UNSPECIFIED`).
 
     Raises:
-        LayoutError: A part cannot be read, or a dim is given twice; shows the part.
+        LayoutError: A part cannot be read, or a dim is given twice. The error shows the part.
 
     >>> parse_sizes("tp=2, cp=3, dp")
     {'tp': 2, 'cp': 3, 'dp': -1}
@@ -68,10 +68,10 @@ def parse_sizes(text: str) -> dict[str, int]:
 
 
 def parse_order(text: str) -> tuple[str, ...]:
-    """Read "tp-cp-ep-dp-pp" into dim names, the first one fastest varying.
+    """Read "tp-cp-ep-dp-pp" into dim names, the first one varying fastest.
 
     Raises:
-        LayoutError: A name is empty or comes twice.
+        LayoutError: A name is empty or is given twice.
 
     >>> parse_order("tp-cp-dp")
     ('tp', 'cp', 'dp')
@@ -86,7 +86,7 @@ def parse_groups(text: str) -> list[tuple[str, ...]]:
     """Read "tp,dp+cp" into one tuple of dims for each set of groups.
 
     Raises:
-        LayoutError: A part is empty or comes twice.
+        LayoutError: A part is empty or is given twice.
 
     >>> parse_groups("tp,dp+cp")
     [('tp',), ('dp', 'cp')]
@@ -98,17 +98,19 @@ def parse_groups(text: str) -> list[tuple[str, ...]]:
 
 
 def split_dims(text: str) -> tuple[str, ...]:
-    """Read the dims of one set of groups: "dp+cp", or as Megatron writes it, "dp-cp".
+    """Read the dims of one set of groups: "dp+cp", or in Megatron's spelling, "dp-cp".
 
     Raises:
-        LayoutError: A name is empty, or commas separate them, which would be several sets.
+        LayoutError: A name is empty, or commas separate the names, which is several sets.
 
     >>> split_dims("dp+cp"), split_dims("tp")
     (('dp', 'cp'), ('tp',))
     """
     if "," in text:
         joined = "+".join(map(str.strip, text.split(",")))
-        raise LayoutError(f"{short_repr(text)} is several sets of groups; write one as {joined!r}")
+        raise LayoutError(
+            f"{short_repr(text)} is several sets of groups; write one set as {joined!r}"
+        )
     dims = tuple(map(str.strip, re.split("[+-]", text)))
     if "" in dims:
         raise LayoutError(f"{short_repr(text)} lacks a dim name; write dims like 'dp+cp'")
@@ -129,7 +131,7 @@ def as_dims(value: object) -> tuple[Any, ...]:
     """Return dims in any spelling as a tuple: a name, "dp+cp", "dp-cp", or iterables of these.
 
     Raises:
-        LayoutError: It is not such a value.
+        LayoutError: The value is not of this form, or a name is empty.
 
     Example:
         >>> as_dims("dp+cp"), as_dims(["dp", "cp"]), as_dims((["dp", "cp"],))
@@ -152,15 +154,15 @@ def as_dims(value: object) -> tuple[Any, ...]:
 def read_sizes(
     sizes: object, dim_names: Iterable[str] | None = None, dims: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """Return sizes by name, in whichever form they are given; each may be unspecified.
+    """Return sizes by dim name from sizes in any form. Each may be unspecified.
 
     Args:
         sizes: "tp=2,dp=4", {"tp": 2, "dp": 4}, or [2, 4] with `dim_names`.
-        dim_names: The names of [2, 4].
+        dim_names: The names of the dims, if `sizes` is a list.
         dims: Sizes by keyword, in place of both.
 
     Raises:
-        LayoutError: They are given twice or not at all, or a size or a name is wrong.
+        LayoutError: Sizes are given twice or are missing, or a size or a name is wrong.
         TypeError: A keyword is a misspelt argument, such as `rank_ofset`.
 
     Example:
@@ -176,15 +178,17 @@ def read_sizes(
         sizes = dims
     if isinstance(sizes, (str, Mapping)):
         if dim_names is not None:
-            raise LayoutError(f"{short_repr(sizes)} names the dims; leave dim_names out")
+            raise LayoutError(f"{short_repr(sizes)} already names the dims; omit dim_names")
         if isinstance(sizes, str):
             return parse_sizes(sizes)
-        dim_names, sizes = tuple(sizes), tuple(sizes.values())
+        dim_names = tuple(sizes)
+        sizes = tuple(sizes.values())
     if dim_names is None or sizes is None:
         missing = "sizes" if sizes is None else "dim_names"
         example = "give 'tp=2,dp=4', or ([2, 4], ['tp', 'dp'])"
         raise LayoutError(f"{missing} are missing: {example}, got {short_repr(sizes)}")
-    names, shape = as_names(dim_names), as_ordered(sizes, "shape")
+    names = as_names(dim_names)
+    shape = as_ordered(sizes, "shape")
     if len(shape) != len(names):
         given = f"len(shape) {short_repr(list(shape))} != len(dim_names) {short_repr(list(names))}"
         raise LayoutError(f"{given}; give one size for each name")
@@ -196,16 +200,16 @@ def read_sizes(
 def short_names(
     call: str, given: Mapping[str, Any], names: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return sizes by their short names, from a framework's long names or the short ones.
+    """Return sizes by short name, from sizes by a framework's long names or by short names.
 
     Args:
         call: The function that takes the sizes, for errors.
-        given: The sizes by long or short name; None, or left out, if not given.
+        given: The sizes by long or short name. A size of None counts as not given.
         names: The short name of each long name.
 
     Returns:
-        The sizes that are given, by short name; and the short name of each long name that is not
-        used, for errors about the sizes.
+        The sizes by short name, and the short name of each long name that is not used. Errors
+        about the sizes need the latter.
 
     Raises:
         TypeError: A size is given by both names.
@@ -218,28 +222,30 @@ def short_names(
         if long in sizes and short in sizes:
             raise TypeError(
                 f"{call}() got {short}={short_repr(sizes[short])} and "
-                f"{long}={short_repr(sizes[long])}, two names of one size; give one of them"
+                f"{long}={short_repr(sizes[long])}, which are names of the same size; give one"
             )
     unused = {long: short for long, short in names.items() if long not in sizes}
     return {names.get(name, name): size for name, size in sizes.items()}, unused
 
 
 def check_spelling(keywords: Iterable[str]) -> None:
-    """Raise TypeError for the size of a dim that has nearly the name of an argument."""
+    """Raise TypeError if the name of a dim is nearly the name of an argument."""
     for name in keywords:
         if near := difflib.get_close_matches(name, _KEYWORDS, 1, 0.8):
             raise TypeError(f"unexpected keyword argument {name!r}; did you mean {near[0]!r}?")
 
 
-def sizes_of_environment() -> dict[str, int] | None:
-    """Return the sizes in the environment's HYPERCOMM_LAYOUT; None where it is not set.
+def sizes_of_environment() -> dict[str, int]:
+    """Return the sizes in the environment variable HYPERCOMM_LAYOUT.
 
     Raises:
-        LayoutError: It cannot be read; names the variable.
+        LayoutError: The variable is not set, or cannot be read.
     """
     text = os.environ.get(VARIABLE)
+    if text is None:
+        raise LayoutError(f"sizes are missing: give 'tp=2,dp=-1', or set {VARIABLE}")
     try:
-        return None if text is None else parse_sizes(text)
+        return parse_sizes(text)
     except LayoutError as error:
         raise LayoutError(f"the environment's {VARIABLE}: {error}") from error
 
@@ -248,13 +254,13 @@ def infer_sizes(sizes: Mapping[str, int], world_size: int | None, room: str = ""
     """Infer the unspecified size, if there is one, so that the product is `world_size`.
 
     Args:
-        sizes: Sizes by name, read by `read_sizes`.
-        world_size: The product; None: it is not known, and all sizes must be given.
-        room: The error's clause about that number. Default: that the world has so many.
+        sizes: Sizes by name, as `read_sizes` returns them.
+        world_size: The product, or None if it is unknown and all sizes must be given.
+        room: The clause of the error that explains `world_size`. Default: "the world has 8".
 
     Raises:
-        LayoutError: Several sizes are unspecified, or one is and no world size is given.
-        WorldSizeError: The sizes do not multiply to the world size, or do not divide it.
+        LayoutError: Several sizes are unspecified, or one is and `world_size` is None.
+        WorldSizeError: The product is not the world size, or does not divide it.
 
     >>> infer_sizes({"tp": 2, "dp": -1}, 8)
     {'tp': 2, 'dp': 4}
@@ -275,16 +281,18 @@ def infer_sizes(sizes: Mapping[str, int], world_size: int | None, room: str = ""
     if remainder or rest == 0 or (rest > 1 and unknown is None):
         needs = f"{known} ranks"
         if unknown is not None:
-            needs = (
-                f"a multiple of {known} ranks, for example {nearest_multiples(world_size, known)}"
-            )
+            near = nearest_multiples(world_size, known)
+            needs = f"a multiple of {known} ranks, for example {near}"
         here = room or f"the world has {world_size}"
         raise WorldSizeError(f"{format_sizes(sizes)} needs {needs}; {here}")
     return {name: rest if size == UNSPECIFIED else size for name, size in sizes.items()}
 
 
 def check_one_unspecified(names: Sequence[str]) -> str | None:
-    """Return the dim whose size is to be inferred, if there is one.
+    """Return the dim with an unspecified size, or None if there is none.
+
+    Args:
+        names: The dims with an unspecified size.
 
     Raises:
         LayoutError: There are several.
@@ -317,28 +325,28 @@ def known_size(sizes: Mapping[str, int]) -> int:
     >>> known_size({"tp": 2, "dp": -1, "pp": 3})
     6
     """
-    return abs(math.prod(sizes.values()))  # those that are not specified are -1
+    return abs(math.prod(sizes.values()))  # an unspecified size is -1
 
 
 def as_size(name: str, size: object) -> int:
-    """Return the size of one dim as an int; it may be unspecified."""
+    """Return the size of one dim as an int, which may be unspecified."""
     what = f"the size of dim {name!r}"
     number = as_int(size, what)
     return UNSPECIFIED if number == UNSPECIFIED else positive(number, what)
 
 
 def nearest_multiples(number: int, factor: int) -> str:
-    """Name the positive multiples of `factor` around `number`, for error messages.
+    """Format the positive multiples of `factor` below and above `number`, for error messages.
 
     >>> nearest_multiples(10, 4)
-    '8 and 12'
+    '8 or 12'
     """
     below = number // factor * factor
-    return f"{below} and {below + factor}" if below > 0 else f"{factor}"
+    return f"{below} or {below + factor}" if below > 0 else f"{factor}"
 
 
 def divisors(number: int) -> list[int]:
-    """List the divisors of a positive integer, ascending.
+    """Return the divisors of a positive integer in ascending order.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]

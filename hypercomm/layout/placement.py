@@ -1,4 +1,4 @@
-"""Several layouts in one world: one after the other, or on the same ranks."""
+"""Several layouts in one world: one after another, or on the same ranks."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ Requirement = Literal["tiled", "disjoint", "colocated", "any"]
 REQUIREMENTS: tuple[Requirement, ...] = ("tiled", "disjoint", "colocated", "any")
 
 Layouts = Mapping[str, str | Mapping[str, int] | RankLayout]
-"""Sizes as text or by name, or a layout without gaps, for each grid."""
+"""For each grid its sizes, as text or by name, or a layout without gaps."""
 
 
 def tile(layouts: Layouts, world_size: int) -> dict[str, RankLayout]:
-    """Place layouts one after the other, in the order given.
+    """Give layouts consecutive ranges of ranks, in the order given.
 
     Args:
-        layouts: Sizes, or a layout without gaps, by name. One size of all may be unspecified (-1,
-            or a dim alone): it takes the ranks that the others leave.
+        layouts: Sizes, or a layout without gaps, by name. One size of one layout may be unspecified
+            (-1, or a dim alone). Its layout takes the ranks that the others do not need.
         world_size: The number of ranks of the world.
 
     Returns:
-        The layouts in their places, by name.
+        The layouts with their ranks, by name.
 
     Raises:
-        LayoutError: `layouts` is empty, a name is not text, a layout has gaps, a text is wrong,
+        LayoutError: `layouts` is empty, a name is not a string, a layout has gaps, a text is wrong,
             or several sizes are unspecified.
-        WorldSizeError: The ranks left are not a multiple of that layout's other sizes.
+        WorldSizeError: The remaining ranks are not a multiple of that layout's other sizes.
 
     Example:
         >>> places = tile({"encoder": "tp=2,dp=4", "llm": "tp=4,dp,pp=2"}, 24)
@@ -81,20 +81,20 @@ def tile(layouts: Layouts, world_size: int) -> dict[str, RankLayout]:
 
 
 def colocate(layouts: Layouts, world_size: int) -> dict[str, RankLayout]:
-    """Place layouts on the same ranks.
+    """Give layouts the same ranks.
 
     Args:
-        layouts: Sizes, or a layout without gaps, by name. Each may have one unspecified size: it
-            is inferred from the first layout without an unspecified size, or from the world if
-            there is none.
+        layouts: Sizes, or a layout without gaps, by name. Each layout may have one unspecified
+            size. It is inferred from the first layout whose sizes are all given, or from the world
+            if there is no such layout.
         world_size: The number of ranks of the world.
 
     Returns:
-        The layouts in their places, by name.
+        The layouts with their ranks, by name.
 
     Raises:
-        LayoutError: `layouts` is empty, a name is not text, a layout has gaps, a text is wrong,
-            or several of its sizes are unspecified.
+        LayoutError: `layouts` is empty, a name is not a string, a layout has gaps, a text is wrong,
+            or several sizes of one layout are unspecified.
         WorldSizeError: The layouts have different numbers of ranks.
 
     Example:
@@ -103,28 +103,30 @@ def colocate(layouts: Layouts, world_size: int) -> dict[str, RankLayout]:
         ['tp=2,dp=4', 'tp=4,dp=2']
     """
     sizes = {name: _read(name, given) for name, given in check_names(layouts).items()}
-    room, why = as_world_size(world_size), ""
+    room = as_world_size(world_size)
+    why = ""
     for name, own in sizes.items():
         if UNSPECIFIED not in own.values():
-            room, why = known_size(own), f"grid {name!r} has {known_size(own)}"
+            room = known_size(own)
+            why = f"grid {name!r} has {known_size(own)}"
             break
     return {name: _placed(name, own, room, why) for name, own in sizes.items()}
 
 
 @attrs.frozen(slots=False)
 class Placement:
-    """Where several layouts lie in a world.
+    """The relation of the ranks of several layouts in a world.
 
     Args:
         layouts: The layouts, by name.
         world_size: The number of ranks of the world.
 
     Attributes:
-        kind: "tiled": each rank of the world is in exactly one layout; "disjoint": in one at most;
-            "colocated": several layouts hold the same ranks; "overlapping": none of these.
+        kind: "tiled" if each rank of the world is in exactly one layout, "disjoint" if each is in
+            at most one, "colocated" if all layouts have the same ranks, else "overlapping".
 
     Raises:
-        WorldSizeError: A layout reaches beyond the world.
+        WorldSizeError: A layout has ranks outside the world.
 
     Example:
         >>> encoder, llm = RankLayout("dp=4"), RankLayout("tp=4", rank_offset=6)
@@ -144,14 +146,14 @@ class Placement:
 
     @cached_property
     def overlaps(self) -> dict[tuple[str, str], Sequence[int]]:
-        """The ranks that two layouts both hold, ascending, by their names; no pair without."""
+        """The ranks that two layouts share, ascending, by their names. Only pairs that overlap."""
         pairs = combinations(self.layouts, 2)
         common = {pair: _common(*map(self.layouts.__getitem__, pair)) for pair in pairs}
         return {pair: ranks for pair, ranks in common.items() if ranks}
 
     @property
     def kind(self) -> Kind:
-        """How the layouts lie."""
+        """The relation of the layouts, as in the attributes above."""
         if self.overlaps:
             return "colocated" if self._are_colocated else "overlapping"
         used = sum(layout.size for layout in self.layouts.values())
@@ -159,7 +161,7 @@ class Placement:
 
     @property
     def spare_ranks(self) -> tuple[int, ...]:
-        """The ranks of the world that no layout holds, ascending."""
+        """The ranks of the world that are in no layout, ascending."""
         held = set(chain.from_iterable(layout.ranks for layout in self.layouts.values()))
         return tuple(rank for rank in range(self.world_size) if rank not in held)
 
@@ -175,8 +177,8 @@ class Placement:
                 also disjoint, and a single layout is also colocated.
 
         Raises:
-            LayoutError: There is no such choice.
-            WorldSizeError: The layouts have another placement; names them and their ranks.
+            LayoutError: `wanted` is not one of these.
+            WorldSizeError: The layouts have another placement. The error has their ranks.
 
         Example:
             >>> dp = RankLayout("dp=4")
@@ -194,18 +196,21 @@ class Placement:
             "tiled": self.kind == "tiled",
         }
         if not fits[wanted]:
-            held = {name: format_ranks(sorted(one.ranks)) for name, one in self.layouts.items()}
-            places = [f"{name} has ranks {ranks}" for name, ranks in held.items()]
-            raise WorldSizeError(f"requires={wanted!r}, but {self}; {first_n(places, 16)}")
+            held = [
+                f"{name} has ranks {format_ranks(sorted(layout.ranks))}"
+                for name, layout in self.layouts.items()
+            ]
+            raise WorldSizeError(f"requires={wanted!r}, but {self}; {first_n(held, 16)}")
 
     def __str__(self) -> str:
-        kind, grids = self.kind, pluralize(len(self.layouts), "grid")
+        kind = self.kind
+        grids = pluralize(len(self.layouts), "grid")
         lines = [f"{grids}, {kind}, in a world of {self.world_size} ranks"]
         if kind == "overlapping":
             for (one, other), ranks in self.overlaps.items():
                 lines.append(f"{one} and {other} share ranks {format_ranks(ranks)}")
         if spare := self.spare_ranks:
-            lines.append(f"no grid holds ranks {format_ranks(spare)}")
+            lines.append(f"no grid has ranks {format_ranks(spare)}")
         return "; ".join(lines)
 
 
@@ -219,7 +224,7 @@ def naming(grid: str) -> Iterator[None]:
 
 
 def check_names(layouts: Mapping[str, T]) -> Mapping[str, T]:
-    """Check the names of several grids."""
+    """Return grids by name, after checking the names."""
     if not isinstance(layouts, Mapping) or not layouts:
         raise LayoutError(
             f"grids must map names to layouts, at least one, as in encoder='tp=2,dp=4', "
@@ -228,7 +233,7 @@ def check_names(layouts: Mapping[str, T]) -> Mapping[str, T]:
     for name in layouts:
         if not isinstance(name, str) or not name or not is_utf8(name):
             raise LayoutError(
-                f"the name of a grid must be a non-empty text, got {short_repr(name)}"
+                f"the name of a grid must be a non-empty string, got {short_repr(name)}"
             )
         if "." in name:
             hint = f"write {name.replace('.', '_')!r}"
@@ -239,14 +244,14 @@ def check_names(layouts: Mapping[str, T]) -> Mapping[str, T]:
 
 
 def _read(name: str, given: str | Mapping[str, int] | RankLayout) -> dict[str, int]:
-    """Return the sizes of a layout that can be moved; one may be unspecified."""
+    """Return the sizes of a layout without gaps. One may be unspecified."""
     if not isinstance(given, RankLayout):
         with naming(name):
             return read_sizes(given)
     if not isinstance(given.ranks, range):
         raise LayoutError(
-            f"grid {name!r} ({given}) has ranks with gaps, or in their own order, and cannot "
-            f"be moved; give its place too: GridSet({{{name!r}: layout, ...}})"
+            f"the ranks of grid {name!r} ({given}) have gaps or do not ascend, so they cannot be "
+            f"replaced by other ranks; keep them with GridSet({{{name!r}: layout, ...}})"
         )
     return given.sizes
 
@@ -256,13 +261,13 @@ def _placed(
 ) -> RankLayout:
     """Return a layout of `room` ranks, after inferring its unspecified size."""
     if room < 1:
-        raise WorldSizeError(f"grid {name!r}: no ranks are left for it; make other grids smaller")
+        raise WorldSizeError(f"grid {name!r}: no ranks are left; make other grids smaller")
     with naming(name):
         return RankLayout(infer_sizes(sizes, room, why), rank_offset=rank_offset)
 
 
 def _common(one: RankLayout, other: RankLayout) -> Sequence[int]:
-    """The ranks that both hold, ascending."""
+    """Return the ranks in both layouts, ascending."""
     here, there = one.ranks, other.ranks
     if isinstance(here, range) and isinstance(there, range):
         return range(max(here.start, there.start), min(here.stop, there.stop))

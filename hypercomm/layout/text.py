@@ -1,4 +1,4 @@
-"""Values as text: short in messages, aligned in columns, as tables in notebooks."""
+"""Values as text: short representations for messages, and aligned columns."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 _LONGEST = 400
-"""Characters of a value that a message shows."""
+"""The most characters of a value in a message."""
 
 _MOST_RANGES = 8
-"""Ranges of ranks that a message shows."""
+"""The most ranges of ranks in a message."""
 
 
 _SHORT = reprlib.Repr()
 _SHORT.maxtuple = _SHORT.maxlist = _SHORT.maxset = _SHORT.maxfrozenset = 64
-_SHORT.maxdict, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 64, 85, 200, 200
+_SHORT.maxdict = 64
+_SHORT.maxstring = 85
+_SHORT.maxother = 200
+_SHORT.maxlong = 200
 
 
 def short_repr(value: object) -> str:
-    """Write a value as `repr` does, cut where it is long; the keys of a dict are sorted.
+    """Return `repr(value)`, shortened if it is long. The keys of a dict are sorted.
 
     >>> short_repr("tp"), short_repr(10**5000), len(short_repr("a" * 1000))
     ("'tp'", '<int too long to show>', 85)
@@ -34,7 +37,7 @@ def short_repr(value: object) -> str:
 
 
 def did_you_mean(value: object, names: Iterable[str]) -> str:
-    """Return the end of a sentence that proposes the name closest to what was given.
+    """Return a clause that suggests the name closest to a value, or an empty text.
 
     >>> did_you_mean("TP", ["tp", "dp"]), did_you_mean("x", ["tp"])
     ("; did you mean 'tp'?", '')
@@ -47,7 +50,7 @@ def did_you_mean(value: object, names: Iterable[str]) -> str:
 
 
 def first_n(items: Sequence[object], most: int) -> str:
-    """Write the first items, and how many more there are.
+    """Format the first items, and the number of further items.
 
     >>> first_n([4, 2, 7], 3), first_n([4, 2, 7], 1)
     ('4, 2, 7', '4 and 2 more')
@@ -57,7 +60,7 @@ def first_n(items: Sequence[object], most: int) -> str:
 
 
 def pluralize(count: int, what: str) -> str:
-    """Write a number of things.
+    """Format a count with its noun.
 
     >>> pluralize(1, "host"), pluralize(1200, "switch")
     ('1 host', '1,200 switches')
@@ -66,7 +69,7 @@ def pluralize(count: int, what: str) -> str:
 
 
 def plural(what: str, count: int = 2) -> str:
-    """Return the plural of a word, or the word itself for a count of 1.
+    """Return the plural of a word, or the word for a count of 1.
 
     >>> plural("host"), plural("leaf"), plural("switch"), plural("switch", 1)
     ('hosts', 'leaves', 'switches', 'switch')
@@ -79,7 +82,7 @@ def plural(what: str, count: int = 2) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Write rows of cells, each column as wide as its widest cell.
+    """Format rows of cells as lines, each column as wide as its widest cell.
 
     >>> aligned([("tp", "2"), ("expert", "16")])
     ['tp      2', 'expert  16']
@@ -89,7 +92,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def format_sizes(sizes: Mapping[str, int]) -> str:
-    """Write sizes as text, the first dim (fastest varying) first.
+    """Format sizes, the fastest varying dim first.
 
     >>> format_sizes({"tp": 2, "dp": 4})
     'tp=2,dp=4'
@@ -98,7 +101,7 @@ def format_sizes(sizes: Mapping[str, int]) -> str:
 
 
 def format_range(least: int, most: int) -> str:
-    """Write the smallest and the largest of some numbers, or the one number that all are.
+    """Format a smallest and a largest number, or one number if they are equal.
 
     >>> format_range(1, 1), format_range(2, 1024)
     ('1', '2..1,024')
@@ -107,7 +110,7 @@ def format_range(least: int, most: int) -> str:
 
 
 def format_coords(coords: Mapping[str, int]) -> str:
-    """Write coordinates as text.
+    """Format coordinates.
 
     >>> format_coords({"tp": 1, "dp": 0})
     'tp=1, dp=0'
@@ -116,7 +119,7 @@ def format_coords(coords: Mapping[str, int]) -> str:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Write ascending ranks as ranges.
+    """Format ascending ranks as ranges.
 
     >>> format_ranks([4, 5, 6, 7, 9, 12, 13])
     '4..7, 9, 12..13'

@@ -14,7 +14,7 @@ from hypercomm.layout.parsing import Dims, as_dims, infer_sizes, read_sizes
 from hypercomm.layout.text import did_you_mean, short_repr
 
 BASE = "base"
-"""The name of the factorisation that a grid was made with."""
+"""The name of the layout that a grid was created with."""
 
 
 @attrs.frozen
@@ -22,10 +22,10 @@ class View:
     """Another factorisation of the ranks of a base layout.
 
     Attributes:
-        name: Its name.
+        name: The name of the view.
         layout: The factorisation.
-        shared_dims: The dims that are also the base's, with the same groups; in the base's order.
-        wanted_dims: The dims that a reshape shares again where it can.
+        shared_dims: The dims whose groups are also the base's, in the base's order.
+        wanted_dims: The dims that a reshape shares again if the new layouts have them.
     """
 
     name: str
@@ -39,10 +39,10 @@ class View:
 
 
 class Views(Mapping[str, View]):
-    """The views of one base layout, by name; `register` adds one.
+    """The views of one base layout, by name. `register` adds one.
 
     Args:
-        base: The layout whose ranks all of them factorise.
+        base: The layout whose ranks all views factorise.
 
     Example:
         >>> views = Views(RankLayout("tp=2,dp=4,pp=2"))
@@ -57,10 +57,9 @@ class Views(Mapping[str, View]):
 
     def __getitem__(self, name: str) -> View:
         if not isinstance(name, str) or name not in self._views:
-            known = list(self._views) or "none yet"
             raise UnknownDimError(
-                f"View {short_repr(name)} is not registered for {self.base}; there are {known}"
-                f"{did_you_mean(name, self._views)}"
+                f"View {short_repr(name)} is not registered for {self.base}; registered: "
+                f"{list(self._views)}{did_you_mean(name, self._views)}"
             )
         return self._views[name]
 
@@ -80,10 +79,11 @@ class Views(Mapping[str, View]):
         """Add a view, as `HyperCommGrid.register_view` describes."""
         (name,) = as_names((name,), "view name")
         if name == BASE or name in self._views:
-            taken = "is that of the grid's own dims" if name == BASE else "is already registered"
+            taken = "is the grid's own layout" if name == BASE else "is already registered"
             raise LayoutError(f"View {name!r} {taken}; registered: {list(self._views)}")
         given = shape.sizes if isinstance(shape, RankLayout) else shape
-        sizes, size = read_sizes(given, dim_names), self.base.size
+        sizes = read_sizes(given, dim_names)
+        size = self.base.size
         try:
             sizes = infer_sizes(sizes, size, f"the grid size is {size}")
         except WorldSizeError as error:
@@ -97,12 +97,13 @@ class Views(Mapping[str, View]):
         """Return these views for another base layout of the same ranks.
 
         Args:
-            base: The layout.
-            sizes: Sizes as text, as in "ep=4,expt_dp=2,pp=2", of the views that change, by name.
+            base: The other layout.
+            sizes: The new sizes of views, by name, as in {"expert": "ep=4,expt_dp=2,pp=2"}. Other
+                views keep their sizes.
 
         Raises:
-            UnknownDimError: There is no such view.
-            LayoutError: The sizes do not fit, or shared dims would make other groups.
+            UnknownDimError: There is no view of this name.
+            LayoutError: The sizes do not fit, or a shared dim has different groups.
         """
         for name in sizes:
             self[name]
@@ -116,18 +117,19 @@ class Views(Mapping[str, View]):
                 others._views[name] = attrs.evolve(new, wanted_dims=view.wanted_dims)
             except LayoutError as error:
                 raise LayoutError(
-                    f"view {name!r} ({view}) does not fit {base}: {error}; give its new sizes, "
+                    f"view {name!r} ({view}) does not fit {base}: {error}; give its new sizes: "
                     f"views={{{name!r}: 'dim=size,...'}}"
                 ) from error
         return others
 
     def find(self, dims: Dims, view: str | None) -> tuple[View | None, tuple[str, ...]]:
-        """Return the view that has some dims (None for the base), and the dims in its order.
+        """Return the view with some dims, or None for the base, and the dims in its order.
 
-        Dims that a view shares with the base count as the base's.
+        Dims that a view shares with the base belong to the base.
 
         Raises:
-            UnknownDimError: There is no such view or dim; names the view that has the dim, if any.
+            UnknownDimError: There is no view of this name, or it does not have a dim. The error
+                names a view that has the dims, if there is one.
         """
         found = None if view is None else self.asked(view)
         try:
@@ -158,7 +160,7 @@ class Views(Mapping[str, View]):
         return self.layout_of(view).groups(self.ordered(dims, view))
 
     def ordered(self, dims: Dims, view: str | None) -> tuple[str, ...]:
-        """Order dims as a view, or the base, has them; raises as `find` does."""
+        """Return dims in the order of a view or the base. Raises the errors of `find`."""
         self.find(dims, view)
         return self.layout_of(view).order_dims(dims)
 
@@ -168,13 +170,13 @@ class Views(Mapping[str, View]):
         return self.base if found is None else found.layout
 
     def asked(self, view: str | None) -> View | None:
-        """Return a view by name, or None for the base: `view` is None or "base"."""
+        """Return a view by name, or None for the base, whose name is None or "base"."""
         if view is None or (isinstance(view, str) and view == BASE):
             return None
         return self[view]
 
     def _shared(self, name: str, layout: RankLayout, wanted: tuple[str, ...]) -> tuple[str, ...]:
-        """Check that shared dims make the same groups in the base and the view, also jointly."""
+        """Return shared dims, after checking that their groups are equal, each and all together."""
         if not wanted:
             return ()
         try:
@@ -187,7 +189,7 @@ class Views(Mapping[str, View]):
             if here != there:
                 raise LayoutError(
                     f"Shared dim {'+'.join(dims)!r} has different membership across views: the "
-                    f"grid's groups are {here!r}, those of view {name!r} are {there!r}; give it "
-                    f"another name in the view, or other sizes or another order"
+                    f"groups are {here!r} in the grid and {there!r} in view {name!r}; give the "
+                    f"dim another name in the view, or change the sizes or the order"
                 )
         return shared

@@ -1,7 +1,7 @@
-"""For users' own tests: fake and simulated worlds, real local ranks, and strategies.
+"""Fake and simulated worlds, real local ranks, and hypothesis strategies, for users' own tests.
 
-The strategies need hypothesis, which the extra `testing` brings, and no torch; the rest is the
-other way round. Names resolve on first use.
+The strategies need hypothesis, which the extra `testing` installs, but not torch. The other names
+need torch. Names are imported on first use.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _HOMES = {
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605 - names of a table
 
-# pytest's --ranks-max, and the ranks of an example of `given_ranks` left out because of it.
+# pytest's --ranks-max, and the fewest ranks of the examples of `given_ranks` that it excludes.
 ranks_bound = SimpleNamespace(most=None, left_out=0)
 
 __getattr__ = attributes(__name__, _HOMES)

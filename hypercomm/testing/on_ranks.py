@@ -1,4 +1,4 @@
-"""Runs the bodies of tests on real ranks: they travel by value, with their arguments."""
+"""Runs the bodies of tests on real ranks, to which they are sent by value with their arguments."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hypercomm.transfers.mapping import RankMapping
 
 preloads += ["hypothesis.strategies", __name__, "torch.distributed.tensor"]  # for assert_close
 
-# The frames of this file in a traceback, between the start of a rank and the test's function.
+# The frames of this file in the traceback of a rank, before the frames of the test.
 _OWN_FRAMES = re.compile(rf'  File "{re.escape(__file__)}", line \d+,? in .*(?:\n    .*)*(?:\n|$)')
 
 # The end of the traceback of a body that calls pytest.skip(), pytest.xfail() or assume(False).
@@ -41,12 +41,12 @@ _OUTCOME = re.compile(
     r"^(?:[\w.]+\.)?(Skipped|XFailed|UnsatisfiedAssumption)(?:: (.*))?\Z", re.MULTILINE | re.DOTALL
 )
 
-# The most bytes shown of a rank's output, the last ones.
+# The number of bytes at the end of a rank's output that are shown.
 _LONGEST_OUTPUT = 100_000
 
 
 class BodyFailedError(RankFailedError):
-    """A test's body failed on a rank; pytest shows the traceback of the rank alone."""
+    """The body of a test failed on a rank. pytest shows only the traceback of the rank."""
 
 
 def given_ranks(
@@ -57,34 +57,34 @@ def given_ranks(
     timeout: float = 60.0,
     **named: SearchStrategy[Any],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test of hypothesis whose body runs on real ranks, anew for each example.
+    """Make a hypothesis test whose body runs on real ranks, in a new job for each example.
 
     Hypothesis draws and shrinks in this process. For each example, the body runs on every rank of
-    a new job, with the same arguments. The number of ranks is that of the largest layout
-    drawn: by `layouts()`, by `grids()`, or either end of `mappings()`. A grid is built on each
+    a new job with the same arguments. The number of ranks is the size of the largest layout among
+    the arguments, which `layouts()`, `grids()` or `mappings()` may draw. A grid is built on each
     rank and destroyed after the body. The test fails with the traceback of the first rank that
     fails, or with the stacks of ranks that hang. It has no deadline and takes no `@settings`.
 
-    The body may be a closure or a method; it and its arguments travel by cloudpickle. It cannot
-    draw more (`data()`); `assume` works in it. A script calls such a test under
-    `if __name__ == "__main__":`.
+    The body may be a closure or a method. It is sent to the ranks with its arguments by
+    cloudpickle. It may call `assume`, but cannot draw with `data()`. A script must call such a test
+    under `if __name__ == "__main__":`.
 
     Args:
-        strategies: As for `hypothesis.given`: they draw the last arguments of the body.
-        ranks: The number of ranks; default: that of the largest layout of an example.
-        ranks_max: The most ranks of an example, above which the test fails; default: 4 for each
-            processor, and at least 8, or pytest's `--ranks-max`. That option leaves out larger
-            examples; a test without a smaller one is skipped.
+        strategies: Strategies for the last arguments of the body, as `hypothesis.given` takes them.
+        ranks: The number of ranks. Default: the size of the largest layout of an example.
+        ranks_max: The most ranks of an example. A larger example fails the test. Default: 4 for
+            each processor and at least 8, or pytest's `--ranks-max`. With that option, larger
+            examples are skipped, and a test without a smaller example is skipped.
         max_examples: The number of examples.
-        timeout: The seconds that one example may take.
-        named: As `strategies`, by the name of the argument; either these or those.
+        timeout: The limit for one example, in seconds.
+        named: Strategies by the name of the argument, in place of `strategies`.
 
     Returns:
         A decorator for the body.
 
     Raises:
-        LaunchError: In the test: an example needs too many ranks, or cannot travel.
-        RankFailedError: In the test: a rank failed.
+        LaunchError: When the test runs, if an example needs too many ranks or cannot be pickled.
+        RankFailedError: When the test runs, if a rank fails.
 
     Example:
         >>> from hypothesis import strategies as st
@@ -95,7 +95,8 @@ def given_ranks(
     """
 
     def decorated(function: Callable[..., None]) -> Callable[..., None]:
-        name, signature = function.__qualname__, inspect.signature(function)
+        name = function.__qualname__
+        signature = inspect.signature(function)
 
         @functools.wraps(function)
         def on_ranks(*args: Any, **kwargs: Any) -> None:
@@ -105,13 +106,13 @@ def given_ranks(
             option = ranks_bound.most
             if option is not None and needed > option:
                 ranks_bound.left_out = min(needed, ranks_bound.left_out or needed)
-                hypothesis.event(f"left out: more than --ranks-max={option} ranks")
+                hypothesis.event(f"skipped: more than --ranks-max={option} ranks")
                 hypothesis.reject()
             most = ranks_max or option or most_ranks()
             if needed > most:
                 raise LaunchError(
                     f"an example of {name} has {needed} ranks, more than {most}; draw smaller "
-                    f"ones, as in layouts(max_ranks={most}, max_offset=0), or allow "
+                    f"examples, as in layouts(max_ranks={most}, max_offset=0), or pass "
                     f"ranks_max={needed}"
                 )
             run_body(function, drawn, needed, timeout=timeout)
@@ -120,7 +121,7 @@ def given_ranks(
         made: Callable[..., None] = hypothesis.settings(
             max_examples=max_examples,
             deadline=None,
-            # Phase.explain looks at lines that run in this process: none of the body's.
+            # Phase.explain traces lines in this process, where the body does not run.
             phases=[phase for phase in hypothesis.Phase if phase != hypothesis.Phase.explain],
             suppress_health_check=list(hypothesis.HealthCheck),
         )(test)
@@ -130,7 +131,7 @@ def given_ranks(
 
 
 def _ranks_of(drawn: Mapping[str, Any], test: str) -> int:
-    """Return the number of ranks that the layouts among the arguments need, from 0 on."""
+    """Return the number of ranks, from 0 on, that the layouts among the arguments need."""
     layouts: list[RankLayout] = []
     for value in drawn.values():
         ends = (value.source, value.target) if isinstance(value, RankMapping) else (value,)
@@ -139,7 +140,7 @@ def _ranks_of(drawn: Mapping[str, Any], test: str) -> int:
     if not layouts:
         raise LaunchError(
             f"no argument of {test} sets the number of ranks: {', '.join(drawn)}; draw a "
-            f"layout, as from layouts(max_ranks=4, max_offset=0), or give ranks="
+            f"layout, as in layouts(max_ranks=4, max_offset=0), or pass ranks="
         )
     return max(max(layout.ranks) for layout in layouts) + 1
 
@@ -147,17 +148,17 @@ def _ranks_of(drawn: Mapping[str, Any], test: str) -> int:
 def run_body(
     body: Callable[..., Any], arguments: Mapping[str, Any], nprocs: int, **options: Any
 ) -> None:
-    """Run the body of a test on real ranks; pytest.skip(), xfail() and assume() work in it.
+    """Run the body of a test on real ranks. It may call pytest.skip(), xfail() and assume().
 
     Args:
         body: The function.
         arguments: Its arguments by name.
         nprocs: The number of ranks.
-        options: As for `run_function`, but for `module`.
+        options: Options of `run_function` except `module`.
 
     Raises:
         BodyFailedError: A rank failed.
-        LaunchError: The body or an argument cannot travel, or an option cannot work.
+        LaunchError: The body or an argument cannot be pickled, or an option is wrong.
     """
     __tracebackhide__ = True
     try:
@@ -183,20 +184,21 @@ def run_function(
     output: dict[int, str] | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Run a function on real ranks and return what each returned, by rank.
+    """Run a function on real ranks, and return its return values in the order of the ranks.
 
     Args:
         function: The function.
         nprocs: The number of ranks.
         arguments: Its arguments by name.
-        module: The module of the test: its functions and classes travel by value, so that ranks
-            do not import it.
-        output: Receives what each rank prints; None: it goes to this process's output.
-        options: As for `run_ranks`.
+        module: The module of the test. Its functions and classes are pickled by value, so ranks do
+            not import it.
+        output: A dict that receives the output of each rank. Default: ranks write to the output of
+            this process.
+        options: Further arguments of `run_ranks`.
 
     Raises:
         BodyFailedError: A rank failed.
-        LaunchError: The function or an argument cannot travel, or an option cannot work.
+        LaunchError: The function or an argument cannot be pickled, or an option is wrong.
     """
     __tracebackhide__ = True
     call = _pickled(function, arguments or {}, module)
@@ -212,16 +214,17 @@ def run_function(
                 output.clear()
                 for path in Path(folder).iterdir():
                     text = path.read_bytes()[-_LONGEST_OUTPUT:].decode(errors="replace")
-                    output.update({int(path.name): text} if text else {})
+                    if text:
+                        output[int(path.name)] = text
 
 
-# ---- how a function travels ---------------------------------------------------------------------
+# ---- pickles ------------------------------------------------------------------------------------
 
 
 def _pickled(
     function: Callable[..., Any], arguments: Mapping[str, Any], module: str
 ) -> tuple[bytes, dict[str, bytes]]:
-    """Return the pickles of a function and of each argument; classes of the module go by value."""
+    """Return the pickles of a function and of its arguments, with the module's classes by value."""
     found = sys.modules.get(module)
     with contextlib.ExitStack() as stack:
         if found is not None and module not in cloudpickle.list_registry_pickle_by_value():
@@ -235,14 +238,14 @@ def _pickled(
                 pickles.append(dumps(value, _Pickler))
             except Exception as error:
                 raise LaunchError(
-                    f"{what} cannot be pickled for its ranks: {short_repr(value)}: {error}; make "
-                    f"what cannot be pickled in the function"
+                    f"{what} cannot be pickled for its ranks: {short_repr(value)}: {error}; create "
+                    f"such objects in the function"
                 ) from error
         return pickles[0], dict(zip(arguments, pickles[1:], strict=True))
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles a grid as its arguments; tests of hypothesis and unittest cases hold what cannot."""
+    """Pickles a grid as its arguments, and hypothesis tests and unittest cases without contents."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, FunctionType) and getattr(obj, "is_hypothesis_test", False):
@@ -254,7 +257,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             state = sys.modules["hypercomm.grid.view"].state_of(obj)
             if state.lender is not None:
                 raise LaunchError(
-                    "the grid has share_with=, and the ranks do not have that other grid"
+                    "a grid with share_with= cannot be sent to ranks, which do not have the other "
+                    "grid; create it in the function"
                 )
             options = attrs.asdict(state.options)
             views = [(name, view.layout, view.shared_dims) for name, view in state.views.items()]
@@ -279,7 +283,7 @@ def _make_grid(
 
 
 def _call(function: bytes, arguments: dict[str, bytes], folder: str | None) -> Any:
-    """Call a function that has travelled; grids among its arguments are destroyed afterwards."""
+    """Call a pickled function, and destroy the grids among its arguments afterwards."""
     warnings.filterwarnings("ignore", "Using `(assume|reject)` outside")  # the parent rejects
     with contextlib.ExitStack() as stack:
         if folder is not None:
@@ -294,13 +298,13 @@ def _call(function: bytes, arguments: dict[str, bytes], folder: str | None) -> A
 
 @contextlib.contextmanager
 def _own_output(path: Path) -> Iterator[None]:
-    """Write the output of this rank to a file, also output from below Python."""
+    """Write the output of this rank to a file, including output of C and C++ code."""
     with path.open("wb", buffering=0) as file:
         for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
             stream.flush()
             os.dup2(file.fileno(), number)
             if hasattr(stream, "reconfigure"):
-                stream.reconfigure(line_buffering=True)  # a rank that is killed flushes nothing
+                stream.reconfigure(line_buffering=True)  # a killed rank does not flush its buffers
     try:
         yield
     finally:

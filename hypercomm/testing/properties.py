@@ -1,7 +1,7 @@
-"""Ready properties of layers: equal to the dense layer, and the right random numbers.
+"""Checks of sharded layers against dense layers, and of random numbers of ranks.
 
-Every rank of the grid calls these functions, in a test marked `@pytest.mark.ranks(4)` or in a
-function for `run_ranks`. If a property does not hold on one rank, all of them raise.
+Every rank of the grid must call these functions, in a test marked `@pytest.mark.ranks(4)` or in a
+function for `run_ranks`. If a check fails on one rank, all ranks raise.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Function = Callable[..., Any]
 
 
 class PropertyError(AssertionError):
-    """A property does not hold; all ranks raise it, with the same causes.
+    """A check of this module failed. All ranks raise it, with the same causes.
 
     Attributes:
         causes: The cause of each difference, by rank and tensor, such as `(1, "output")` or
-            `(1, "gradient of weight")`: a mistake that gives exactly these values, or "" if none
-            is known.
+            `(1, "gradient of weight")`. A cause is a mistake that gives exactly these values, or ""
+            if no known mistake does.
     """
 
     def __init__(self, text: str, causes: Mapping[tuple[int, str], str]) -> None:
@@ -41,7 +41,7 @@ class PropertyError(AssertionError):
         self.causes = causes
 
 
-# ---- the properties -----------------------------------------------------------------------------
+# ---- the checks ---------------------------------------------------------------------------------
 
 
 def layer(
@@ -59,44 +59,47 @@ def layer(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> None:
-    """Check that a sharded layer equals a dense one: the output, and the gradient of each tensor.
+    """Check that a sharded layer has the output and the gradients of a dense layer.
 
-    Whole tensors are drawn, the same on all ranks. Each rank gets its part of those that are cut
-    along `dim`, and all of the others. Ranks that differ only in other dims get the same. The
-    backward pass starts with the rank's part of one gradient of the output. Each gradient must be
-    the rank's part of the dense one, or all of it if the tensor is not cut.
+    Whole tensors are drawn, the same on all ranks. Each rank passes its part of a tensor that is
+    cut along `dim`, and the whole of any other tensor. Ranks that differ only in other dims pass
+    equal tensors. The backward pass starts with the rank's part of a gradient of the output. Each
+    gradient must equal the rank's part of the dense gradient, or the whole dense gradient if the
+    tensor is not cut.
 
     Args:
         grid: The grid.
         dim: The dims along which tensors are cut.
-        sharded: Takes the rank's parts by position, in the order of `tensors`, and returns its part
-            of the output, or a tuple that begins with it. If it is a module, its parameters of
-            these names are set, and it takes the other tensors. Parameters and outputs may be
-            DTensors, as those of `parallelize_module`.
-        dense: As `sharded`, for the whole tensors. If it is a module, its parameters are among
-            them, after `tensors`.
-        tensors: The shape of each tensor that is drawn from a normal distribution, or a tensor that
-            is the same on all ranks.
-        cuts: The axis of each tensor that is cut, by name, and of "output". An output without axes,
-            such as a loss, for which it has one, is a share of the dense one, and not compared.
-        finish: Called after the backward pass, to complete the gradients of a sharded module, such
-            as to sum those of replicated parameters.
-        zigzag: Whether each position along `dim` has two chunks: `i` has the chunks `i` and
-            `2 * size - 1 - i`, as in Megatron's and torch's balanced context parallelism.
-        dtype: Of the tensors that are drawn.
-        device: Of all tensors.
-        rtol: As for `torch.testing.assert_close`, together with `atol`; default: as there.
-        atol: As `rtol`.
+        sharded: A function of the rank's parts, in the order of `tensors`. It returns the rank's
+            part of the output, or a tuple whose first item is this part. If it is a module, tensors
+            with the names of its parameters are written into them, and it is called with the other
+            tensors. Parameters and outputs may be DTensors, as with `parallelize_module`.
+        dense: A function of the whole tensors with the same rules. If it is a module, its
+            parameters are drawn after `tensors`.
+        tensors: For each name, a tensor that is the same on all ranks, or the shape of a tensor to
+            draw from a normal distribution.
+        cuts: The axis along which each tensor is cut, by name, and the axis of "output". An output
+            without axes, such as a loss, is not compared if it has an axis here, because each rank
+            has only a share of it.
+        finish: A function to call after the backward pass, which completes the gradients of a
+            sharded module. For example, it sums the gradients of replicated parameters.
+        zigzag: Whether each position along `dim` has two chunks. Position `i` has the chunks `i`
+            and `2 * size - 1 - i`, as in Megatron's and torch's balanced context parallelism.
+        dtype: The dtype of the drawn tensors.
+        device: The device of all tensors.
+        rtol: The relative tolerance, to be given together with `atol`. Default: the tolerance of
+            `torch.testing.assert_close`.
+        atol: The absolute tolerance.
 
     Raises:
         PropertyError: A rank differs. It is an AssertionError.
-        LayoutError: A parameter has another shape than its part of the dense one.
+        LayoutError: A parameter does not have the shape of its part of the dense parameter.
         UnknownDimError: The grid has no such dim.
         RankOutsideError: The calling rank is not in the grid.
 
     Example:
-        A LayerNorm of a sequence-parallel model: each rank has some rows of the input, so the
-        gradients of the weight and the bias must be summed.
+        In a sequence-parallel LayerNorm, each rank has some rows of the input, so the gradients of
+        the weight and the bias must be summed.
 
         >>> import torch
         >>> from hypercomm import HyperCommGrid, run_ranks
@@ -157,25 +160,27 @@ def linear(
 ) -> None:
     """Check that a tensor-parallel linear layer equals `torch.nn.functional.linear`.
 
-    The weight has the shape (features out, features in). "column" cuts the features out: of the
-    weight, the bias and the output. "row" cuts the features in: of the weight and the input.
+    The weight has the shape (out_features, in_features).
 
     Args:
         grid: The grid.
         dim: The dims along which the weight is cut, such as "tp".
-        sharded: Takes the rank's parts of the input, the weight and the bias, or is a module with
-            the parameters `weight` and `bias` that takes the input; as for `layer`. The input has
-            three axes, the last one has the features.
-        cut: "column" or "row".
-        features: Features in and out of the whole layer; default: 4 and 6 for each position.
+        sharded: A function of the rank's parts of the input, the weight and the bias, or a module
+            with the parameters `weight` and `bias`, which is called with the input. The input has
+            three axes, and the last one is in_features.
+        cut: "column" if out_features are cut, in the weight, the bias and the output. "row" if
+            in_features are cut, in the weight and the input.
+        features: in_features and out_features of the whole layer. Default: 4 and 6, times the size
+            of `dim`.
         bias: Whether there is a bias.
-        sequence: The axis of tokens, 0 or 1, that sequence parallelism cuts: of the input of a
-            "column" layer, of the output of a "row" layer. None: it is whole.
-        options: As for `layer`: `finish`, `zigzag`, `dtype`, `device`, `rtol` and `atol`.
+        sequence: The axis of tokens, 0 or 1, that sequence parallelism cuts in the input of a
+            "column" layer, or in the output of a "row" layer. Default: tokens are not cut.
+        options: Options of `layer`: `finish`, `zigzag`, `dtype`, `device`, `rtol` and `atol`.
 
     Raises:
-        PropertyError, UnknownDimError, RankOutsideError: As for `layer`.
-        LayoutError: As for `layer`, or `cut` is unknown.
+        PropertyError: A rank differs. It is an AssertionError.
+        LayoutError: `cut` is unknown, or a parameter does not have the shape of its part.
+        UnknownDimError, RankOutsideError: `layer` raises them.
 
     Example:
         >>> import torch
@@ -214,22 +219,24 @@ def attention(
 ) -> None:
     """Check that context-parallel attention equals `scaled_dot_product_attention`.
 
-    Queries, keys, values and the output have the shape (batch, heads, tokens, width), and each
-    rank has some of the tokens of all four.
+    Queries, keys, values and the output have the shape (batch, heads, tokens, width). The tokens
+    of all four are cut.
 
     Args:
         grid: The grid.
         dim: The dims along which tokens are cut, such as "cp".
-        sharded: Takes the rank's queries, keys and values, and returns its output; as for `layer`.
-        causal: Whether a token attends only to itself and to the tokens before it.
-        shape: Default: (2, 2 heads for each position, 4 tokens for each position, 8).
-        options: As for `layer`, such as `zigzag`.
+        sharded: A function of the rank's queries, keys and values, which returns its output.
+        causal: Whether a token attends only to itself and to earlier tokens.
+        shape: The shape of the whole tensors. Default: (2, 2 * size, 4 * size, 8) with the size of
+            `dim`.
+        options: Options of `layer`, such as `zigzag`.
 
     Raises:
-        PropertyError, UnknownDimError, RankOutsideError: As for `layer`.
+        PropertyError: A rank differs. It is an AssertionError.
+        UnknownDimError, RankOutsideError: `layer` raises them.
 
     Example:
-        DeepSpeed's Ulysses: ranks exchange tokens for heads, and back.
+        In DeepSpeed's Ulysses, ranks exchange tokens for heads before attention, and back after it.
 
         >>> from torch.distributed.tensor import DTensor, Shard
         >>> from torch.nn.functional import scaled_dot_product_attention
@@ -266,29 +273,32 @@ def loss(
     padded: bool = False,
     **options: Any,
 ) -> None:
-    """Check that a sharded loss and the gradient of its logits equal those of the dense loss.
+    """Check that a sharded loss has the value and the gradient of logits of a dense loss.
 
     Args:
         grid: The grid.
         dim: The dims along which the logits are cut.
-        sharded: Takes the rank's logits of the shape (tokens, vocabulary), and the targets, and
-            returns the loss.
-        cut: "vocabulary": each rank has all targets, and returns the dense loss. "tokens": each has
-            its own targets; the loss may be its share or that of all, so only gradients of a loss
-            without axes are compared. If gradients are averaged along `dim` afterwards, as by
-            DistributedDataParallel and FSDP, let it divide by the size of `dim`.
+        sharded: A function of the rank's logits, of shape (tokens, vocabulary), and the targets,
+            which returns the loss.
+        cut: With "vocabulary", each rank has all targets, and returns the dense loss. With
+            "tokens", each rank has the targets of its tokens. Its loss may be its share or the
+            whole loss, so a loss without axes is not compared, only its gradients. If gradients are
+            averaged along `dim` afterwards, as by DistributedDataParallel and FSDP, divide the loss
+            by the size of `dim` in `sharded`.
         dense: The loss of all logits and targets.
-        shape: Tokens and vocabulary; default: 4 and 5 for each position.
-        padded: Whether every third target is -100, whose loss does not count: ranks have different
-            numbers of tokens that count.
-        options: As for `layer`.
+        shape: The numbers of tokens and of words in the vocabulary. Default: 4 and 5, times the
+            size of `dim`.
+        padded: Whether every third target is -100, which a loss ignores. Then ranks have different
+            numbers of targets that count.
+        options: Options of `layer`.
 
     Raises:
-        PropertyError, UnknownDimError, RankOutsideError: As for `layer`.
+        PropertyError: A rank differs. It is an AssertionError.
         LayoutError: `cut` is unknown.
+        UnknownDimError, RankOutsideError: `layer` raises them.
 
     Example:
-        Each rank has the mean of its own tokens, and its gradients are averaged afterwards.
+        Each rank has the mean over its tokens, and its gradients are averaged afterwards.
 
         >>> from torch.nn.functional import cross_entropy
         >>> from hypercomm import HyperCommGrid, run_ranks
@@ -313,18 +323,20 @@ def loss(
 
 
 def random_state(grid: GridView, draw: Callable[[], Any], same: Dims = ()) -> None:
-    """Check that ranks draw the same random numbers along some dims, and different ones otherwise.
+    """Check that ranks draw equal random numbers along some dims, and different numbers otherwise.
 
     Args:
         grid: The grid.
-        draw: Returns a tensor of random numbers, such as `lambda: dropout(torch.ones(64))`: enough
-            numbers that two states do not give the same by chance.
-        same: The dims along which ranks must draw the same, such as "tp" for the dropout of an
+        draw: A function that returns a tensor of random numbers, such as
+            `lambda: dropout(torch.ones(64))`. It must be long enough that two random states do not
+            give equal numbers by chance.
+        same: The dims along which ranks must draw equal numbers, such as "tp" for the dropout of an
             activation that is not cut. Ranks that differ in any other dim must draw different
             numbers.
 
     Raises:
-        PropertyError: Two ranks draw different numbers, or the same, and must not; names both.
+        PropertyError: Two ranks must draw equal numbers and do not, or must not and do. The error
+            names both.
         UnknownDimError: The grid has no such dim.
         RankOutsideError: The calling rank is not in the grid.
 
@@ -346,7 +358,7 @@ def random_state(grid: GridView, draw: Callable[[], Any], same: Dims = ()) -> No
         one, two = grid.coords(rank), grid.coords(other)
         differ = any(one[dim] != two[dim] for dim in others)
         if differ == torch.equal(drawn[rank], drawn[other]):
-            cause = f"must draw {'different' if differ else 'the same'} numbers"
+            cause = f"must draw {'different' if differ else 'equal'} numbers"
             raise PropertyError(
                 f"ranks {rank} ({format_coords(one)}) and {other} ({format_coords(two)}) {cause}: "
                 f"same={equal}; a seed that differs along the other dims is grid.seed(1, {others})",
@@ -359,7 +371,15 @@ def random_state(grid: GridView, draw: Callable[[], Any], same: Dims = ()) -> No
 
 @attrs.frozen
 class _Comparison:
-    """Compares what ranks have with their parts of dense tensors; attributes as for `layer`."""
+    """Compares the tensors of ranks with their parts of dense tensors.
+
+    Attributes:
+        grid: The grid.
+        dim: The dims along which tensors are cut.
+        cuts: The axis along which each tensor is cut, by name.
+        zigzag: Whether each position has two chunks, as in `layer`.
+        tolerance: `rtol` and `atol`.
+    """
 
     grid: GridView
     dim: Dims
@@ -369,7 +389,8 @@ class _Comparison:
 
     def part(self, name: str, whole: Tensor, at: int) -> Tensor:
         """Return the part of a whole tensor for a position along the dims."""
-        axis, size = self.cuts.get(name.removeprefix("gradient of ")), self.grid[self.dim].size
+        axis = self.cuts.get(name.removeprefix("gradient of "))
+        size = self.grid[self.dim].size
         if axis is None or whole.ndim == 0:
             return whole
         if not self.zigzag:
@@ -378,7 +399,7 @@ class _Comparison:
         return torch.cat([chunks[at], chunks[-1 - at]], axis)
 
     def difference(self, mine: Tensor, part: Tensor) -> str:
-        """Return how two tensors differ, and where the most; "" if they are close."""
+        """Return a description of the difference between two tensors, or "" if they are close."""
         try:
             torch.testing.assert_close(mine, part, check_dtype=False, **self.tolerance)
         except AssertionError as error:
@@ -386,32 +407,37 @@ class _Comparison:
         return ""
 
     def compare(self, wholes: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-        """Raise on all ranks if what a rank has is not its part of the whole tensors."""
+        """Raise on all ranks if a tensor of a rank is not its part of the whole tensor."""
         waited = {name: each.detach().clone().cpu() for name, each in own.items()}
         found = _gather(self.grid, waited)  # a clone waits for a functional collective
-        texts, causes = [], {}
+        texts = []
+        causes = {}
         for (name, whole), rank in itertools.product(wholes.items(), found):
             members = self.grid.group_ranks(self.dim, rank)
-            at, group = members.index(rank), [found[member][name] for member in members]
+            at = members.index(rank)
+            group = [found[member][name] for member in members]
             parts = [self.part(name, whole.detach().cpu(), each) for each in range(len(members))]
             difference = self.difference(group[at], parts[at])
             if difference:
                 cause = causes[rank, name] = self.cause(group, parts, at)
                 where = f"{name} of rank {rank} ({format_coords(self.grid.coords(rank))})"
-                where += " differs from the dense one" + (f": {cause}" if cause else "")
+                where += " differs from the dense tensor"
+                if cause:
+                    where += f": {cause}"
                 texts.append(f"{where}\n{difference}")
         if causes:
             raise PropertyError("\n\n".join(texts), causes)
 
     def cause(self, group: list[Tensor], parts: list[Tensor], at: int) -> str:
-        """Return the mistake that gives exactly what a rank has; "" if none is known.
+        """Return a mistake that gives exactly the tensor of a rank, or "" if no known one does.
 
         Args:
             group: The tensor of each member of the rank's group.
-            parts: The dense part of each.
-            at: The position of the rank among them.
+            parts: The dense part of each member.
+            at: The position of the rank in the group.
         """
-        mine, part = group[at], parts[at]
+        mine = group[at]
+        part = parts[at]
         known = {f"it is the part of position {other}": each for other, each in enumerate(parts)}
         known["it is zero"] = torch.zeros_like(part)
         others = (each for each in group if each is not mine and each.shape == part.shape)
@@ -437,7 +463,8 @@ def _call(function: Function, tensors: Mapping[str, Tensor]) -> tuple[dict[str, 
     Returns:
         The leaves of autograd by name, and the output.
     """
-    own, leaves = _parameters(function), {}
+    own = _parameters(function)
+    leaves = {}
     for name, value in tensors.items():
         leaf = leaves[name] = own.get(name, value.clone())
         if leaf.is_floating_point():
@@ -445,8 +472,8 @@ def _call(function: Function, tensors: Mapping[str, Tensor]) -> tuple[dict[str, 
         local = _local(leaf.detach())
         if local.shape != value.shape:
             raise LayoutError(
-                f"the parameter {name!r} has the shape {tuple(local.shape)}, and its part of the "
-                f"dense one {tuple(value.shape)}: give the shapes of the dense layer"
+                f"the parameter {name!r} has shape {tuple(local.shape)}, but its part of the "
+                f"dense parameter has {tuple(value.shape)}; pass the shapes of the dense layer"
             )
         local.copy_(value)
     result = function(*(leaf for name, leaf in leaves.items() if name not in own))
@@ -454,7 +481,7 @@ def _call(function: Function, tensors: Mapping[str, Tensor]) -> tuple[dict[str, 
 
 
 def _gradients(leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients of leaves by their titles."""
+    """Return the gradients of leaves, by names such as "gradient of weight"."""
     grads = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
     return {f"gradient of {name}": _local(grad) for name, grad in grads.items()}
 

@@ -6,8 +6,8 @@
         dist.all_reduce(total)
         assert total.item() == ranks
 
-runs on 2 real ranks, and on 4. Every pytest of an environment with hypercomm loads this file, so it
-imports nothing but pytest; `on_ranks` does the work when a test asks for it.
+runs on 2 real ranks, then on 4. Every pytest run in an environment with hypercomm loads this file,
+so it imports only pytest. It imports `on_ranks` when a test needs ranks.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from hypercomm.testing import ranks_bound
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the bounds of ranks."""
+    """Add the options."""
     group = parser.getgroup("hypercomm", "tests on real ranks")
     group.addoption(
         "--ranks-max",
         type=int,
-        help="skip tests marked ranks(...) at sizes above N, and leave out such examples of "
-        "given_ranks; default: 4 for each processor, and at least 8",
+        help="skip tests marked ranks(...) and examples of given_ranks with more than N ranks; "
+        "default: 4 for each processor, and at least 8",
     )
     group.addoption(
         "--ranks-timeout",
         type=float,
         default=60.0,
-        help="end ranks that have not returned after so long, and show where they hang; default: "
-        "%(default)s",
+        help="end ranks that have not returned after this number of seconds, and show where they "
+        "hang; default: %(default)s",
     )
 
 
@@ -45,8 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Declare the marker."""
     config.addinivalue_line(
         "markers",
-        "ranks(*sizes, timeout=60, backend='gloo'): run the test's body on so many real ranks, "
-        "once for each size. Its fixtures are made in pytest's process, and travel by pickle.",
+        "ranks(*sizes, timeout=60, backend='gloo'): run the test's body on real ranks, once for "
+        "each number of ranks. Fixtures are made in pytest's process and pickled for the ranks.",
     )
 
 
@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make a test of each size; those that are too large are skipped, with the reason."""
+    """Make a test for each number of ranks, and skip numbers that are too large."""
     marker = metafunc.definition.get_closest_marker("ranks")
     if marker is None:
         return
@@ -63,7 +63,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     has_others = marker.kwargs.keys() - {"timeout", "backend"}
     if not are_sizes or len(set(sizes)) < len(sizes) or has_others:
         pytest.fail(
-            f"the marker ranks of {metafunc.function.__name__} takes distinct sizes of 1 or more, "
+            f"the marker ranks of {metafunc.function.__name__} takes distinct numbers of ranks, "
             f"timeout= and backend=, as in @pytest.mark.ranks(2, 4, timeout=30); got {sizes} and "
             f"{dict(marker.kwargs)}",
             pytrace=False,
@@ -77,7 +77,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         [pytest.param(size, marks=skips.get(size, [])) for size in sizes],
         ids=[f"ranks={size}" for size in sizes],
         indirect=True,
-        scope="function",  # else tests would be sorted by size
+        scope="function",  # otherwise pytest would sort tests by size
     )
 
 
@@ -100,10 +100,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     __tracebackhide__ = True
     if inspect.iscoroutinefunction(pyfuncitem.obj):
-        wrong = "is async, and ranks have no event loop: call asyncio.run() in a plain function"
+        wrong = "is async, but ranks have no event loop; call asyncio.run() in a plain function"
         pytest.fail(f"{pyfuncitem.name} {wrong}", pytrace=False)
     if hasattr(pyfuncitem.obj, "hypothesis"):
-        wrong = "draws with hypothesis: write @given_ranks(..., ranks=2) without this marker"
+        wrong = "uses hypothesis; write @given_ranks(..., ranks=2) in place of this marker"
         pytest.fail(f"{pyfuncitem.name} {wrong}", pytrace=False)
     from hypercomm.errors import LaunchError
     from hypercomm.testing.on_ranks import run_body
@@ -123,7 +123,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @contextlib.contextmanager
 def _output_shown(item: pytest.Item) -> Iterator[dict[int, str] | None]:
-    """Add the output of each rank to the report of a test; with `-s` it goes to the terminal."""
+    """Add the output of each rank to the report of a test, or print it with `-s`."""
     output: dict[int, str] = {}
     try:
         yield None if item.config.getoption("capture") == "no" else output
@@ -134,8 +134,9 @@ def _output_shown(item: pytest.Item) -> Iterator[dict[int, str] | None]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    """Bound the examples of `given_ranks`; skip a test of which all are left out."""
-    ranks_bound.most, ranks_bound.left_out = item.config.getoption("--ranks-max"), 0
+    """Apply --ranks-max to `given_ranks`, and skip a test if all its examples are too large."""
+    ranks_bound.most = item.config.getoption("--ranks-max")
+    ranks_bound.left_out = 0
     try:
         return (yield)
     except Exception as error:
@@ -148,7 +149,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-    """Show the traceback of a rank without that of the process which waited for it."""
+    """Show the traceback of a rank without the traceback of the process that waited for it."""
     report = yield
     error = None if call.excinfo is None else call.excinfo.value
     if report.failed and type(error).__name__ == "BodyFailedError":  # imported only if needed
@@ -165,8 +166,8 @@ def ranks(request: pytest.FixtureRequest) -> int:
     size: int | None = getattr(request, "param", None)
     if size is None:
         pytest.fail(
-            "the fixture 'ranks' needs a test that is marked, as in @pytest.mark.ranks(2, 4); "
-            "mark it, or take the fixture 'run_ranks' to start ranks in the test",
+            "the fixture 'ranks' needs a marked test; add @pytest.mark.ranks(2, 4), or use the "
+            "fixture 'run_ranks' to start ranks in the test",
             pytrace=False,
         )
     return size

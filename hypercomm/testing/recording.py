@@ -1,4 +1,4 @@
-"""The groups that the ranks of a simulated job create, and the calls that they make."""
+"""Records of the groups that ranks of a simulated job create, and of their collective calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hypercomm.layout.text import first_n
 CREATION = "create"
 
 _HIDDEN = (f"{Path(inspect.getfile(torch)).parent}/", f"{Path(__file__).parents[1]}/")
-# Functions of torch that call several collectives, which are recorded as one call.
+# Functions of torch that call several collectives, but are recorded as one call.
 _OBJECT_CALLS = frozenset(
     {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"}
     | {"send_object_list", "recv_object_list"}
@@ -36,7 +36,7 @@ class RecordedGroup(NamedTuple):
         ranks: The members, in group order.
         backend: Its backend.
         timeout: Its timeout.
-        description: Its description in torch's logs; the dims of a grid's group.
+        description: Its description in torch's logs. The group of a grid has its dims.
     """
 
     name: str
@@ -47,7 +47,7 @@ class RecordedGroup(NamedTuple):
 
     @property
     def called(self) -> str:
-        """The description; without one, the name."""
+        """The description, or the name if there is no description."""
         return self.name if self.description == "undefined" else self.description
 
     def __str__(self) -> str:
@@ -61,10 +61,10 @@ class Collective(NamedTuple):
     Attributes:
         op: The name in torch.distributed.
         group: The process group.
-        shapes: The shapes of the tensors, one if all are equal; of objects, their number.
-        dtype: The dtype of the tensors, "objects" for pickled objects, or "" without either.
-        reduction: The reduction, such as "sum"; "" without one.
-        peer: The root, or the other rank of a send or receive, in the job; None without one.
+        shapes: The shapes of the tensors, or one shape if all are equal. The number of objects.
+        dtype: The dtype of the tensors, "objects" for pickled objects, or "" for a barrier.
+        reduction: The reduction, such as "sum", or "".
+        peer: The rank in the job of the root or of the other end of a send or receive, or None.
         tag: The tag of a send or receive.
         place: The path and line of the call.
     """
@@ -80,7 +80,7 @@ class Collective(NamedTuple):
 
     @property
     def called(self) -> str:
-        """The op, its group and its line in words."""
+        """The op, its group and its source line as text."""
         return f"{self.op} on {self.group.called}{self._at}"
 
     @property
@@ -97,18 +97,18 @@ class Collective(NamedTuple):
         return f"{self.op}{of}{how}{peer}{tag}{self._at}"
 
 
-# A rank enters a call (False), or waits until it has ended (True).
+# A call, and whether the rank waits until it has ended (True) or starts it (False).
 Step = tuple[bool, LoggedCall]
 
 
 class Book:
-    """The steps of each rank, and the values that earlier ranks leave for later ones.
+    """The steps of each rank, and the values that ranks post for ranks that run later.
 
     Args:
         simulated: The ranks that are simulated.
 
     Attributes:
-        programs: The steps of each rank, in its order.
+        programs: The steps of each rank, in the order of its program.
         steps: The steps of the current rank.
         has_objects: Whether the last call moves pickled objects.
     """
@@ -125,7 +125,7 @@ class Book:
         self._values: dict[tuple[tuple[str, str], int], Any] = {}
 
     def begin(self, rank: int) -> None:
-        """Record the next steps as those of a rank."""
+        """Record the following steps for a rank."""
         self._objects = None
         self.steps = self.programs[rank] = []
         self._counts.clear()
@@ -138,7 +138,7 @@ class Book:
         self.steps += [(False, call), (True, call)]
 
     def call(self, made: Collective, channel: str = "") -> LoggedCall:
-        """Record a call and its line; messages have a channel, as in dumps."""
+        """Record a call and its source line. Messages have a channel, as in dumps."""
         place, objects = _caller()
         self.has_objects = objects is not None
         if objects is not None and objects is self._objects:
@@ -158,7 +158,8 @@ class Book:
         self._counts[group, channel] += 1
         number = self._counts[group, channel]
         call = LoggedCall(made.op, group, number, len(self.steps), state, terms, source=made)
-        call.peer, call.channel = made.peer, channel
+        call.peer = made.peer
+        call.channel = channel
         self.steps.append((False, call))
         return call
 
@@ -169,19 +170,20 @@ class Book:
         return self._groups[name]
 
     def post(self, lane: tuple[str, str], value: Any) -> None:
-        """Keep a value for the ranks that call `take` as the same turn in a lane."""
+        """Store a value for the ranks whose `take` has the same number in a lane."""
         self._turns[lane] += 1
         self._values[lane, self._turns[lane]] = value
 
     def take(self, lane: tuple[str, str]) -> Any:
-        """Return the value of the next turn in a lane; None if its rank has not run yet."""
+        """Return the next value of a lane, or None if the rank that posts it has not run yet."""
         self._turns[lane] += 1
         return self._values.get((lane, self._turns[lane]))
 
 
 def _caller() -> tuple[str, FrameType | None]:
-    """Return the line of the call outside torch and hypercomm, and torch's frame for objects."""
-    frame, objects = sys._getframe(), None
+    """Return the caller's file and line, and torch's frame if an object collective is active."""
+    frame = sys._getframe()
+    objects = None
     while frame.f_back is not None and _is_hidden(frame.f_code.co_filename):
         if frame.f_code.co_name in _OBJECT_CALLS:
             objects = frame

@@ -1,4 +1,4 @@
-"""Replaces a process group of a simulated rank: calls are recorded and return immediately."""
+"""Process groups of a simulated rank. Calls are recorded and return immediately."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NONE = pickle.dumps(None)
 
 
 class SimulatedGroup:
-    """Replaces a process group of the calling rank: it knows its members, and cannot communicate.
+    """A process group of the calling rank that has members but cannot communicate.
 
     Args:
         name: Its name.
@@ -57,16 +57,16 @@ class SimulatedGroup:
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The CPU, if the backend runs on it: `monitored_barrier` needs it from torch 2.15 on.
+        """The CPU, if the backend runs on it. `monitored_barrier` needs it from torch 2.15 on.
 
-        Never an accelerator: torch would put the bytes of objects there.
+        Accelerators are never included, because torch would move the bytes of objects there.
         """
         parts = dist.get_backend_config(self).split(",")  # type: ignore[arg-type]
         return [torch.device("cpu")] if any(part.startswith("cpu:") for part in parts) else []
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """ProcessGroup, because torch checks for it."""
+        """ProcessGroup, because torch checks the type."""
         return ProcessGroup
 
     def _get_backend(self, _device: object) -> SimulatedGroup:
@@ -75,7 +75,7 @@ class SimulatedGroup:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"a simulated process group has no {name!r}, because there are no other ranks to "
-            f"communicate with; leave the call out, or start real ranks with run_ranks()"
+            f"communicate with; omit the call, or start real ranks with run_ranks()"
         )
 
     def __repr__(self) -> str:
@@ -95,11 +95,13 @@ class SimulatedWork(Work):
         self, steps: list[Step], calls: Sequence[LoggedCall], results: Sequence[torch.Tensor] = ()
     ) -> None:
         super().__init__()
-        self._steps, self._calls, self._results = steps, calls, list(results)
+        self._steps = steps
+        self._calls = calls
+        self._results = list(results)
         self.source = 0
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - torch's arguments
-        """Record that the rank waits here."""
+        """Record that the rank waits for the calls."""
         self._steps.extend((True, call) for call in self._calls)
         return True
 
@@ -116,20 +118,20 @@ class SimulatedWork(Work):
         return future
 
     def source_rank(self) -> int:
-        """Return the sender, by its position in the group."""
+        """Return the position of the sender in the group."""
         return self.source
 
     _source_rank = source_rank
 
 
 class RecordingGroup(SimulatedGroup):
-    """Replaces a process group of a rank, with the methods that torch.distributed calls.
+    """A process group of a rank with the methods that torch.distributed calls.
 
     Args:
-        creation: The group; its name is the one that the members compare.
+        creation: The record of the group. Its name is equal on all members.
         rank: The rank in the job.
-        book: Records the calls.
-        name: The name that torch knows.
+        book: The record of the rank's calls.
+        name: The name of the group in torch.
     """
 
     supports_coalescing = False
@@ -138,10 +140,11 @@ class RecordingGroup(SimulatedGroup):
         ranks = creation.ranks
         description = "default_pg" if name == "0" else creation.description
         super().__init__(name, ranks.index(rank), len(ranks), creation.timeout, description)
-        self._book, self._creation = book, creation
+        self._book = book
+        self._creation = creation
         self._first = 0
 
-    # ---- the same on all members
+    # ---- collectives in which all members have the same role
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> SimulatedWork:
         """Leave the tensors as they are."""
@@ -190,14 +193,14 @@ class RecordingGroup(SimulatedGroup):
         return work
 
     def _parts(self, op: str, wholes: Any, parts: Any) -> tuple[list[Any], list[torch.Tensor]]:
-        """Return the slots of each whole, and their tensors: one where all have equal shapes."""
+        """Return the slots of each whole, and their tensors, or one tensor for equal slots."""
         slots = [self._slots(op, *pair) for pair in zip(wholes, parts, strict=True)]
         given: list[torch.Tensor] = []
         for listed, part in zip(slots, parts, strict=True):
             given += [part] if {slot.shape for slot in listed} == {part.shape} else listed
         return slots, given
 
-    # ---- from each to each
+    # ---- all-to-all
 
     def all_to_all_single(
         self, output: Any, own: Any, takes: Sequence[int], gives: Sequence[int], *_: object
@@ -205,7 +208,9 @@ class RecordingGroup(SimulatedGroup):
         """Give this rank its own tensor, if the shapes are equal."""
         for tensor, sizes in ((output, takes), (own, gives)):
             if len(tensor) != (sum(sizes) or len(tensor) // self._size * self._size):
-                raise SimulationError(f"all_to_all_single cannot cut {len(tensor)} into {sizes}")
+                raise SimulationError(
+                    f"all_to_all_single cannot cut {len(tensor)} rows into {sizes}"
+                )
         is_even = not takes and not gives
         work = self._call("all_to_all_single", own, [own.shape[not is_even :]], [output])
         _fill([output], own)
@@ -220,7 +225,7 @@ class RecordingGroup(SimulatedGroup):
             _fill([output], own)
         return work
 
-    # ---- from one, or to one
+    # ---- collectives with a root
 
     def broadcast(self, tensors: Any, opts: Any) -> SimulatedWork:
         """Give this rank the root's values, if the root ran before."""
@@ -249,10 +254,10 @@ class RecordingGroup(SimulatedGroup):
             _fill(self._slots("gather", outputs[0]), inputs[0])
         return work
 
-    # ---- from one to one
+    # ---- send and receive
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> SimulatedWork:
-        """Keep the tensor for a rank that runs later."""
+        """Store the tensor for a rank that runs later."""
         route = f"{self._rank}->{to} tag {tag}"
         work = self._call("send", tensors, root=to, channel=f"send {route}", tag=tag)
         self._post(route, tensors)
@@ -293,7 +298,7 @@ class RecordingGroup(SimulatedGroup):
         steps = self._book.steps
         return SimulatedWork(steps, [call for waits, call in steps[self._first :] if not waits])
 
-    # ---- what they share
+    # ---- helpers
 
     def _call(
         self,
@@ -316,7 +321,7 @@ class RecordingGroup(SimulatedGroup):
         return SimulatedWork(self._book.steps, [call], given if results is None else results)
 
     def _slots(self, op: str, whole: Any, part: torch.Tensor | None = None) -> Sequence[Any]:
-        """Return a list, or a tensor that holds a part for each member, as a slot for each."""
+        """Return one slot for each member, from a list or from a tensor with a part for each."""
         if isinstance(whole, torch.Tensor) and part is not None:
             if whole.numel() == self._size * part.numel():
                 return list(whole.detach().reshape(self._size, *part.shape))
@@ -336,7 +341,7 @@ class RecordingGroup(SimulatedGroup):
     def _receive(
         self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor] | None
     ) -> None:
-        """Fill tensors with received values; without any, objects are None."""
+        """Fill tensors with received values. Without values, objects become None."""
         kinds = [[(each.shape, each.dtype) for each in every] for every in (tensors, values or ())]
         if kinds[0] == kinds[1]:
             for tensor, value in zip(tensors, values or (), strict=True):
@@ -353,7 +358,7 @@ def _listed(tensors: Tensors) -> Sequence[torch.Tensor]:
 
 
 def _fill(slots: Sequence[torch.Tensor], own: torch.Tensor) -> None:
-    """Put a tensor into those slots that it fits."""
+    """Copy a tensor into the slots that have its shape."""
     for slot in slots:
         if slot.shape == own.shape and slot is not own:
             slot.detach().copy_(own.detach())

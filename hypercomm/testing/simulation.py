@@ -1,4 +1,4 @@
-"""Runs a program as every rank of a job, one after the other, and compares the ranks."""
+"""Runs a program as every rank of a job in turn, and compares the calls of the ranks."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _NEVER = {CREATION: "never creates it", "send": "never receives it", "recv": "ne
 
 @attrs.frozen
 class Disagreement:
-    """Calls of a process group that differ or would not end; str() describes them.
+    """Calls of a process group that differ or never end. `str()` describes them.
 
     Attributes:
-        group: The process group, as the first of the ranks knows it.
-        number: 0 for the creation of the group. Otherwise the position of the call, from 1, among
-            the collectives of this group or the messages from one rank to another.
-        calls: The calls by rank; of a creation, the group as each rank creates it.
-        absent: Why each other member is missing, by rank.
-        differs: How the calls differ; "" if they do not.
+        group: The process group, as the first of the ranks creates it.
+        number: The position of the call, from 1, among the collectives of this group or the
+            messages from one rank to another. 0 for the creation of the group.
+        calls: The calls by rank. For a creation, the group that each rank creates.
+        absent: The reason why each other member is missing, by rank.
+        differs: The difference between the calls, or "" if they are equal.
     """
 
     group: RecordedGroup
@@ -71,15 +71,15 @@ class Disagreement:
 
 @attrs.frozen(repr=False)
 class Simulation(Generic[Result]):
-    """The result of a simulated job; str() summarises it.
+    """The result of a simulated job. `str()` summarises it.
 
     Attributes:
         world_size: The number of ranks of the job.
         returned: The return values of the function, by simulated rank.
-        creations: The process groups that each rank would create as a member, in its order.
-        collectives: The collectives, sends and receives that each rank called, in its order.
-        disagreements: The creations, collectives, sends and receives that differ or never end,
-            with the ranks that wait and those that are missing.
+        creations: The process groups that each rank would create as a member, in order.
+        collectives: The collectives, sends and receives that each rank called, in order.
+        disagreements: The creations, collectives, sends and receives that differ or never end, with
+            the ranks that wait and the ranks that are missing.
     """
 
     world_size: int
@@ -92,7 +92,8 @@ class Simulation(Generic[Result]):
         """Raise unless all simulated ranks agree.
 
         Raises:
-            SimulationError: They do not agree (an AssertionError); shows the first disagreements.
+            SimulationError: They do not agree. It is an AssertionError with the first
+                disagreements.
         """
         if self.disagreements:
             raise SimulationError(str(self))
@@ -129,51 +130,55 @@ def simulate(
     backend: str = "nccl",
     timeout: timedelta = timedelta(minutes=10),
 ) -> Simulation[Result]:
-    """Run a function once for every rank of a job, one after the other, in this process.
+    """Run a function for every rank of a job, one rank after another, in this process.
 
-    torch.distributed returns the values of that rank. `torch.distributed.init_process_group`
-    returns immediately (if called like this, not by a name that was imported before). No process
-    group of torch is made. Groups of `torch.distributed.new_group` and DeviceMesh are recorded
-    like those of a grid. The global state of Megatron and ezpz (`hypercomm.compat`) is empty at
-    the start of each rank; other global variables are shared. Other threads see the simulated job
-    too.
+    Meanwhile, torch.distributed returns the values of that rank. `init_process_group` returns
+    immediately if it is called as an attribute of torch.distributed, but not under a name that was
+    imported before. No process group of torch is created. Groups of `new_group` and DeviceMesh are
+    recorded like groups of a grid. The global state of Megatron and ezpz (`hypercomm.compat`) is
+    empty at the start of each rank. Other global variables are shared. Other threads see the
+    simulated job, too.
 
-    All collectives of torch.distributed, sends and receives are recorded and return immediately.
-    They move values of ranks that ran before, and never those of later ranks:
+    All collectives, sends and receives are recorded and return immediately. They have these
+    results, which never depend on ranks that run later:
 
-    - all_reduce, reduce: the tensor keeps this rank's values.
-    - all_gather, gather: this rank's values in every slot; reduce_scatter: this rank's part of its
-      tensor; all_to_all: its own tensor, if the shapes are equal.
-    - broadcast, scatter, recv: the values of the root or sender if it ran before; otherwise the
-      tensor is unchanged.
-    - Collectives of objects do the same with copies; an object of a later root or sender is None.
+    - all_reduce, reduce: the tensor is unchanged.
+    - all_gather, gather: every slot has this rank's values.
+    - reduce_scatter: the output is this rank's part of its input.
+    - all_to_all: the output is this rank's input, if the shapes are equal.
+    - broadcast, scatter, recv: the tensor has the values of the root or sender if that rank ran
+      before. Otherwise it is unchanged.
+    - Collectives of objects do the same with copies. An object of a rank that runs later is None.
 
-    Then the ranks are compared. The members of a group must make the same calls in the same order:
-    op, shapes, dtype, reduction and root, as with TORCH_DISTRIBUTED_DEBUG=DETAIL. The parts of an
-    all-to-all may differ, as they often depend on received values. A rank waits in a collective
-    for all members (with `async_op=True`, where it waits for the work), and in a receive for the
-    send. A send does not wait. Messages match by tag, which NCCL ignores. Only the first difference
-    of each group is reported. Functional collectives (DTensor) and code that passes a group to C++
-    (DistributedDataParallel) cannot be simulated.
+    Then the calls of the ranks are compared. The members of a group must make the same calls in the
+    same order, with equal op, shapes, dtype, reduction and root, as with
+    TORCH_DISTRIBUTED_DEBUG=DETAIL. The parts of an all-to-all may differ, because they often depend
+    on received values. A rank waits in a collective for all members, and in a receive for the send.
+    With `async_op=True`, it waits in `wait()` of the work. A send does not wait. Messages match by
+    tag, which NCCL ignores. Only the first difference of each group is reported. Functional
+    collectives (DTensor) and code that passes a group to C++ (DistributedDataParallel) cannot be
+    simulated.
 
     Args:
-        function: Called with `args`; environment variables RANK and WORLD_SIZE are set.
+        function: The function to call with `args`. The environment variables RANK and WORLD_SIZE
+            are set.
         world_size: The number of ranks of the job, at most 2**24.
-        ranks: The ranks to simulate; default: all. Members among them are compared.
+        ranks: The ranks to simulate and compare. Default: all.
         args: The arguments of the function.
-        backend: The backend of WORLD; it need not be available on this machine.
+        backend: The backend of WORLD, which need not be available on this machine.
         timeout: The timeout of WORLD.
 
     Returns:
-        The return values, creations and calls of each rank, and the disagreements: a group with
-        another backend, timeout or description, one that a member does not create, collectives
-        that differ or that a member does not call, messages without their other end, and any of
-        these in orders that wait for each other.
+        The return values, creations and calls of each rank, and the disagreements: groups with
+        different backends, timeouts or descriptions, groups that a member does not create,
+        collectives that differ or that a member does not call, messages without a send or receive,
+        and calls in orders that wait for each other.
 
     Raises:
-        RankFailedError: The function raised; names the rank, and holds the traceback.
+        RankFailedError: The function raised. The error has the rank and the traceback.
         LayoutError: `world_size` or a rank is not an int, or is out of range.
-        GroupOptionsError: torch does not know the backend, or `timeout` is not a duration.
+        GroupOptionsError: torch does not know the backend, or `timeout` is not a positive
+            timedelta.
 
     Example:
         >>> import torch.distributed as dist
@@ -190,7 +195,7 @@ def simulate(
         >>> print(simulate(program, 16, args=(7,)).disagreements[1])
         tp of ranks (4, 5, 6, 7): ranks 4, 5, 6 wait for rank 7, which waits in tp+dp
 
-        Rank 3 calls a collective of another shape.
+        Rank 3 calls a collective with another shape.
 
         >>> import torch
         >>> def start(odd=None):
@@ -209,7 +214,8 @@ def simulate(
     if ranks is not None:
         wanted = as_ranks(sorted(set(ranks)), "ranks", world_size)
     check_known(backend)
-    book, everyone = Book(set(wanted)), {rank: rank for rank in range(world_size)}
+    book = Book(set(wanted))
+    everyone = {rank: rank for rank in range(world_size)}
     returned: dict[int, Result] = {}
     with other_worlds(lambda: job), mock.patch.dict(os.environ):
         for name in VARIABLES:  # of a launcher
@@ -236,7 +242,7 @@ def simulate(
 def _job(
     rank: int, everyone: Mapping[int, int], book: Book, backend: str, timeout: timedelta
 ) -> OtherWorld:
-    """Return the job as a rank sees it, whose groups record their creations and calls."""
+    """Return the job for one rank. Its groups record their creations and calls."""
     jobs = itertools.count(1)
 
     def make_world() -> RecordingGroup:
@@ -261,25 +267,25 @@ def _job(
 # The steps of each rank.
 Programs = Mapping[int, Sequence[Step]]
 
-# A group, a channel and a number: the calls that belong together.
+# The group, channel and number of a call, which are equal for calls that belong together.
 Point = tuple[LoggedGroup, str, int]
 
 
 def judge(programs: Programs) -> tuple[Disagreement, ...]:
-    """Find the calls that differ, and those that would never end.
+    """Find the calls that differ, and the calls that never end.
 
-    A rank waits in a creation, in a collective until all members have called it, in a receive
-    until it is sent, and for an asynchronous call where it waits for the work. A send never waits.
-    After the first calls of a group that differ, no rank waits in that group: later differences
-    there are consequences.
+    A rank waits in a creation and in a collective until all members have called it, and in a
+    receive until the message is sent. It waits for an asynchronous call in `wait()` of its work. A
+    send never waits. After the first calls of a group that differ, no rank waits in that group,
+    because later differences are consequences.
 
     Args:
-        programs: The steps of each simulated rank; other ranks are assumed to make the right calls.
+        programs: The steps of each simulated rank. Other ranks are assumed to make the right calls.
 
     Returns:
-        The differences, then the waits; first those for a call that a member never makes.
+        The differences, then the waits. Waits for a call that a member never makes are first.
     """
-    known = {None, *programs}  # messages from and to ranks that are not simulated are left out
+    known = {None, *programs}  # messages from and to ranks that are not simulated are ignored
     steps = {}
     for rank, own in programs.items():
         steps[rank] = [step for step in own if not step[1].channel or step[1].peer in known]
@@ -303,7 +309,7 @@ def _evidence(steps: Programs) -> Evidence:
 
 
 def _other_end(call: LoggedCall) -> Point:
-    """Return the other end of a message; of a collective, the same point."""
+    """Return the point of the other end of a message, or the same point for a collective."""
     way, _, route = call.channel.partition(" ")
     other = f"{ANSWERS[way]} {route}" if way in ANSWERS else call.channel
     return call.group, other, call.number
@@ -314,7 +320,7 @@ def _needed(call: LoggedCall) -> int:
 
 
 def _advance(steps: Programs, first: Mapping[tuple[LoggedGroup, str], int]) -> dict[int, int]:
-    """Return the step in which each rank stops for ever, and mark the calls that have ended."""
+    """Return the step in which each rank waits forever, and mark the calls that have ended."""
     at = dict.fromkeys(steps, 0)
     entered: Counter[Point] = Counter()
     waiting: dict[Point, list[int]] = {}
@@ -345,7 +351,7 @@ def _advance(steps: Programs, first: Mapping[tuple[LoggedGroup, str], int]) -> d
 
 
 def _stuck(steps: Programs, every: Evidence, at: Mapping[int, int]) -> Iterator[Disagreement]:
-    """Yield the first call of each lane that never ends."""
+    """Yield the first call of each group and channel that never ends."""
     reached = _evidence({rank: own[: at[rank]] for rank, own in steps.items()})
     seen = set()
     for wait in sorted(find_waits(reached), key=lambda wait: wait.call.number):
@@ -379,7 +385,7 @@ def _disagreement(
 
 
 def _describe(calls: Mapping[int, LoggedCall]) -> str:
-    """Describe calls that differ, those of the fewest ranks first."""
+    """Describe calls that differ. Calls of few ranks are first."""
     kinds: dict[object, list[int]] = {}
     for rank in sorted(calls):
         kinds.setdefault(calls[rank].terms, []).append(rank)

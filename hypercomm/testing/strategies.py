@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hypercomm.grid import HyperCommGrid
 
 DIM_NAMES = ("tp", "cp", "ep", "dp", "pp")
-"""The default dims of layouts: Megatron's, in its default order."""
+"""The default dims of layouts: Megatron's dims in its default order."""
 
 EXPERT_NAMES = ("ep", "expt_tp", "expt_dp", "expt_cp")
 """The default dims of views."""
@@ -38,19 +38,20 @@ def layouts(
     dims_required: Sequence[str] = (),
     listed: bool = False,
 ) -> RankLayout:
-    """Draw a `RankLayout`; shrinks towards few dims, small sizes and offset 0.
+    """Draw a `RankLayout`. Examples shrink towards few dims, small sizes and offset 0.
 
     Args:
         draw: Supplied by hypothesis.
         min_dims: The smallest number of dims.
-        max_dims: The largest number of dims; default: one for each of `dim_names`.
+        max_dims: The largest number of dims. Default: the number of `dim_names`.
         min_size: The smallest size of a dim.
         max_size: The largest size of a dim.
         max_ranks: The largest number of ranks.
-        max_offset: The largest `rank_offset`; of listed layouts, also of the ranks left out.
+        max_offset: The largest `rank_offset`. With `listed`, also the largest number of ranks that
+            are omitted.
         dim_names: The names to draw from, in any order.
         dims_required: The names that every layout has.
-        listed: Whether the ranks are in any order, some of them left out.
+        listed: Whether the ranks are a list in any order, with some ranks omitted.
 
     Returns:
         A strategy for layouts.
@@ -66,7 +67,8 @@ def layouts(
         'tp=1,cp=3'
     """
     named = _named(dim_names)
-    known, required = named.dim_names, named.order_dims(dims_required) if dims_required else ()
+    known = named.dim_names
+    required = named.order_dims(dims_required) if dims_required else ()
     max_dims = len(known) if max_dims is None else max_dims
     bounds = {"min_dims": min_dims, "max_dims": max_dims, "min_size": min_size}
     bounds |= {"max_size": max_size, "max_ranks": max_ranks, "max_offset": max_offset}
@@ -99,12 +101,12 @@ def layouts(
 def dim_subsets(
     layout: RankLayout, *, min_dims: int = 1, max_dims: int | None = None
 ) -> st.SearchStrategy[tuple[str, ...]]:
-    """Draw some dims of a layout, in any order; shrinks towards the first dim alone.
+    """Draw some dims of a layout, in any order. Examples shrink towards the first dim.
 
     Args:
         layout: The layout.
         min_dims: The smallest number of dims.
-        max_dims: The largest number of dims; default: all.
+        max_dims: The largest number of dims. Default: all.
 
     Returns:
         A strategy for tuples of dims.
@@ -124,7 +126,7 @@ def dim_subsets(
 
 
 def ranks_of(layout: RankLayout) -> st.SearchStrategy[int]:
-    """Draw a rank of a layout; shrinks towards the smallest.
+    """Draw a rank of a layout. Examples shrink towards the first rank.
 
     Args:
         layout: The layout.
@@ -144,7 +146,7 @@ def ranks_of(layout: RankLayout) -> st.SearchStrategy[int]:
 
 
 def orders(dim_names: Sequence[str] = DIM_NAMES) -> st.SearchStrategy[str]:
-    """Draw an order of dims as text; shrinks towards the given order.
+    """Draw an order of dims as text. Examples shrink towards the given order.
 
     Args:
         dim_names: The dims.
@@ -167,24 +169,24 @@ def orders(dim_names: Sequence[str] = DIM_NAMES) -> st.SearchStrategy[str]:
 def grids(
     draw: st.DrawFn, /, *, max_ranks: int = 16, views: bool = False, **bounds: Any
 ) -> HyperCommGrid:
-    """Draw a `HyperCommGrid` without process groups; shrinks as `layouts` does, and to no view.
+    """Draw a `HyperCommGrid` without process groups. Examples shrink like `layouts`, to no view.
 
-    The grid fills its world: groups can be created in `fake_world(grid.layout.size)`, and
-    `given_ranks` builds the grid anew on as many real ranks. Needs torch.
+    The grid fills its world, so groups can be created in `fake_world(grid.layout.size)`.
+    `given_ranks` builds the grid again on that number of real ranks. Needs torch.
 
     Args:
         draw: Supplied by hypothesis.
         max_ranks: The largest number of ranks.
-        views: Whether grids may have a view "expert", as `views_of` draws it.
-        bounds: Further bounds of `layouts`, such as `dims_required`; ranks start at 0.
+        views: Whether grids may have a view "expert", drawn by `views_of`.
+        bounds: Further arguments of `layouts`, such as `dims_required`. Ranks start at 0.
 
     Returns:
         A strategy for grids.
 
     Raises:
-        InvalidArgument: As for `layouts`.
-        LayoutError: As for `layouts`.
-        UnknownDimError: As for `layouts`.
+        InvalidArgument: No layout can satisfy the bounds.
+        LayoutError: `dim_names` is not a sequence of names.
+        UnknownDimError: A required dim is not among `dim_names`.
 
     Example:
         >>> from hypothesis import find
@@ -210,14 +212,14 @@ def views_of(
     dim_names: Sequence[str] = EXPERT_NAMES,
     shared_dims: Sequence[str] = (),
 ) -> RankLayout:
-    """Draw another factorisation of a layout's ranks; shrinks towards few dims.
+    """Draw another factorisation of a layout's ranks. Examples shrink towards few dims.
 
-    `grid.register_view(name, view.shape, view.dim_names, shared_dims)` takes it. Shared dims keep
-    their groups; the runs of dims between them are factored anew.
+    Register it with `grid.register_view(name, view.shape, view.dim_names, shared_dims)`. Shared
+    dims keep their groups. The ranks between two shared dims are factorised by other dims.
 
     Args:
         draw: Supplied by hypothesis.
-        layout: The layout whose ranks are factored.
+        layout: The layout whose ranks are factorised.
         dim_names: The names to draw from, in any order.
         shared_dims: The dims of the layout that the view keeps.
 
@@ -225,7 +227,7 @@ def views_of(
         A strategy for layouts.
 
     Raises:
-        InvalidArgument: There are too few names, or a name is also shared.
+        InvalidArgument: There are too few names, or a name is also a shared dim.
         LayoutError: The names are not a sequence of names.
         UnknownDimError: A shared dim is not a dim of the layout.
 
@@ -268,7 +270,7 @@ def views_of(
 
 @st.composite
 def _factors(draw: st.DrawFn, number: int, more: int) -> list[int]:
-    """Draw at most 1 + `more` factors of a number, none of them 1 but for a number of 1."""
+    """Draw at most 1 + `more` factors of a number, larger than 1 unless the number is 1."""
     factors: list[int] = []
     for _ in range(draw(st.integers(0, more))):
         fitting = sorted(size for size in divisors(number) if 1 < size < number)
@@ -289,18 +291,18 @@ def mappings(
     max_ranks: int = 16,
     beside: bool | None = None,
 ) -> RankMapping:
-    """Draw a `RankMapping`; shrinks towards one rank that is mapped to itself.
+    """Draw a `RankMapping`. Examples shrink towards one rank that is mapped to itself.
 
     Args:
         draw: Supplied by hypothesis.
-        dim_names: The dims of both layouts; the mapping treats each in its default way: "cp" cuts
-            the sequence, "pp" is the pipeline, others replicate.
-        along: The dim that splits the batch, which both layouts have. None: a weight, which
-            further dims cut as `shardings` draws it for two axes.
+        dim_names: The dims of both layouts. They have the default roles of `RankMapping`: "cp" cuts
+            the sequence, "pp" is the pipeline, and others replicate.
+        along: The dim that splits the batch, which both layouts have. With None, the mapping is of
+            a weight, and `shardings` draws the dims that cut its two axes.
         max_size: The largest size of a dim.
         max_ranks: The largest number of ranks of each layout.
-        beside: True puts the target on the ranks after the source's, False on the same ranks;
-            None draws it.
+        beside: Whether the target has the ranks after the source's (True) or the same ranks from 0
+            on (False). Default: drawn.
 
     Returns:
         A strategy for mappings.
@@ -340,13 +342,13 @@ def mappings(
 def shardings(
     shape: Sequence[int], *, dim_names: Sequence[str] = ("tp", "cp", "dp")
 ) -> st.SearchStrategy[dict[str, int]]:
-    """Draw which dims cut which axis of a tensor, for `RankMapping(shards=)`; shrinks to no cut.
+    """Draw the dims that cut a tensor and their axes, for `RankMapping(shards=)`.
 
-    Each dim cuts one axis or none. Dims that cut the same axis do so in the order drawn, the
-    outermost first.
+    Each dim cuts one axis or none. If several dims cut an axis, the outermost is drawn first.
+    Examples shrink to no cut.
 
     Args:
-        shape: The shape of the tensor; an axis of length 0 is not cut.
+        shape: The shape of the tensor. An axis of length 0 is not cut.
         dim_names: The dims that may cut.
 
     Returns:

@@ -1,4 +1,4 @@
-"""A fake world on torch's fake backend, and a job that replaces the state of torch.distributed."""
+"""A fake world on torch's fake backend, and jobs that replace the state of torch.distributed."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ _TABLES = ["pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to
 
 
 class OtherWorld(_c10d._World):  # type: ignore[misc]
-    """A job in place of the real one, as one of its ranks sees it.
+    """The state of torch.distributed on one rank of another job.
 
-    torch keeps the state of a job in one object of its class `_World`, which this replaces.
+    torch has the state of a job in an object of its class `_World`, which this object replaces.
 
     Args:
-        make_world: Returns a replacement for WORLD, a new one for each job.
-        ranks: Maps each rank to itself.
+        make_world: A function that returns a replacement for WORLD. It is called once for each
+            `init_process_group`.
+        ranks: A dict from each rank to itself.
         backend: The backend of WORLD.
-        create: Returns a replacement for a group, given its name, ranks, backend, timeout and
-            description.
-        store: The store that the ranks share; None if each rank is simulated alone.
-        end: Called with each group that is destroyed.
+        create: A function that returns a replacement for a group, from its name, ranks, backend,
+            timeout and description.
+        store: The store that the ranks share, or None if each rank is simulated alone.
+        end: A function to call with each group that is destroyed.
     """
 
     is_of_another_world = True
     default_pg: Any = None
     group_count = 0
-    # Plain attributes in place of properties of torch's class, whose state is global.
+    # Plain attributes replace properties of torch's class, whose state is global.
     pg_map = pg_names = pg_group_ranks = pg_backend_config = tags_to_pg = pg_to_tag = default_pg
 
     def __init__(
@@ -56,14 +57,18 @@ class OtherWorld(_c10d._World):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.has_other_ranks = store is not None
-        self._make_world, self._create, self._end_group = make_world, create, end
-        self._ranks, self._backend, self._store = ranks, backend, store
+        self._make_world = make_world
+        self._create = create
+        self._end_group = end
+        self._ranks = ranks
+        self._backend = backend
+        self._store = store
         self._jobs = 0
         for table in _TABLES:
             setattr(self, table, {})
 
     def show(self) -> None:
-        """Show this job to torch.distributed, within an `other_worlds` block."""
+        """Make this the current job of torch.distributed, within an `other_worlds` block."""
         _c10d._world = self
 
     def begin(
@@ -73,7 +78,7 @@ class OtherWorld(_c10d._World):  # type: ignore[misc]
         if self.default_pg is None:
             self._store = store or self._store
             self.default_pg = self._make_world()
-            self.group_count = 1  # as torch does, whose WORLD is group 0
+            self.group_count = 1  # torch counts WORLD as group 0
             self._jobs += 1
         self._register(self.default_pg, "0", str(backend or self._backend), self._ranks)
 
@@ -86,10 +91,11 @@ class OtherWorld(_c10d._World):  # type: ignore[misc]
             for table in _TABLES:
                 getattr(self, table).pop(known, None)
         if is_whole:
-            self.default_pg, self.group_count = None, 0
+            self.default_pg = None
+            self.group_count = 0
 
     def group_named(self, name: str) -> Any:
-        """Return the group of a name."""
+        """Return the group with a name."""
         return next(group for group, known in self.pg_names.items() if known == name)
 
     def _register(self, group: Any, name: str, backend: str, ranks: Mapping[int, int]) -> None:
@@ -101,7 +107,7 @@ class OtherWorld(_c10d._World):  # type: ignore[misc]
         self.tags_to_pg[f"ptd:{name}"] = [group]
 
     def new_group(self, *args: Any, **options: Any) -> tuple[Any, None]:
-        """Create one group; the arguments are those of torch's `_new_process_group_helper`.
+        """Create one group, with the arguments of torch's `_new_process_group_helper`.
 
         Raises:
             ValueError: The name is taken.
@@ -113,18 +119,19 @@ class OtherWorld(_c10d._World):  # type: ignore[misc]
         if position is None:
             return dist.GroupMember.NON_GROUP_MEMBER, None
         members, positions = _members(tuple(ranks))
-        # torch counts groups anew in each job, so a second job has other groups of the same names.
+        # torch restarts its count of groups in each job, so names repeat in a second job.
         is_unique = self._jobs == 1 or self._store is not None
         unique = name if is_unique else f"{name} (job {self._jobs})"
-        timeout, description = options.get("timeout", timedelta(0)), options.get("group_desc")
-        group = self._create(unique, members, str(backend), timeout, description or "undefined")
+        timeout = options.get("timeout", timedelta(0))
+        description = options.get("group_desc") or "undefined"
+        group = self._create(unique, members, str(backend), timeout, description)
         self._register(group, name, str(backend), positions)
         return group, None
 
 
 @functools.cache
 def _members(ranks: tuple[int, ...]) -> tuple[tuple[int, ...], dict[int, int]]:
-    """Return the members with their positions; all simulated members share one tuple and dict."""
+    """Return the members and their positions. Simulated members share the tuple and the dict."""
     return ranks, {rank: position for position, rank in enumerate(ranks)}
 
 
@@ -132,22 +139,23 @@ def _members(ranks: tuple[int, ...]) -> tuple[tuple[int, ...], dict[int, int]]:
 def other_worlds(
     shown: Callable[[], OtherWorld], functions: Mapping[str, object] | None = None
 ) -> Iterator[None]:
-    """Show other jobs to torch.distributed within a `with` block, one at a time.
+    """Replace the job of torch.distributed within a `with` block by other jobs, one at a time.
 
     Args:
-        shown: Returns the current job; a caller that changes it calls its `show`.
+        shown: A function that returns the current job. A caller that changes the job must call
+            `show` of the new one.
         functions: Replacements for further names of torch.distributed.
     """
     replaced: dict[str, object] = {
         "_world": _c10d._world,
         "_new_process_group_helper": lambda *args, **named: shown().new_group(*args, **named),
         "_store_based_barrier": lambda *_, **__: None,
-        # torch's function warns of backends that are not built.
+        # torch's function warns about backends that are not built.
         "_get_default_timeout": torchdist.default_timeout,
         "init_process_group": lambda *args, **named: shown().begin(*args, **named),
         "destroy_process_group": lambda group=None: shown().end(group),
         "_resolve_process_group": lambda name: shown().group_named(name),
-        "_get_msg_dict": lambda *_, **__: {},  # of a logger, which asks for NCCL's version
+        "_get_msg_dict": lambda *_, **__: {},  # torch's logger would need NCCL's version
         **(functions or {}),
     }
     meshes = importlib.import_module("torch.distributed.device_mesh")
@@ -173,23 +181,23 @@ def fake_world(
 ) -> Iterator[World]:
     """Make torch.distributed act as one rank of a large job within a `with` block.
 
-    All groups of a grid are fake in it, whatever backend they ask for. Collectives on the fake
-    backend return immediately and move nothing: a fake world shows which groups a rank is a
-    member of, not that the ranks can communicate. The fake job and its groups end with the block.
+    All groups of a grid are fake in the block, whatever their backend is. Collectives on the fake
+    backend return immediately and do not move data, so a fake world can show the groups of a rank,
+    but not whether ranks can communicate. The fake job and its groups end with the block.
 
     Args:
         world_size: The number of ranks of the job, at most 2**24.
         rank: The rank of this process.
-        parts: The number of ranks of each part, by its name, as `join_world` takes them.
-        timeout: The timeout of the job; default: torch's.
+        parts: The number of ranks of each part, by name, as `join_world` takes them.
+        timeout: The timeout of the job. Default: torch's.
 
     Yields:
         The world.
 
     Raises:
-        LayoutError: `world_size` or `rank` is not an int, or is out of range, or the parts have
-            other ranks.
-        GroupOptionsError: `timeout` is not a duration.
+        LayoutError: `world_size` or `rank` is not an int, or is out of range, or the sizes of the
+            parts do not add up to `world_size`.
+        GroupOptionsError: `timeout` is not a positive timedelta.
         ValueError: torch.distributed is already initialised.
         ImportError: The installed torch has no fake backend.
 
@@ -211,8 +219,11 @@ def fake_world(
     check_timeout(timeout)
     as_int(rank, "rank", 0, world_size - 1)
     if parts is not None and sum(parts.values()) != world_size:
-        raise LayoutError(f"parts {short_repr(parts)} have not the {world_size} ranks of the world")
-    if dist.is_initialized():  # a simulated job would ignore that another one begins
+        raise LayoutError(
+            f"parts {short_repr(parts)} have {sum(parts.values())} ranks, but world_size is "
+            f"{world_size}"
+        )
+    if dist.is_initialized():  # a simulated job would ignore the new one
         raise ValueError("torch.distributed is already initialised; call fake_world() before that")
     fake: Any = importlib.import_module("torch.testing._internal.distributed.fake_pg")
     store = fake.FakeStore()  # importing the module has registered the backend
@@ -227,10 +238,9 @@ def fake_world(
 
 
 def registered_groups() -> set[dist.ProcessGroup]:
-    """Return the process groups of this process, WORLD included; tests check that none is left.
+    """Return the process groups that torch has registered in this process, including WORLD.
 
-    Returns:
-        The groups that torch has registered.
+    Tests check with it that no group is left.
 
     Example:
         >>> from hypercomm import HyperCommGrid

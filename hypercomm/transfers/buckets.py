@@ -16,9 +16,9 @@ from hypercomm.errors import PlanMismatchError
 from hypercomm.transfers.holdings import Box, Shape, SourceTensor, Target, Wanted, size_of
 
 ALIGNMENT = 16
-"""Segments begin at multiples of this many bytes: the size of the largest element type.
+"""Segments begin at multiples of this number of bytes, which is the size of the largest dtype.
 
-As many bytes after each segment hold its checksum.
+The checksum of a segment takes the same number of bytes after it.
 """
 
 LEAST_BUCKET = 1024
@@ -35,14 +35,14 @@ class Segment:
 
     Attributes:
         name: The name of the parameter at the target.
-        source_name: The name of the source's parameter, which may be one of several parts.
-        dtype: The type of its elements on the way.
+        source_name: The name of the parameter at the source, which may be a part of a fused one.
+        dtype: The type of the sent elements.
         source: The rank that sends.
         target: The rank that receives. If it is the source, the segment is copied.
         source_slices: The slices of the source's part.
         target_slices: The slices of the target's part.
         nbytes: Its size in bytes.
-        bucket: The number of its bucket; -1 for a copy.
+        bucket: The number of its bucket, or -1 for a copy.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Segment:
 
     @property
     def room(self) -> int:
-        """The bytes that it takes in a buffer, padded and with room for a checksum.
+        """The size in a buffer in bytes, with padding and room for a checksum.
 
         Example:
             >>> Segment("w", "w", torch.int32, 0, 1, (), (), nbytes=20, bucket=0).room
@@ -67,7 +67,7 @@ class Segment:
 
 
 def room_for(nbytes: int) -> int:
-    """Return the room of a segment of this many bytes."""
+    """Return the room of a segment of `nbytes` bytes."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT + ALIGNMENT
 
 
@@ -128,10 +128,10 @@ def segments(
     Args:
         sources: The parameters of the source, by name.
         targets: The parameters of the target, in the order in which they are sent.
-        bucket_bytes: At least `LEAST_BUCKET`.
+        bucket_bytes: The size of a bucket in bytes, at least `LEAST_BUCKET`.
 
     Raises:
-        PlanMismatchError: The source ranks do not hold each element that is wanted once.
+        PlanMismatchError: A wanted element is not in exactly one box of the source.
 
     Example:
         Two source ranks have the same row of 2048 numbers, and each sends one half of it.
@@ -143,15 +143,15 @@ def segments(
         >>> [(one.source, one.target_slices[0], one.bucket) for one in found]
         [(0, slice(0, 1024, None), 0), (1, slice(1024, 2048, None), 0)]
     """
-    # Small enough to balance the senders and to fill the buckets.
+    # Pieces are small enough to balance the senders and to fill the buckets.
     grain = min(max(bucket_bytes // 16, 4096), bucket_bytes // 4)
     sent: Counter[int] = Counter()
-    last: dict[int, tuple[int, int]] = {}  # for each rank, its last bucket and the bytes used in it
+    last: dict[int, tuple[int, int]] = {}  # the last bucket of each rank, and the bytes used in it
     overlaps = _Overlaps(sources)
     for target in targets:
         dtype: torch.dtype = getattr(torch, target.dtype)
         lanes = [_pieces(overlaps, wanted, dtype.itemsize, grain) for wanted in target.wanted]
-        # One piece for each rank in turn, so that all of them receive at the same time.
+        # Take one piece for each rank in turn, so that all ranks receive at the same time.
         for piece in filter(None, chain(*zip_longest(*lanes))):
             wanted, holders, held, box = piece
             nbytes = size_of(box) * dtype.itemsize
@@ -178,7 +178,7 @@ def segments(
 
 
 def _slices(box: Box, whole: Box, start: Shape) -> Slices:
-    """Return the slices of a box within a tensor that holds a larger one from an index on."""
+    """Return the slices of a box in a tensor that has the box `whole` from index `start` on."""
     firsts = [at - span[0] for at, span in zip(start, whole, strict=True)]
     return tuple(
         slice(first + begin, first + end) for first, (begin, end) in zip(firsts, box, strict=True)
@@ -186,11 +186,11 @@ def _slices(box: Box, whole: Box, start: Shape) -> Slices:
 
 
 Holders = dict[int, Shape]
-"""Ranks that hold a box, each with the first index of the box in its tensor."""
+"""The ranks that have a box, each with the first index of the box in its tensor."""
 
 
 class _Overlaps:
-    """Finds the boxes of the source that overlap a box; equal parameters have equal ones."""
+    """Finds the boxes of the source that overlap a box, once for parameters with equal boxes."""
 
     def __init__(self, sources: Mapping[str, SourceTensor]) -> None:
         self._boxes = {name: tuple(source.boxes) for name, source in sources.items()}
@@ -198,7 +198,7 @@ class _Overlaps:
         self._found: dict[tuple[tuple[Box, ...], Box], list[tuple[Box, Box]]] = {}
 
     def of(self, wanted: Wanted) -> Iterator[tuple[Holders, Box, Box]]:
-        """Yield holders, the box that they hold, and what it has in common with a wanted one."""
+        """Yield holders, their box, and the part that it shares with the wanted box."""
         key = self._boxes[wanted.source], wanted.box
         if key not in self._found:
             self._found[key] = [
@@ -207,8 +207,8 @@ class _Overlaps:
         found = self._found[key]
         if sum(size_of(common) for _, common in found) != size_of(wanted.box):
             raise PlanMismatchError(
-                f"nothing was sent: the source ranks do not hold {list(wanted.box)} of "
-                f"{wanted.source!r} once, which rank {wanted.rank} wants"
+                f"nothing was sent: rank {wanted.rank} needs {list(wanted.box)} of "
+                f"{wanted.source!r}, but the source ranks do not have each element exactly once"
             )
         for held, common in found:
             yield self._holders[wanted.source][held], held, common
@@ -223,7 +223,7 @@ def _common(one: Box, other: Box) -> Box | None:
 def _pieces(
     overlaps: _Overlaps, wanted: Iterable[Wanted], itemsize: int, grain: int
 ) -> Iterator[tuple[Wanted, Holders, Box, Box]]:
-    """Yield pieces of at most `grain` bytes: what is wanted, its holders, their box, the piece."""
+    """Yield pieces of at most `grain` bytes: the wanted box, its holders, their box, the piece."""
     most = max(1, grain // itemsize)
     for one in wanted:
         for holders, held, common in overlaps.of(one):
@@ -236,7 +236,7 @@ def _pieces(
 
 
 def split(lengths: tuple[int, ...], most: int) -> Iterator[Extent]:
-    """Cut a box into boxes of at most `most` elements of similar size, in memory order.
+    """Cut a box into boxes of similar size and at most `most` elements, in memory order.
 
     Example:
         >>> list(split((2, 5), most=3))
@@ -244,14 +244,16 @@ def split(lengths: tuple[int, ...], most: int) -> Iterator[Extent]:
         >>> list(split((5, 2), most=4))
         [((0, 0), (2, 2)), ((2, 0), (2, 2)), ((4, 0), (1, 2))]
     """
-    axis, inner = len(lengths), 1
+    axis = len(lengths)
+    inner = 1
     while axis and inner * lengths[axis - 1] <= most:
         axis -= 1
         inner *= lengths[axis]
     if not axis:
         yield (0,) * len(lengths), lengths
         return
-    length, rest = lengths[axis - 1], lengths[axis:]
+    length = lengths[axis - 1]
+    rest = lengths[axis:]
     count = -(-length // (most // inner))
     step = -(-length // count)
     for outer in product(*map(range, lengths[: axis - 1])):
@@ -263,12 +265,13 @@ def split(lengths: tuple[int, ...], most: int) -> Iterator[Extent]:
 def _reserve(
     last: dict[int, tuple[int, int]], ranks: tuple[int, int], room: int, limit: int
 ) -> int:
-    """Reserve room in the first bucket that has space on both ranks, in order on both."""
+    """Reserve room in the first bucket, from both ranks' last bucket on, that has it on both."""
     ends = [last.get(rank, (0, 0)) for rank in ranks]
     bucket = max(number for number, _ in ends)
     used = [amount if number == bucket else 0 for number, amount in ends]
     if max(used) + room > limit:
-        bucket, used = bucket + 1, [0, 0]
+        bucket += 1
+        used = [0, 0]
     for rank, amount in zip(ranks, used, strict=True):
         last[rank] = bucket, amount + room
     return bucket

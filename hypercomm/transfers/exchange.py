@@ -32,7 +32,7 @@ def consent(
     """Wait until all ranks of a transfer have joined and propose the same one.
 
     Args:
-        world: The world whose ranks the mapping has.
+        world: The world of the ranks in the mapping.
         mapping: The mapping of the transfer.
         tensor: A description of the data that is identical on all ranks.
         refusal: The error that keeps this rank from taking part. The other ranks raise it, and
@@ -46,8 +46,8 @@ def consent(
 
     Raises:
         PlanMismatchError: Ranks propose different transfers.
-        GroupCreationTimeout: Some are missing.
-        CreationError: One has failed.
+        GroupCreationTimeout: Ranks are missing.
+        CreationError: A rank has failed.
         OutcomeUnknownError: The store is gone, and the other ranks may have continued.
     """
     ranks = ranks_of(mapping)
@@ -57,9 +57,9 @@ def consent(
     if refusal is not None:
         refuse(scope, refusal)
         return None
-    every = [f"{tensor} by {mapping}", details(mapping), *entries]
+    proposal = [f"{tensor} by {mapping}", details(mapping), *entries]
     try:
-        return agree(scope, title, lambda: every, limit_of(None, world)).pending
+        return agree(scope, title, lambda: proposal, limit_of(None, world)).pending
     except CreationError as error:
         if not isinstance(error, OutcomeUnknownError):
             error.args = (f"{effect}: {error}",)
@@ -74,7 +74,7 @@ def ranks_of(mapping: RankMapping) -> tuple[int, ...]:
 
 @lru_cache(maxsize=128)
 def details(mapping: RankMapping) -> str:
-    """Return the properties of a mapping that its text leaves out."""
+    """Return the properties of a mapping that `str(mapping)` omits."""
     layouts = hashlib.sha256(f"{mapping.source.to_json()} {mapping.target.to_json()}".encode())
     return (
         f"along={mapping.along!r}, batch_axis={mapping.batch_axis}, shards={mapping.shards}, "
@@ -86,7 +86,7 @@ def details(mapping: RankMapping) -> str:
 
 
 def tag_of(text: str) -> int:
-    """Return the tag of messages that only ranks with the same text match, where tags count."""
+    """Return a tag for messages, so that backends with tags match ranks with the same text only."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
@@ -112,23 +112,25 @@ def gather(
     size: int,
     device: torch.device,
 ) -> dict[int, bytes]:
-    """Return the block of each rank of a transfer, on all of them.
+    """Gather the block of each rank of a transfer on all its ranks.
 
-    Takes as many rounds as the number of ranks has binary digits. In each, a rank sends all blocks
-    that it has to one rank, and receives as many from another.
+    The number of rounds is the number of binary digits of the number of ranks. In each round, a
+    rank sends all blocks that it has to one rank, and receives as many from another.
 
     Args:
-        world: The world whose ranks the mapping has.
+        world: The world of the ranks in the mapping.
         mapping: The mapping of the transfer.
         block: The block of this rank.
         size: The size of the longest block, the same on all ranks.
-        device: Where the backend communicates.
+        device: The device of the backend's tensors.
 
     Returns:
-        The blocks by rank, filled up with zeros.
+        The blocks by rank, padded with zeros.
     """
     ranks = ranks_of(mapping)
-    at, count, known = ranks.index(world.rank), len(ranks), 1
+    at = ranks.index(world.rank)
+    count = len(ranks)
+    known = 1
     tag = tag_of(f"{details(mapping)} {ranks} {size}")
     filled = bytearray(block.ljust(size, b"\0"))
     blocks = torch.zeros(count, size, dtype=torch.uint8)

@@ -1,8 +1,8 @@
-"""The part of each parameter on each rank: described by the rank, and put together on all ranks.
+"""The part of each parameter on each rank, as boxes of whole tensors.
 
-A rank describes its tensors. A plain tensor is one shard along each axis that is cut; a DTensor
-has its indices from mesh and placements. All ranks exchange their descriptions, and compute from
-them the same boxes of whole tensors.
+Each rank describes its tensors. A plain tensor is one shard along each axis that is cut. The
+indices of a DTensor follow from its mesh and placements. All ranks exchange their descriptions, and
+compute the same boxes from them.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Fused(NamedTuple):
     """A parameter of the target that has several parameters of the source as its parts.
 
     Attributes:
-        parts: The names of the parts in their order, or patterns. Each "*" stands for the text
-            that the "*" at the same place in the pattern of the fused name matches.
-        heads: For each part its number of heads: a rank has whole heads, and where a part has
-            fewer heads than there are shards, neighbouring ranks have the same head. None: each
-            part is cut as torch.chunk cuts.
-        axis: The axis along which the parts are put together.
+        parts: The names of the parts in their order, or patterns. The first "*" in a pattern stands
+            for the text that the first "*" in the pattern of the fused name matches, and so on.
+        heads: The number of heads of each part. A rank has whole heads. If a part has fewer heads
+            than there are shards, neighbouring ranks have the same head. Default: each part is cut
+            by torch.chunk's rule.
+        axis: The axis along which the parts are concatenated.
 
     Example:
         >>> rule = Fused(["*.q_proj.weight", "*.k_proj.weight", "*.v_proj.weight"], (32, 8, 8))
@@ -59,9 +59,10 @@ class Held:
         name: The name of the parameter.
         dtype: The type of its elements.
         shape: The shape of the part.
-        how: How the parameter is cut, the same on all ranks of an end.
-        cells: For each axis that is cut: the axis, the shard of this rank, and their number.
-        whole: The shape of the whole tensor; None of a plain tensor, which does not have it.
+        how: The way the parameter is cut, in words. It is equal on all ranks of an end.
+        cells: For each axis that is cut: the axis, the shard of this rank, and the number of
+            shards.
+        whole: The shape of the whole tensor, or None for a plain tensor, where it is unknown.
         spans: The spans of a DTensor along each axis of the whole tensor.
         fused: The parts, their heads and the axis of a fused parameter, else None.
     """
@@ -77,7 +78,7 @@ class Held:
 
 
 def to_rows(held: Iterable[Held]) -> list[tuple[Any, ...]]:
-    """Return descriptions as rows for JSON; `from_rows` is the inverse."""
+    """Return descriptions as rows for JSON. `from_rows` is the inverse."""
     return [attrs.astuple(one, recurse=False) for one in held]
 
 
@@ -96,7 +97,7 @@ def _frozen(value: Any) -> Any:
 def describe_plain(
     name: str, dtype: str, shape: Shape, mapping: RankMapping, rank: int, *, is_source: bool
 ) -> Held:
-    """Describe a part of this shape, of a tensor that `mapping` cuts."""
+    """Describe the part of a rank, of a tensor that `mapping` cuts."""
     sharding = mapping.before if is_source else mapping.after
     places = sharding.place_of(rank) or ()
     axes = resolve_axes(mapping.cuts, len(shape))
@@ -123,7 +124,8 @@ def describe_dtensor(
         LayoutError: A placement cannot be cut, the mesh has other ranks, or the local tensor has
             another shape than mesh and placements say.
     """
-    mesh, placements = tensor.device_mesh, tensor.placements
+    mesh = tensor.device_mesh
+    placements = tensor.placements
     coordinate = mesh.get_coordinate()
     members = () if coordinate is None else _members(mesh)  # a slice has no others
     fits = {*members} <= {*ranks} if is_numbered else len(members) <= len(ranks)
@@ -153,7 +155,7 @@ def _members(mesh: Any) -> tuple[int, ...]:
 def spans_of(
     whole: Shape, sizes: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
 ) -> tuple[tuple[Span, ...], ...]:
-    """Return the spans that a rank of a mesh holds along each axis of a tensor.
+    """Return the spans of a rank of a mesh along each axis of a tensor.
 
     Args:
         whole: The shape of the whole tensor.
@@ -176,10 +178,9 @@ def spans_of(
         axis = getattr(placement, "dim", None)
         if axis is None or placement.is_partial():
             raise LayoutError(
-                f"has placement {placement}, which is not a shard: redistribute it to Replicate() "
-                f"or Shard() first"
+                f"has placement {placement}; redistribute it to Replicate() or Shard() first"
             )
-        # A strided shard is a part of each of several pieces: FSDP2 cuts what TP has cut.
+        # A strided shard, such as FSDP2's of a TP shard, is a part of each of several pieces.
         pieces = getattr(placement, "split_factor", 1)
         found: list[Span] = []
         for piece in range(pieces):
@@ -189,10 +190,12 @@ def spans_of(
 
 
 def _chunk(spans: Sequence[Span], count: int, at: int) -> list[Span]:
-    """Return one of the chunks of the indices in some spans, as torch.chunk cuts."""
+    """Return one of `count` chunks of the indices in some spans, cut by torch.chunk's rule."""
     sizes = chunk_sizes(sum(stop - start for start, stop in spans), [count])
-    first, last = sum(sizes[:at]), sum(sizes[: at + 1])
-    found, before = [], 0
+    first = sum(sizes[:at])
+    last = sum(sizes[: at + 1])
+    found = []
+    before = 0
     for start, stop in spans:
         begin = start + max(0, first - before)
         end = min(stop, start + last - before)
@@ -210,7 +213,7 @@ def name_of(dtype: torch.dtype) -> str:
 def assume(
     held: Iterable[Held], cuts: Mapping[str, RankMapping]
 ) -> tuple[dict[int, list[Held]], dict[int, list[Held]]]:
-    """Return what all ranks of both ends hold if parameters are even shards, as in a fake world.
+    """Return the parts on all ranks of both ends in a fake world, where all shards are even.
 
     Args:
         held: The parts on one rank.
@@ -223,10 +226,11 @@ def assume(
     for one in held:
         if one.whole is not None or one.fused is not None:
             raise LayoutError(
-                f"{one.name!r} is a DTensor or fused, whose other end is on other ranks, which a "
-                f"fake world does not have; use run_ranks"
+                f"{one.name!r} is a DTensor or fused, and its other end is on ranks that a fake "
+                f"world does not have; use run_ranks"
             )
-        mapping, counts = cuts[one.name], {axis: count for axis, _, count in one.cells}
+        mapping = cuts[one.name]
+        counts = {axis: count for axis, _, count in one.cells}
         whole = [length * counts.get(axis, 1) for axis, length in enumerate(one.shape)]
         for end, ranks in ((True, mapping.source_ranks), (False, mapping.target_ranks)):
             for rank in ranks:
@@ -246,8 +250,7 @@ class SourceTensor:
     Attributes:
         dtype: The type of its elements.
         whole: The shape of the whole tensor.
-        boxes: The boxes that ranks hold; for each its ranks, with the first index of the box in
-            the rank's tensor.
+        boxes: For each box the ranks that have it, with its first index in the rank's tensor.
     """
 
     dtype: str
@@ -257,7 +260,7 @@ class SourceTensor:
 
 @attrs.frozen
 class Wanted:
-    """A box of a whole tensor of the source that a target rank wants.
+    """A box of a whole tensor of the source that a target rank receives or copies.
 
     Attributes:
         rank: The target rank.
@@ -274,7 +277,13 @@ class Wanted:
 
 @attrs.frozen
 class Target:
-    """A parameter of the target: its name, the type of its elements, and what each rank wants."""
+    """A parameter of the target.
+
+    Attributes:
+        name: Its name.
+        dtype: The type of its elements.
+        wanted: The boxes that each rank needs.
+    """
 
     name: str
     dtype: str
@@ -291,10 +300,11 @@ def put_together(
     Args:
         sent: The descriptions of each source rank.
         received: The descriptions of each target rank.
-        dtype: The type that floating-point tensors get on the way.
+        dtype: The type to which the sender converts floating-point tensors.
 
     Raises:
-        PlanMismatchError: Two ranks, or both ends, do not fit; the same on all ranks.
+        PlanMismatchError: The tensors of two ranks, or of both ends, do not fit. All ranks raise
+            the same error.
     """
     sources = {}
     for name, held in _by_name(sent, "state").items():
@@ -304,14 +314,15 @@ def put_together(
             for box, start in regions:
                 boxes.setdefault(box, {})[rank] = start
         sources[name] = SourceTensor(next(iter(held.values())).dtype, tuple(map(sum, whole)), boxes)
-    targets, used = [], set()
+    targets = []
+    used = set()
     for name, held in sorted(_by_name(received, "into").items()):
         rank, one = next(iter(held.items()))
         parts = [name] if one.fused is None else one.fused[0]
         for part in parts:
             if part not in sources:
                 near = first_n([repr(known) for known in sorted(sources)], 4)
-                raise misfit(f"rank {rank} has {name!r} in into, for {part!r}; state has {near}")
+                raise misfit(f"rank {rank} has {name!r} in into, from {part!r}; state has {near}")
             _check_dtype(name, one.dtype, part, sources[part].dtype, dtype)
         used |= {*parts}
         wanted = (
@@ -322,14 +333,16 @@ def put_together(
         targets.append(Target(name, one.dtype, wanted))
     unused = [repr(name) for name in sorted(sources.keys() - used)]
     if unused:
-        raise misfit(f"rank {min(sent)} has {first_n(unused, 4)} in state, no rank has it in into")
+        raise misfit(
+            f"rank {min(sent)} has {first_n(unused, 4)} in state, but no rank has it in into"
+        )
     return sources, targets
 
 
 def _unfused(
     name: str, held: Mapping[int, Held], sent: Mapping[int, Sequence[Held]], source: SourceTensor
 ) -> list[list[Wanted]]:
-    """Return what each rank wants of a parameter that both ends have."""
+    """Return the boxes that each rank needs of a parameter that both ends have."""
     lengths = _whole(f"into[{name!r}]", held)
     whole = tuple(map(sum, lengths))
     if whole != source.whole:
@@ -345,7 +358,7 @@ def _unfused(
 
 
 def misfit(text: str) -> PlanMismatchError:
-    """Return the error of ranks whose tensors do not fit."""
+    """Return the error for ranks whose tensors do not fit."""
     return PlanMismatchError(f"nothing was sent: ranks differ: {text}")
 
 
@@ -353,12 +366,12 @@ def _check_dtype(name: str, target: str, part: str, source: str, dtype: torch.dt
     is_converted = dtype is not None and getattr(torch, source).is_floating_point
     due = name_of(dtype) if dtype is not None and is_converted else source
     if target != due:
-        hint = "" if is_converted else "; pass dtype= to convert on the way"
+        hint = "" if is_converted else "; pass dtype= to convert it"
         raise misfit(f"state[{part!r}] arrives as {due}, and into[{name!r}] has {target}{hint}")
 
 
 def _by_name(described: Mapping[int, Sequence[Held]], what: str) -> dict[str, dict[int, Held]]:
-    """Return the part on each rank by name; all ranks must have equal names and cuts."""
+    """Return the part on each rank by name. Raise if names or cuts differ between ranks."""
     found: dict[str, dict[int, Held]] = {}
     for rank, some in described.items():
         for held in some:
@@ -391,11 +404,11 @@ def lengths_of(title: str, held: Mapping[int, Held]) -> list[dict[int, int]]:
     """Return the length of each shard along each axis of a plain tensor.
 
     Args:
-        title: The tensor, as errors name it.
+        title: The name of the tensor in errors.
         held: The part of each rank.
 
     Raises:
-        PlanMismatchError: Ranks that hold the same shard have different lengths.
+        PlanMismatchError: The same shard has different lengths on two ranks.
     """
     lengths: list[dict[int, int]] = []
     for axis in range(len(next(iter(held.values())).shape)):
@@ -415,7 +428,7 @@ def lengths_of(title: str, held: Mapping[int, Held]) -> list[dict[int, int]]:
 def _regions(
     held: Mapping[int, Held], lengths: Sequence[Sequence[int]]
 ) -> dict[int, list[tuple[Box, Shape]]]:
-    """Return the boxes that each rank holds, with the first index of each in its tensor."""
+    """Return the boxes of each rank, each with its first index in the rank's tensor."""
     borders = [list(pairwise(accumulate(sizes, initial=0))) for sizes in lengths]
     found = {}
     for rank, one in held.items():
@@ -443,16 +456,19 @@ def size_of(box: Box) -> int:
 
 
 def _fused(rank: int, held: Held, sources: Mapping[str, SourceTensor]) -> list[Wanted]:
-    """Return what a rank wants of the parts of a fused parameter."""
+    """Return the boxes that a rank needs of the parts of a fused parameter."""
     if held.fused is None:
         return []
     parts, heads, axis = held.fused
     shard, count = next(((at, n) for on, at, n in held.cells if on == axis), (0, 1))
-    wanted, offset = [], 0
+    wanted = []
+    offset = 0
     for part, number in zip(parts, heads or [0] * len(parts), strict=True):
         whole = sources[part].whole
         if len(whole) != len(held.shape):
-            raise misfit(f"into[{held.name!r}] has shape {held.shape}, its part {part!r} {whole}")
+            raise misfit(
+                f"into[{held.name!r}] has shape {held.shape}, but its part {part!r} has {whole}"
+            )
         box = [_cut_evenly(length, held.cells, at) for at, length in enumerate(whole)]
         box[axis] = _heads_of(part, whole[axis], number, shard, count)
         start = [0] * len(whole)
@@ -483,7 +499,7 @@ def _cut_evenly(length: int, cells: Sequence[tuple[int, int, int]], axis: int) -
 
 
 def _heads_of(part: str, length: int, heads: int, shard: int, count: int) -> Span:
-    """Return the span of a part that a shard has: whole heads, or a copy of one.
+    """Return the span of a part that a shard has: whole heads, or one head that shards share.
 
     >>> _heads_of("q", 64, 8, 1, 4), _heads_of("k", 16, 2, 1, 4), _heads_of("up", 10, 0, 3, 4)
     ((16, 32), (0, 8), (9, 10))
@@ -492,10 +508,12 @@ def _heads_of(part: str, length: int, heads: int, shard: int, count: int) -> Spa
         return _cut_evenly(length, [(0, shard, count)], 0)
     if length % heads or (heads % count and count % heads):
         raise misfit(
-            f"{part!r} has {length} rows in {heads} heads, which {count} shards cannot share: one "
-            f"number must be a multiple of the other"
+            f"{part!r} has {length} rows in {heads} heads, which {count} shards cannot share: the "
+            f"rows must be a multiple of the heads, and one of heads and shards a multiple of the "
+            f"other"
         )
-    size, copies = length // heads, max(1, count // heads)
+    size = length // heads
+    copies = max(1, count // heads)
     each = max(1, heads // count)
     first = shard // copies * each
     return first * size, (first + each) * size

@@ -1,13 +1,13 @@
 """RankMapping: the messages that redistribute a tensor from one layout to another.
 
-The messages of one rank are computed from the two layouts, without communication.
+Each rank computes its messages from the two layouts, without communication.
 
-A cell is the part of the tensor that a rank holds; ranks with the same cell are its replicas.
-A cell of the source overlaps one or more cells of the target. The replicas of those target cells
-are the consumers of the source cell. They are numbered from 0 to n - 1: the replicas of a target
-cell vary fastest, then the position along the last axis that is cut. A consumer that holds the
-source cell copies it locally. Any other consumer k receives it from replica k * R // n, where R is
-the number of replicas of the source cell. With `leaders`, each cell has one replica.
+A cell is the part of the tensor on a rank. Ranks with the same cell are its replicas. A cell of the
+source overlaps one or more cells of the target. The replicas of these target cells are the
+consumers of the source cell. They are numbered from 0 to n - 1: the replicas of a target cell vary
+fastest, then the position along the last axis that is cut. A consumer that has the source cell
+copies it locally. Any other consumer k receives it from replica k * R // n, where R is the number
+of replicas of the source cell. With `leaders`, each cell has one replica.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Cell = tuple[int, ...]
 """A part of a tensor: the index of its shard along each axis that is cut."""
 
 Shards = tuple[tuple[str, int], ...]
-"""Which dim cuts which tensor axis."""
+"""Pairs of a dim and the tensor axis that it cuts."""
 
 GivenShards = Mapping[str, int] | Iterable[tuple[str, int]] | None
 
 _MAY_LACK = ("dp", "cp", "pp")
-"""The dims that are named by default, whether or not a layout has them."""
+"""The dims of the default arguments, which a layout need not have."""
 
 Sizes = tuple[tuple[int, ...], tuple[int, ...]]
 """The lengths of the shards of an axis, at the source and at the target."""
@@ -49,7 +49,7 @@ _MOST_MESSAGES = 2**20
 
 
 class HasLayout(Protocol):
-    """An object with a layout, as a grid."""
+    """An object with a layout, such as a grid."""
 
     @property
     def layout(self) -> RankLayout:
@@ -60,19 +60,19 @@ AnyLayout = RankLayout | HasLayout | str | Mapping[str, int]
 """A layout, a grid that has one, or sizes as text or by name."""
 
 
-# ---- what is sent -------------------------------------------------------------------------------
+# ---- cuts, parts and messages -------------------------------------------------------------------
 
 
 @attrs.frozen(slots=False)
 class Cut:
-    """A tensor axis that the source cuts into some shards and the target into others.
+    """A tensor axis that the source and the target cut into shards.
 
-    Both are counted in units. Without `sizes` the shards are even, and a unit is the largest piece
-    of the axis that no border of a shard cuts: there are as many as the least common multiple of
-    both numbers of shards. With `sizes` a unit is one element.
+    Lengths are in units. Without `sizes`, the shards are even, and the number of units of the axis
+    is the least common multiple of both numbers of shards, so no border of a shard cuts a unit.
+    With `sizes`, a unit is one element.
 
     Attributes:
-        axis: The tensor axis; -1 is the last.
+        axis: The tensor axis. -1 is the last.
         source: The number of shards on the source.
         target: The number of shards on the target.
         sizes: The lengths of the shards on the source and on the target, or None if they are even.
@@ -115,7 +115,7 @@ class Cut:
         return _overlapping(shard, *self.borders[::-1])
 
     def part(self, source: int, target: int) -> Part:
-        """Return what a shard of the source and one of the target have in common."""
+        """Return the units that a shard of the source and a shard of the target share."""
         here = self.borders[0][source], self.borders[0][source + 1]
         there = self.borders[1][target], self.borders[1][target + 1]
         start = max(here[0], there[0])
@@ -124,7 +124,7 @@ class Cut:
 
 
 def _overlapping(shard: int, own: Sequence[int], others: Sequence[int]) -> range:
-    """Return the other shards that overlap one, and empty shards between them.
+    """Return the other shards that overlap a shard, and empty shards between them.
 
     >>> _overlapping(0, (0, 5), (0, 3, 3, 5)), _overlapping(1, (0, 3, 3, 5), (0, 5))
     (range(0, 3), range(0, 1))
@@ -135,15 +135,15 @@ def _overlapping(shard: int, own: Sequence[int], others: Sequence[int]) -> range
 
 @attrs.frozen
 class Part:
-    """Units start .. stop - 1 of a tensor axis: from one shard of the source to one of the target.
+    """Units start .. stop - 1 of a tensor axis, from a source shard to a target shard.
 
     Attributes:
         axis: The tensor axis.
         start: The first unit.
         stop: The unit after the last.
         units: The number of units of the whole axis.
-        source: The first unit of the shard of the source, and the unit after its last.
-        target: The same of the shard of the target.
+        source: The first unit of the source shard, and the unit after its last.
+        target: The first unit of the target shard, and the unit after its last.
         is_exact: Whether a unit is one element.
     """
 
@@ -158,16 +158,16 @@ class Part:
 
 @attrs.frozen
 class Message:
-    """A part of a tensor that one rank sends to another: a box, whole along every axis not cut.
+    """A part of a tensor that one rank sends to another, whole along every axis that is not cut.
 
     Attributes:
         source: The rank that sends.
-        target: The rank that receives; perhaps the same.
+        target: The rank that receives, which may be the same.
         parts: The units of each axis that is cut, the axis of the batch first.
 
     Example:
-        The source cuts 12 rows in two, the target in three: 3 of the source's 6, and 2 of them
-        are the last half of the middle shard.
+        The source cuts 12 rows into two shards, the target into three. The second source shard,
+        rows 6..11, and the second target shard, rows 4..7, share rows 6 and 7.
 
         >>> message = Message(5, 8, (Cut(axis=0, source=2, target=3).part(1, 1),))
         >>> message.global_slices([12, 7])
@@ -181,30 +181,30 @@ class Message:
     parts: tuple[Part, ...]
 
     def global_slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Return its slices of the whole tensor.
+        """Return the slices of the message in the whole tensor.
 
         Args:
-            shape: The whole tensor's, in elements.
+            shape: The shape of the whole tensor, in elements.
 
         Returns:
             A slice for each axis: `tensor[message.global_slices(tensor.shape)]`.
 
         Raises:
-            LayoutError: A length is not a multiple of the units of its axis, or an axis that is
-                cut is not there.
+            LayoutError: A length is not a multiple of the number of units of its axis, or the
+                tensor does not have an axis that is cut.
         """
         return self._slices(shape, [(0, part.units) for part in self.parts])
 
     def source_slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Return its slices of the sender's tensor, of this shape; as `global_slices`."""
+        """Return the slices of the message in the sender's tensor. See `global_slices`."""
         return self._slices(shape, [part.source for part in self.parts])
 
     def target_slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Return its slices of the receiver's tensor, of this shape; as `global_slices`."""
+        """Return the slices of the message in the receiver's tensor. See `global_slices`."""
         return self._slices(shape, [part.target for part in self.parts])
 
     def _slices(self, shape: Sequence[int], within: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
-        """Return slices of a tensor that has these units of each axis that is cut."""
+        """Return the slices in a tensor that has the units `within` along each axis that is cut."""
         lengths = [as_int(one, "every length in shape", 0) for one in shape]
         slices = [slice(None)] * len(lengths)
         axes = resolve_axes(self.parts, len(lengths))
@@ -231,14 +231,14 @@ def length_of_unit(axis: int, length: int, units: int) -> int:
     """
     if length % units:
         raise LayoutError(
-            f"tensor axis {axis} has length {length}, and must be a multiple of {units} to be cut; "
-            f"the nearest lengths that work are {nearest_multiples(length, units)}"
+            f"tensor axis {axis} has length {length}, which is not a multiple of {units} and "
+            f"cannot be cut; use {nearest_multiples(length, units)}"
         )
     return length // units
 
 
 def chunk_sizes(length: int, counts: Iterable[int]) -> tuple[int, ...]:
-    """Return the sizes of the shards of an axis that is cut several times, as torch.chunk cuts.
+    """Return the sizes of the shards of an axis, cut one or more times by torch.chunk's rule.
 
     Args:
         length: The length of the axis.
@@ -259,7 +259,7 @@ def chunk_sizes(length: int, counts: Iterable[int]) -> tuple[int, ...]:
 
 
 def resolve_axes(cuts: Iterable[Cut | Part], ndim: int) -> list[int]:
-    """Return the axes that are cut of a tensor of `ndim` axes, counted from the front.
+    """Return the axes that are cut as numbers from 0 on, for a tensor of `ndim` axes.
 
     Raises:
         LayoutError: The tensor has no such axis, or one axis is cut twice.
@@ -284,7 +284,7 @@ def resolve_axes(cuts: Iterable[Cut | Part], ndim: int) -> list[int]:
     return axes
 
 
-# ---- which ranks hold which part ----------------------------------------------------------------
+# ---- the part of each rank ----------------------------------------------------------------------
 
 
 def number_at(digits: Iterable[int], sizes: Iterable[int]) -> int:
@@ -300,7 +300,7 @@ def number_at(digits: Iterable[int], sizes: Iterable[int]) -> int:
 
 
 def digits_of(number: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the digits of a number, as `number_at` reads them."""
+    """Return the digits of a number, the inverse of `number_at`."""
     digits = []
     for size in reversed(sizes):
         number, digit = divmod(number, size)
@@ -309,16 +309,16 @@ def digits_of(number: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 class Sharding:
-    """How the ranks of one pipeline stage of a layout hold a tensor.
+    """The distribution of a tensor over the ranks of one pipeline stage of a layout.
 
-    A dim that cuts the tensor gives each of its coordinates another shard of an axis; every other
-    dim replicates. Ranks that hold the same cell are its replicas, in the order of the layout.
+    Along a dim that cuts the tensor, ranks have different shards of an axis. Along every other dim,
+    they have replicas. The replicas of a cell are in the order of the layout.
 
     Args:
-        layout: The ranks.
+        layout: The layout of the ranks.
         cuts: For each tensor axis that is cut, the dims that cut it, outermost first. Dims that
-            the layout lacks count as dims of size 1.
-        stage: The coordinate of the stage along the dim of the pipeline; none: all ranks.
+            the layout does not have count as dims of size 1.
+        stage: The coordinate of the stage along the dim of the pipeline. Empty for all ranks.
         leaders: Whether only the first replica of a cell sends or receives.
 
     Attributes:
@@ -341,7 +341,8 @@ class Sharding:
         *,
         leaders: bool = False,
     ) -> None:
-        self.layout, self.stage = layout, stage
+        self.layout = layout
+        self.stage = stage
         self._axes = [tuple(filter(layout.dim_names.__contains__, dims)) for dims in cuts]
         taken = {*stage, *[dim for dims in self._axes for dim in dims]}
         self._copying = tuple([dim for dim in reversed(layout.dim_names) if dim not in taken])
@@ -356,19 +357,19 @@ class Sharding:
         return self.layout.ranks_where(**self.stage)
 
     def replica_of(self, rank: int) -> int:
-        """Return the index of a rank among the ranks that hold the same cell."""
+        """Return the index of a rank among the replicas of its cell."""
         return self._number(self._copying, self.layout.coords(rank))
 
     def cell_of(self, rank: int) -> Cell | None:
         """Return the cell that a rank of the layout sends or receives.
 
-        None outside the stage, or if only the first replica of its cell sends or receives.
+        Returns None outside the stage, and on a rank whose leader sends or receives for it.
         """
         is_idle = self.replica_of(rank) >= self.active
         return None if is_idle else self.place_of(rank)
 
     def place_of(self, rank: int) -> Cell | None:
-        """Return the cell that a rank of the layout holds; None outside the stage."""
+        """Return the cell of a rank of the layout, or None outside the stage."""
         coords = self.layout.coords(rank)
         if not self.stage.items() <= coords.items():
             return None
@@ -380,7 +381,7 @@ class Sharding:
         return [chunk_sizes(*one) for one in zip(lengths, sizes, strict=True)]
 
     def rank_at(self, cell: Cell, replica: int) -> int:
-        """Return the rank that holds a cell as one of its replicas."""
+        """Return the rank with some replica of a cell."""
         coords = dict(self.stage)
         for dims, number in zip((*self._axes, self._copying), (*cell, replica), strict=True):
             sizes = [self._sizes[dim] for dim in dims]
@@ -388,7 +389,7 @@ class Sharding:
         return self.layout.rank(**coords)
 
     def replicas_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that hold what `rank` holds, itself included; () off the stage."""
+        """Return the ranks with the cell of `rank`, including `rank`. Empty outside the stage."""
         coords = self.layout.coords(rank)
         if not self.stage.items() <= coords.items():
             return ()
@@ -410,40 +411,43 @@ class RankMapping:
     One dim splits the batch, further dims may cut further axes, and every other dim replicates the
     tensor. The last pipeline stage of the source sends it to the first stage of the target. Each
     target rank receives each element from exactly one source rank: from itself if it has the
-    element, else from one of the replicas that have it. The replicas share the messages evenly,
-    whatever their bytes: if n ranks need a part that R ranks have, each of the R sends to at most
+    element, else from one of the replicas. The replicas send equally many messages, whatever their
+    size: if n ranks need a part that R ranks have, each of the R ranks sends it to at most
     ceil(n / R) of them.
 
-    A mapping is a value: frozen, hashable and picklable. It needs no torch; `hypercomm.transfer`
-    moves tensors by it. The layouts may be disjoint, overlap, or be on the same ranks.
+    A mapping is a value: frozen, hashable and picklable. It needs no torch. `hypercomm.transfer`
+    moves tensors with it. The layouts may be disjoint, overlap, or have the same ranks.
 
     Args:
-        source: Where the tensor is: a layout, a grid, or sizes as text, for ranks from 0 on.
-        target: Where it is wanted, likewise.
-        along: The dim that splits the batch. Of its sizes, one must be a multiple of the other. A
-            dim that a layout lacks has size 1 there. None: there is no batch, as in a weight.
-        batch_axis: The tensor axis of the batch; -1 is the last.
-        shards: Further dims that cut the tensor, and the axis of each, in contiguous blocks. Dims
-            may cut the same axis: `along` is outermost, then they are in the order given. Any size
-            may become any other. Default: where there is a batch, "cp" cuts the sequence: axis 1,
-            or 0 if the batch is 1.
-        pipeline: The dim of the pipeline. None, or one that a layout lacks: all ranks take part.
+        source: The layout of the ranks that have the tensor: a layout, a grid, or sizes as text for
+            ranks from 0 on.
+        target: The layout of the ranks that receive it, in the same forms.
+        along: The dim that splits the batch. Of its two sizes, one must be a multiple of the other.
+            In a layout without this dim, its size is 1. Pass None for a tensor without a batch,
+            such as a weight.
+        batch_axis: The tensor axis of the batch. -1 is the last.
+        shards: Further dims that cut the tensor into contiguous blocks, and the axis of each. If
+            several dims cut one axis, `along` is outermost, followed by the others in the order
+            given. Sizes need not divide each other. Default: with a batch, "cp" cuts the sequence,
+            which is axis 1, or axis 0 if the batch is axis 1.
+        pipeline: The dim of the pipeline. If it is None, or a layout does not have it, all ranks of
+            the layout take part.
         leaders: Whether only the first of the ranks with the same elements sends, and only the
-            first of those that want them receives; the others get them from that one.
-        backward: Whether the tensor goes from the first stage of the source to the last of the
-            target, as gradients do: what `inverse()` makes.
+            first of the ranks that need them receives. That rank broadcasts them to the others.
+        backward: Whether the tensor is sent from the first stage of the source to the last stage of
+            the target, like gradients. `inverse()` makes such a mapping.
         sizes: For each of `cuts`, the lengths of the shards at the source and at the target, as
-            `of_shape` computes them. Default: the shards are even, of a tensor of any shape.
+            `of_shape` computes them. Default: even shards of a tensor of any shape.
 
     Raises:
-        LayoutError: `source` or `target` is not a layout, a dim is given two roles, an axis is not
-            an int, or neither size along the batch is a multiple of the other.
-        UnknownDimError: A dim other than "dp", "cp" and "pp" is in neither layout; or `along` is,
-            while dims without a role would replicate the tensor.
+        LayoutError: `source` or `target` is not a layout, a dim has two roles, an axis is not an
+            int, or neither size along the batch is a multiple of the other.
+        UnknownDimError: Neither layout has a dim other than "dp", "cp" and "pp", or neither has
+            `along` while dims without a role would replicate the tensor.
 
     Example:
-        The source's ranks 0, 1 and 2, 3 hold the halves of the batch twice; the target's ranks
-        4 .. 7 want a quarter each.
+        Ranks 0 and 1 of the source have the first half of the batch, ranks 2 and 3 the second.
+        Ranks 4 to 7 of the target need a quarter each.
 
         >>> mapping = RankMapping(RankLayout("tp=2,dp=2"), RankLayout([4], ["dp"], 4))
         >>> print(mapping)
@@ -453,7 +457,7 @@ class RankMapping:
         >>> mapping.receives(5)[0].global_slices([12])
         (slice(3, 6, None),)
 
-        A weight that tp=2 has cut goes to tp=3: each rank keeps what it has already.
+        A weight is cut by tp=2 before and by tp=3 after. Each rank keeps the rows that it has.
 
         >>> here, there = RankLayout([2], ["tp"]), RankLayout([3], ["tp"])
         >>> weight = RankMapping(here, there, along=None, shards={"tp": 0})
@@ -473,9 +477,9 @@ class RankMapping:
     cuts: tuple[Cut, ...] = attrs.field(init=False, eq=False)
     """The tensor axes that are cut, the axis of the batch first if it is."""
     before: Sharding = attrs.field(init=False, eq=False)
-    """How the ranks of the source hold the tensor."""
+    """The distribution of the tensor over the ranks of the source."""
     after: Sharding = attrs.field(init=False, eq=False)
-    """How the ranks of the target hold it."""
+    """The distribution of the tensor over the ranks of the target."""
 
     def __init__(
         self,
@@ -503,10 +507,10 @@ class RankMapping:
         self._check_roles()
         axes = dims_of_axes(along, batch_axis, pairs).items()
         cuts = {axis: dims for axis, dims in axes if max(map(max, map(self._sizes, dims))) > 1}
-        before, after = (
-            Sharding(layout, cuts.values(), self._stage(layout, last), leaders=leaders)
-            for layout, last in ((source, not backward), (target, backward))
-        )
+        stage = self._stage(source, is_last=not backward)
+        before = Sharding(source, cuts.values(), stage, leaders=leaders)
+        stage = self._stage(target, is_last=backward)
+        after = Sharding(target, cuts.values(), stage, leaders=leaders)
         numbers = [*zip(before.counts, after.counts, strict=True)]
         if known and [tuple(map(len, one)) for one in known] != numbers:
             raise LayoutError(f"sizes must have {numbers} shards, got {known}")
@@ -528,11 +532,13 @@ class RankMapping:
         """Map a tensor without a batch, such as a weight, to all ranks of the target.
 
         Args:
-            source: As for the class.
-            target: Likewise.
-            shards: Likewise. A dim of both that cuts at one alone, as dp of FSDP does, gets another
-                name there: `layout.rename(dp="fsdp")`.
-            at: Where in the source it is, as {"pp": 1} for a weight of that stage; default: on all.
+            source: The layout of the ranks that have the tensor.
+            target: The layout of the ranks that receive it.
+            shards: The dims that cut the tensor, and the axis of each. If a dim of both layouts
+                cuts it in one layout only, such as dp with FSDP, rename the dim there:
+                `layout.rename(dp="fsdp")`.
+            at: Coordinates of the source ranks that have the tensor, such as {"pp": 1} for a weight
+                of that stage. Default: all ranks have it.
 
         Example:
             >>> mapping = RankMapping.weights("tp=2,pp=2", "tp=4", {"tp": 0}, at={"pp": 1})
@@ -545,18 +551,18 @@ class RankMapping:
 
     @property
     def kind(self) -> Literal["equal", "fan-in", "fan-out"]:
-        """Whether the batch keeps its number of shards along `along`, or has fewer or more."""
+        """Whether the number of shards along `along` is equal, smaller or larger at the target."""
         before, after = (1, 1) if self.along is None else self._sizes(self.along)
         return "equal" if before == after else "fan-in" if before > after else "fan-out"
 
     @property
     def source_ranks(self) -> tuple[int, ...]:
-        """The ranks that the tensor leaves, in the order of the layout."""
+        """The ranks of the source's stage, in the order of the layout."""
         return self.before.ranks
 
     @property
     def target_ranks(self) -> tuple[int, ...]:
-        """The ranks that the tensor enters, in the order of the layout."""
+        """The ranks of the target's stage, in the order of the layout."""
         return self.after.ranks
 
     def __str__(self) -> str:
@@ -569,21 +575,25 @@ class RankMapping:
             if axes[cut.axis] != (self.along,):
                 words.append(f"{cut.source} -> {cut.target} on axis {cut.axis}")
         words = words or ["whole"]
-        words += ["leaders only"] * self.leaders + ["backward"] * self.backward
+        if self.leaders:
+            words.append("leaders only")
+        if self.backward:
+            words.append("backward")
+        text = f"{_with_ranks(self.source)} -> {_with_ranks(self.target)}: {', '.join(words)}"
         roles = {self.along, self.pipeline, *dict(self.shards)}
         idle = replicating(self.source, self.target, roles)
-        copies = f"; {', '.join(idle)} {'replicates' if len(idle) == 1 else 'replicate'}"
-        ends = f"{_with_ranks(self.source)} -> {_with_ranks(self.target)}"
-        return f"{ends}: {', '.join(words)}{copies if idle else ''}"
+        if idle:
+            text += f"; {', '.join(idle)} {'replicates' if len(idle) == 1 else 'replicate'}"
+        return text
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self}>"
 
     def inverse(self) -> RankMapping:
-        """Return the way back, which gradients take: between the same stages.
+        """Return the mapping from the target back to the source, for gradients.
 
-        Each source rank gets the gradient of what it has from one of the target's replicas, which
-        must agree, as they do after the all-reduce of tensor parallelism.
+        Each source rank receives the gradient of its part from one of the target's replicas. All
+        replicas must have the same gradient, as after the all-reduce of tensor parallelism.
 
         Example:
             >>> mapping = RankMapping(RankLayout("pp=2"), RankLayout("pp=2"))
@@ -599,10 +609,10 @@ class RankMapping:
         )
 
     def of_shape(self, shape: Sequence[int]) -> RankMapping:
-        """Return this mapping for a tensor of any whole shape, cut as torch.chunk cuts.
+        """Return this mapping for a tensor of some whole shape, cut by torch.chunk's rule.
 
-        Every dim cuts what the dims before it leave of its axis. The last shards of an axis may be
-        shorter, or empty. Messages of the result have elements as units.
+        If several dims cut an axis, each cuts the shards of the dim before it. The last shards of
+        an axis may be shorter, or empty. The units of the new mapping's messages are elements.
 
         Args:
             shape: The shape of the whole tensor.
@@ -624,21 +634,21 @@ class RankMapping:
         return attrs.evolve(self, sizes=tuple(both))
 
     def shape_at(self, rank: int, shape: Sequence[int], *, is_source: bool) -> tuple[int, ...]:
-        """Return the shape that a rank of an end holds of a tensor of a whole shape.
+        """Return the shape of a rank's part of a tensor.
 
         Args:
             rank: A rank of the source's last stage, or of the target's first.
-            shape: The shape of the whole tensor. Without `sizes`, it is cut as by `of_shape`.
-            is_source: Whether the rank is one of the source.
+            shape: The shape of the whole tensor. Without `sizes`, it is cut by torch.chunk's rule.
+            is_source: Whether `rank` is a rank of the source.
 
         Raises:
-            RankOutsideError: The rank is not of that end.
+            RankOutsideError: The rank is not in that stage.
             LayoutError: An axis that is cut does not exist.
         """
         exact = self if self.sizes else self.of_shape(shape)
         cell = (exact.before if is_source else exact.after).place_of(rank)
         if cell is None:
-            raise RankOutsideError(f"rank {rank} is not of the stage that holds the tensor")
+            raise RankOutsideError(f"rank {rank} is not in the stage that has the tensor")
         lengths = list(shape)
         axes = resolve_axes(exact.cuts, len(lengths))
         for axis, index, sizes in zip(axes, cell, exact.sizes, strict=True):
@@ -646,14 +656,14 @@ class RankMapping:
         return tuple(lengths)
 
     def table(self) -> NDArray[np.void]:
-        """List all messages.
+        """Return all messages as a table.
 
         Returns:
-            A structured array, by source and then by target: "source" and "target" (ranks), and
+            A structured array, sorted by source and target: "source" and "target" (ranks), and
             "start" and "stop" (units, one column for each of `cuts`).
 
         Raises:
-            LayoutError: There are more than a million.
+            LayoutError: There are more than a million messages.
 
         Example:
             >>> mapping = RankMapping(RankLayout("dp=2"), RankLayout([3], ["tp"], 2))
@@ -665,8 +675,10 @@ class RankMapping:
         pairs = [cut.source + cut.target - math.gcd(cut.source, cut.target) for cut in self.cuts]
         count = math.prod(pairs) * self.after.active
         if count > _MOST_MESSAGES:
-            hint = "ask about single ranks, or give the mapping leaders=True"
-            raise LayoutError(f"these are {count} messages, more than {_MOST_MESSAGES}; {hint}")
+            raise LayoutError(
+                f"the table would have {count} messages, more than {_MOST_MESSAGES}; use sends() "
+                f"and receives() of single ranks, or give the mapping leaders=True"
+            )
         messages = [message for rank in self.source_ranks for message in self.sends(rank)]
         messages.sort(key=attrgetter("source", "target"))
         ends = [(name, np.int64) for name in ("source", "target")]
@@ -681,13 +693,13 @@ class RankMapping:
     # ---- one rank ---------------------------------------------------------------------------
 
     def sends(self, rank: int) -> tuple[Message, ...]:
-        """Return what a rank sends, by target; () where it is not on the stage that sends.
+        """Return the messages that a rank sends, by target. Empty outside the sending stage.
 
         Args:
             rank: A rank of the source.
 
         Raises:
-            RankOutsideError: The source does not hold `rank`.
+            RankOutsideError: The source does not contain `rank`.
 
         Example:
             >>> mapping = RankMapping(RankLayout("dp=4"), RankLayout("tp=2,dp=2"))
@@ -699,13 +711,13 @@ class RankMapping:
         return tuple(sorted(messages, key=attrgetter("target")))
 
     def receives(self, rank: int) -> tuple[Message, ...]:
-        """Return what a rank receives, by source; () where it is not on the stage that receives.
+        """Return the messages that a rank receives, by source. Empty outside the receiving stage.
 
         Args:
             rank: A rank of the target.
 
         Raises:
-            RankOutsideError: The target does not hold `rank`.
+            RankOutsideError: The target does not contain `rank`.
 
         Example:
             >>> mapping = RankMapping(RankLayout("dp=4"), RankLayout("tp=2,dp=2"))
@@ -717,21 +729,21 @@ class RankMapping:
         return tuple(sorted(messages, key=attrgetter("source")))
 
     def targets_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that a rank sends to, ascending; arguments and errors as for `sends`."""
+        """Return the ranks that a rank of the source sends to, ascending. See `sends`."""
         return tuple([message.target for message in self.sends(rank)])
 
     def sources_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that a rank receives from, ascending; else as for `receives`."""
+        """Return the ranks that a rank of the target receives from, ascending. See `receives`."""
         return tuple([message.source for message in self.receives(rank)])
 
     def broadcast_siblings(self, rank: int) -> tuple[int, ...]:
-        """Return the target's ranks that want the same elements as `rank`, itself included.
+        """Return the target ranks that need the same elements as `rank`, including `rank`.
 
-        The first is the leader, which receives where only leaders do. () where `rank` is not on
-        the stage that receives.
+        The first is the leader, which receives for all of them in a mapping with `leaders`. The
+        result is empty outside the stage that receives.
 
         Raises:
-            RankOutsideError: The target does not hold `rank`.
+            RankOutsideError: The target does not contain `rank`.
 
         Example:
             >>> mapping = RankMapping(RankLayout("dp=4"), RankLayout("tp=2,dp=2"))
@@ -741,7 +753,7 @@ class RankMapping:
         return self.after.replicas_of(rank)
 
     def received_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape that a target rank receives, given the shape on a source rank.
+        """Return the shape of a target rank's part, from the shape of a source rank's part.
 
         Raises:
             LayoutError: A length cannot be cut evenly, an axis that is cut does not exist, or the
@@ -763,26 +775,28 @@ class RankMapping:
     # ---- inside -------------------------------------------------------------------------------
 
     def _sent_from(self, here: Cell, rank: int) -> Iterator[Message]:
-        """Return what a rank sends of its cell."""
+        """Yield the messages with which a rank sends its cell."""
         choices = [cut.targets_of(shard) for cut, shard in zip(self.cuts, here, strict=True)]
         own = _cell_of(self.after, rank)
         if own is not None and all(shard in some for shard, some in zip(own, choices, strict=True)):
             yield self._message(here, own, rank, rank)
         counts = [*map(len, choices), self.after.active]
         consumers = math.prod(counts)
-        replica, senders = self.before.replica_of(rank), self.before.active
+        replica = self.before.replica_of(rank)
+        senders = self.before.active
         first, last = (-(-turn * consumers // senders) for turn in (replica, replica + 1))
         for turn in range(first, last):
             *positions, receiver = digits_of(turn, counts)
             there = tuple([some[at] for some, at in zip(choices, positions, strict=True)])
             target = self.after.rank_at(there, receiver)
-            if _cell_of(self.before, target) != here:  # else it keeps its own
+            if _cell_of(self.before, target) != here:  # otherwise the target copies its own
                 yield self._message(here, there, rank, target)
 
     def _received_at(self, there: Cell, rank: int) -> Iterator[Message]:
-        """Return what a rank receives of its cell."""
+        """Yield the messages with which a rank receives its cell."""
         choices = [cut.sources_of(shard) for cut, shard in zip(self.cuts, there, strict=True)]
-        own, replica = _cell_of(self.before, rank), self.after.replica_of(rank)
+        own = _cell_of(self.before, rank)
+        replica = self.after.replica_of(rank)
         for here in product(*choices):
             if here == own:
                 yield self._message(here, there, rank, rank)
@@ -799,7 +813,7 @@ class RankMapping:
         return Message(source, target, tuple(parts))
 
     def _check_roles(self) -> None:
-        """Check that each dim has one role, that a layout has it, and that the batch divides."""
+        """Raise unless each dim is known and has one role, and the sizes along the batch divide."""
         given = [("along", self.along), *(("shards", dim) for dim, _ in self.shards)]
         named = [*given, ("pipeline", self.pipeline)]
         roles = roles_of([(role, dim) for role, dim in named if dim is not None])
@@ -817,8 +831,8 @@ class RankMapping:
         if before % after and after % before:
             raise LayoutError(
                 f"the batch is cut along {self.along} into {before} shards on the source and "
-                f"{after} on the target; one number must be a multiple of the other, "
-                f"for example {nearest_multiples(before, after)} on the source"
+                f"{after} on the target; one number must be a multiple of the other, for example "
+                f"{nearest_multiples(before, after)} on the source"
             )
 
     def _sizes(self, dim: str) -> tuple[int, int]:
@@ -831,7 +845,7 @@ class RankMapping:
 
 
 def _cell_of(sharding: Sharding, rank: int) -> Cell | None:
-    """Return the cell of any rank, or None if the layout does not hold it."""
+    """Return the cell of any rank, or None if it is not in the layout."""
     return sharding.cell_of(rank) if rank in sharding.layout else None
 
 
@@ -865,7 +879,7 @@ def as_shards(value: object) -> Shards:
 
 
 def dims_of_axes(along: str | None, batch_axis: int, shards: Shards) -> dict[int, tuple[str, ...]]:
-    """Return the dims that cut each tensor axis, outermost first; the axis of the batch first.
+    """Return the dims that cut each tensor axis, outermost first. The axis of the batch is first.
 
     Example:
         >>> dims_of_axes("dp", 0, (("cp", 1), ("tp", 0)))
@@ -879,7 +893,7 @@ def dims_of_axes(along: str | None, batch_axis: int, shards: Shards) -> dict[int
 
 
 def roles_of(named: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return the role of each dim, from pairs of role and dim; a dim with two is an error."""
+    """Return the role of each dim from pairs of role and dim. Raise if a dim has two roles."""
     roles: dict[str, str] = {}
     for role, dim in named:
         if dim in roles:
@@ -893,7 +907,7 @@ def roles_of(named: Iterable[tuple[str, str]]) -> dict[str, str]:
 def replicating(
     source: RankLayout, target: RankLayout, roles: Collection[str | None]
 ) -> tuple[str, ...]:
-    """Return the dims larger than 1, of either layout, that have none of the roles.
+    """Return the dims of either layout that are larger than 1 and have none of the roles.
 
     Example:
         >>> replicating(RankLayout("tp=2,cp=1,dp=2"), RankLayout("ep=3"), {"dp"})

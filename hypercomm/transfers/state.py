@@ -78,41 +78,41 @@ def transfer_state(
     verify: bool | None = None,
     world: World | None = None,
 ) -> int | None:
-    """Move all parameters of a model between ranks of the job; all ranks of both layouts call it.
+    """Move all parameters of a model between ranks. All ranks of both layouts must call it.
 
     The ranks exchange descriptions of their tensors. If names, shapes or dtypes of both ends do not
-    fit, every rank raises and nothing is sent. Then the parameters are sent in the order of their
-    names, in buckets. A rank that has a part already copies it. Otherwise the part comes from the
-    holder that has sent the fewest bytes so far. A second call with the same
-    names, shapes and mapping uses the plan of the first one.
+    fit, every rank raises and nothing is sent. Then the parameters are sent in buckets, in the
+    order of their names. A rank that already has a part copies it. Otherwise the replica that has
+    sent the fewest bytes so far sends the part. A second call with the same names, shapes and
+    mapping uses the plan of the first call.
 
     Args:
         mapping: The mapping between the layouts, with `along=None`, because weights have no batch,
             and without leaders, as `RankMapping.weights` makes it. With a pipeline, make one call
             for each stage, with a mapping of the ranks of that stage (`at={"pp": 0}`).
-        state: On a source rank its parts of the parameters, by name: DTensors, whose mesh is on
-            ranks of the source, or plain tensors, which `shards` cuts.
-        into: On a target rank the tensors to receive into, by name, DTensors or plain. None may
-            overlap another one, or a tensor of `state` on the same rank, unless the rank keeps
-            exactly what it has.
+        state: On a source rank, its parts of the parameters by name: DTensors whose mesh has ranks
+            of the source, or plain tensors that are cut as in `shards`.
+        into: On a target rank, the tensors to receive into by name, DTensors or plain. A tensor
+            must not overlap another one in memory, nor a tensor of `state`, unless it is the same
+            tensor and the rank keeps exactly the part that it has.
         shards: The dims that cut the plain tensors of this rank, with the axis:
             {"*.qkv.weight": {"tp": 0}, "*": {}}. The first pattern that matches a name applies, as
             in `fnmatch`. A dim without an axis replicates. Shards are in order, of any lengths.
             Default: the shards of the mapping, for all parameters.
-        fused: On a target rank the parameters that have several of the source as parts:
-            {"*.gate_up.weight": ["*.gate.weight", "*.up.weight"]}. Each rank gets its shard of
-            each part, one after the other. A `hypercomm.Fused` also has
-            the numbers of heads. One part renames a parameter.
+        fused: On a target rank, the parameters that have several parameters of the source as parts:
+            {"*.gate_up.weight": ["*.gate.weight", "*.up.weight"]}. Each rank receives its shard of
+            each part, one after another. A `hypercomm.Fused` also has the numbers of heads. A
+            single part renames a parameter.
         dtype: The type to which the sender converts floating-point tensors, and which they have in
-            `into`. All ranks must pass the same. Default: dtypes are equal on both ends.
-        bucket_bytes: The most bytes that a rank sends and receives in one bucket. Two buckets are
-            the only memory that is needed in addition to the tensors.
-        start: The first bucket to move. After a failed bucket, all ranks continue from it, in a job
+            `into`. All ranks must pass the same value. Default: dtypes are equal on both ends.
+        bucket_bytes: The most bytes that a rank sends and receives in one bucket. A rank needs
+            memory for two buckets in addition to the tensors.
+        start: The first bucket to move. After a failed bucket, all ranks continue with it: in a job
             that was initialised again, or in the same job if the bucket was damaged.
         verify: Whether each segment is sent with a checksum, which the receiver compares. If one
             differs, every rank raises at the end. All ranks must pass the same value. Default: the
             environment variable HYPERCOMM_VERIFY, "0" or "1".
-        world: The world whose ranks the mapping has. Default: the world of WORLD.
+        world: The world of the ranks in the mapping. Default: the world of WORLD.
 
     Returns:
         The number of buckets, or None on a rank of neither layout.
@@ -121,23 +121,23 @@ def transfer_state(
         NotInitializedError: torch.distributed is not initialised.
         WorldSizeError: The job has too few ranks.
         LayoutError: An argument does not fit.
-        PlanMismatchError: Ranks, or state and into, differ; nothing was sent.
-        GroupCreationTimeout, CreationError: Ranks are missing, or one failed; nothing was sent.
+        PlanMismatchError: Ranks, or `state` and `into`, differ. Nothing was sent.
+        GroupCreationTimeout, CreationError: Ranks are missing, or one failed. Nothing was sent.
         StateTransferError: Communication failed, or data was damaged. It names the parameters that
-            may be partly written. All ranks continue from the smallest `bucket` of their errors.
-        OutcomeUnknownError: The job's store is gone; restart the job.
+            may be partly written. All ranks continue with the smallest `bucket` of their errors.
+        OutcomeUnknownError: The job's store is gone. Restart the job.
         GroupOptionsError: `verify` is not True, False or None.
 
     Every rank computes the whole plan, once for the same parameters. This takes time proportional
     to the number of parameters and target ranks. `transfer` explains devices and backends. In a
-    fake or simulated world, all ranks are taken to hold even shards of plain tensors.
+    fake or simulated world, plain tensors are assumed to be even shards.
 
     Example:
         >>> from hypercomm import RankLayout
         >>> from hypercomm.testing import fake_world
         >>> mapping = RankMapping(RankLayout([1], ["tp"]), RankLayout([1], ["tp"]), along=None)
         >>> mine, theirs = {"w": torch.arange(3)}, {"w": torch.zeros(3, dtype=torch.int64)}
-        >>> with fake_world(1):  # the only rank copies its parameter, in no bucket
+        >>> with fake_world(1):  # the only rank copies its parameter, without a bucket
         ...     transfer_state(mapping, mine, into=theirs, shards={"*": {}})
         0
         >>> theirs["w"].tolist()
@@ -155,11 +155,11 @@ def transfer_state(
     try:
         start = as_int(start, "start", 0)
         how = _How(as_int(bucket_bytes, "bucket_bytes", LEAST_BUCKET), as_verified(verify), dtype)
-        own = _read(mapping, {True: state, False: into}, world.rank)
+        own = read_tensors(mapping, {True: state, False: into}, world.rank)
         key = (mapping, how, repr(shards), repr(fused), own.facts)
         plans = _plans.setdefault(world, {})
         kept = plans.get(key)
-        about = kept.about if kept else _describe(mapping, own, shards, fused or {}, world)
+        about = kept.about if kept else describe_tensors(mapping, own, shards, fused or {}, world)
         ready = None if kept is None else _Mover(own, kept, world, how, start)
     except BaseException as error:  # also from the caller's mappings, and from torch
         consent(world, mapping, "", error)
@@ -208,10 +208,10 @@ class _Own:
     """The tensors of this rank.
 
     Attributes:
-        given: The arguments for each end that has this rank, the source by True.
-        sent: The parts that it sends, by name; empty if it is not a source.
-        received: The parts that it receives into; empty if it is not a target.
-        facts: All that their descriptions depend on.
+        given: `state` and `into`, by whether it is the source's, if this rank is in that layout.
+        sent: The parts that it sends, by name. Empty if it is not a source.
+        received: The parts that it receives into, by name. Empty if it is not a target.
+        facts: The values on which their descriptions depend.
         device: The device of all tensors.
     """
 
@@ -235,8 +235,8 @@ class _About:
     cuts: Mapping[str, RankMapping]
 
 
-def _read(mapping: RankMapping, given: Mapping[bool, object], rank: int) -> _Own:
-    """Check the tensors of this rank; `given` has the arguments of each end, the source by True."""
+def read_tensors(mapping: RankMapping, given: Mapping[bool, object], rank: int) -> _Own:
+    """Check the tensors of this rank. `given` has `state` by True, and `into` by False."""
     ends = {True: mapping.source_ranks, False: mapping.target_ranks}
     values = {
         end: _as_state(given[end], _WHAT[end], rank) for end, ranks in ends.items() if rank in ranks
@@ -245,7 +245,8 @@ def _read(mapping: RankMapping, given: Mapping[bool, object], rank: int) -> _Own
     facts: list[object] = []
     for end, value in values.items():
         for name in sorted(value):
-            what, tensor = f"{_WHAT[end]}[{name!r}]", value[name]
+            what = f"{_WHAT[end]}[{name!r}]"
+            tensor = value[name]
             is_sharded = _is_dtensor(tensor)
             with torch.no_grad():
                 local = as_tensor(tensor.to_local() if is_sharded else tensor, what).detach()
@@ -275,7 +276,7 @@ def _is_dtensor(tensor: object) -> bool:
     return hasattr(tensor, "to_local")
 
 
-def _describe(
+def describe_tensors(
     mapping: RankMapping,
     own: _Own,
     shards: Mapping[str, Mapping[str, int]] | None,
@@ -318,14 +319,14 @@ def _held(
     *,
     is_source: bool,
 ) -> Held:
-    """Describe a tensor of an end; `cuts` has the mappings of plain ones."""
+    """Describe a tensor of an end. `cuts` has the mappings of plain tensors."""
     if _is_dtensor(tensor):
         ranks = mapping.source_ranks if is_source else mapping.target_ranks
         return describe_dtensor(name, tensor, local, ranks, is_numbered=not world.parts)
     if name not in cuts:
         raise LayoutError(
-            "no pattern in shards matches it; add '*': {} as the last one for parameters that are "
-            "not sharded"
+            "no pattern in shards matches it; add '*': {} as the last pattern for parameters that "
+            "are not sharded"
         )
     facts = name_of(local.dtype), tuple(local.shape), cuts[name], world.rank
     return describe_plain(name, *facts, is_source=is_source)
@@ -335,7 +336,7 @@ _WHAT = {True: "state", False: "into"}
 
 
 def _match(patterns: Mapping[str, object], names: Sequence[str], what: str) -> dict[str, str]:
-    """Return the first pattern that matches each name; names that none matches are left out."""
+    """Return the first pattern that matches each name. Names without a match are omitted."""
     unused = {pattern for pattern in patterns if pattern != "*"}
     found: dict[str, str] = {}
     for name in names:
@@ -346,8 +347,9 @@ def _match(patterns: Mapping[str, object], names: Sequence[str], what: str) -> d
     if unused:
         near = f", such as {names[0]!r}" if names else ""
         raise LayoutError(
-            f"the pattern {min(unused)!r} of {what} matches no parameter that an earlier pattern "
-            f"leaves; there are {len(names)}{near}{did_you_mean(min(unused), names)}"
+            f"the pattern {min(unused)!r} of {what} matches no parameter, or only parameters that "
+            f"an earlier pattern matches; there are {len(names)}{near}"
+            f"{did_you_mean(min(unused), names)}"
         )
     return found
 
@@ -383,7 +385,13 @@ def _with_parts(held: Held, pattern: str, given: Sequence[str] | Fused) -> Held:
 
 @attrs.frozen
 class _Kept:
-    """A plan that is kept, the descriptions of this rank, and a digest of all descriptions."""
+    """A plan for later calls.
+
+    Attributes:
+        digest: A digest of the descriptions of all ranks.
+        plan: The plan of this rank.
+        about: The descriptions of this rank.
+    """
 
     digest: str
     plan: BucketPlan
@@ -391,7 +399,7 @@ class _Kept:
 
 
 _plans: WeakKeyDictionary[World, dict[tuple[object, ...], _Kept]] = WeakKeyDictionary()
-"""The plans of each world, by what this rank passed."""
+"""The plans of each world, by the arguments of this rank."""
 
 
 def _planned(
@@ -403,7 +411,7 @@ def _planned(
     start: int,
     ready: _Mover | None,
 ) -> _Mover:
-    """Return what carries out the plan: `ready` if all ranks keep the same one, else a new one."""
+    """Return the mover of the plan: `ready` if all ranks have the same plan, else a new mover."""
     try:
         texts = _exchange_texts(
             world, mapping, own, about, "" if ready is None else ready.kept.digest
@@ -413,7 +421,7 @@ def _planned(
         kept = _plan(world, mapping, about, texts or {world.rank: about.text}, how)
         return _Mover(own, kept, world, how, start)
     except PlanMismatchError:
-        raise  # all ranks do, because they have the same descriptions
+        raise  # all ranks raise it, because they have the same descriptions
     except BaseException as error:
         consent(world, mapping, "", error)
         raise
@@ -422,11 +430,11 @@ def _planned(
 def _exchange_texts(
     world: World, mapping: RankMapping, own: _Own, about: _About, digest: str
 ) -> dict[int, bytes] | None:
-    """Return the descriptions of all ranks, or None if all keep the plan of this digest."""
+    """Return the descriptions of all ranks, or None if all have a plan with this digest."""
     if not world.has_store:
         return None
     head = json.dumps([digest, len(about.text)]).encode()
-    heads = [_read_json(one) for one in _gather(world, mapping, head, _HEAD_BYTES, own).values()]
+    heads = [read_json(one) for one in _gather(world, mapping, head, _HEAD_BYTES, own).values()]
     if digest and all(other == digest for other, _ in heads):
         return None
     return _gather(world, mapping, about.text, max(size for _, size in heads), own)
@@ -439,20 +447,21 @@ def _gather(
         return gather(world, mapping, block, size, own.device)
     except RuntimeError as error:
         raise StateTransferError(
-            f"{world.title(world.rank)} lost the exchange of descriptions with the other ranks: "
-            f"{_reason(error)}; nothing was sent in it: {_advice(world)}"
+            f"{world.title(world.rank)} failed to exchange descriptions with the other ranks: "
+            f"{_reason(error)}; no parameter was sent; {_advice(world)}"
         ) from error
 
 
-def _read_json(block: bytes) -> Any:
+def read_json(block: bytes) -> Any:
+    """Return the value of a padded block of JSON."""
     return json.loads(block.rstrip(b"\0"))
 
 
 def _plan(
     world: World, mapping: RankMapping, about: _About, texts: Mapping[int, bytes], how: _How
 ) -> _Kept:
-    """Make the plan of this rank; all ranks raise the same error, or none does."""
-    every = {rank: _read_json(texts[rank]) for rank in sorted(texts)}
+    """Make the plan of this rank. All ranks raise the same error, or none does."""
+    every = {rank: read_json(texts[rank]) for rank in sorted(texts)}
     sent, received = (
         {rank: from_rows(pair[end]) for rank, pair in every.items() if pair[end]} for end in (0, 1)
     )
@@ -467,7 +476,7 @@ def _plan(
 def _assumed(
     rank: int, about: _About, sent: Mapping[int, list[Held]], received: Mapping[int, list[Held]]
 ) -> tuple[dict[int, list[Held]], dict[int, list[Held]]]:
-    """Return what all ranks of a fake world hold."""
+    """Return the descriptions of all ranks of a fake world."""
     is_source = rank in sent
     both = assume((sent if is_source else received)[rank], about.cuts)
     return {**both[0], **sent}, {**both[1], **received}
@@ -483,8 +492,8 @@ class _Piece:
     Attributes:
         segment: The segment.
         tensor: Its elements.
-        buffer: The bytes that are sent or received: the tensor's memory, or a part of a pool.
-        packed: The elements in the pool, or None without a pool.
+        buffer: The bytes that are sent or received: the memory of the tensor, or a part of a pool.
+        packed: The elements in the pool, or None if the buffer is the tensor's memory.
     """
 
     segment: Segment
@@ -494,16 +503,18 @@ class _Piece:
 
 
 class _Mover:
-    """Carries out the plan of a rank, for which it has everything from the beginning.
+    """Executes the plan of a rank. The constructor allocates all memory, so it fails first.
 
     Attributes:
         damage: The error for the first segment with a wrong checksum.
     """
 
     def __init__(self, own: _Own, kept: _Kept, world: World, how: _How, start: int) -> None:
-        self.own, self.world, self.is_verified = own, world, how.is_verified
-        self.kept, self.plan = kept, kept.plan
-        plan = kept.plan
+        self.own = own
+        self.world = world
+        self.is_verified = how.is_verified
+        self.kept = kept
+        self.plan = plan = kept.plan
         self.damage: StateTransferError | None = None
         as_int(start, "start", 0, plan.buckets)
         self._check_overlaps()
@@ -519,7 +530,7 @@ class _Mover:
         self.buckets = [self._pieces(number) for number in range(plan.buckets)]
 
     def _check_overlaps(self) -> None:
-        """Raise if a buffer overlaps another tensor, unless the rank keeps what it has in place."""
+        """Raise if a buffer overlaps another tensor, unless the rank keeps its part in place."""
         moved = {one.name for bucket in self.plan.receives for one in bucket}
         for one in self.plan.copies:
             if one.source_name != one.name or one.source_slices != one.target_slices:
@@ -543,14 +554,15 @@ class _Mover:
                     continue
                 raise LayoutError(
                     f"into[{name!r}] overlaps {_WHAT[is_other_sent]}[{other_name!r}] in memory, "
-                    f"which is {'being sent' if is_other_sent else 'received, too'}; pass another "
+                    f"which is {'sent' if is_other_sent else 'also received into'}; pass another "
                     f"buffer"
                 )
             active.append(item)
 
     def _pieces(self, number: int) -> tuple[list[_Piece], list[_Piece]]:
-        """Return what a bucket receives and sends."""
-        received, sent = self.plan.receives[number], self.plan.sends[number]
+        """Return the pieces that a bucket receives, and the pieces that it sends."""
+        received = self.plan.receives[number]
+        sent = self.plan.sends[number]
         pieces = []
         at = 0
         for is_sent, segment in (
@@ -563,7 +575,7 @@ class _Mover:
                 tensor = self.own.received[segment.name][segment.target_slices]
             is_as_it_is = tensor.is_contiguous() and tensor.dtype == segment.dtype
             if is_as_it_is and not self.is_verified:
-                # A tensor of one element may have any strides, and then no view as bytes.
+                # A tensor of one element may have strides that do not allow a view as bytes.
                 flat = tensor.as_strided((tensor.numel(),), (1,))
                 pieces.append(_Piece(segment, tensor, flat.view(torch.uint8)))
                 continue
@@ -575,7 +587,7 @@ class _Mover:
         return pieces[: len(received)], pieces[len(received) :]
 
     def move(self, start: int) -> None:
-        """Copy the parts that stay, and move all buckets from one on."""
+        """Copy the parts that stay on this rank, and move all buckets from `start` on."""
         for there, here in self.copies:
             if there.data_ptr() != here.data_ptr():
                 there.copy_(here)
@@ -602,7 +614,7 @@ class _Mover:
             if self.is_verified:
                 piece.buffer[piece.segment.nbytes :].zero_()
                 words = piece.buffer.view(torch.int64)
-                words[-2] = words[:-2].sum()  # the checksum: one wrong byte changes it
+                words[-2] = words[:-2].sum()  # a checksum that detects every single wrong byte
         return post(
             [(piece.segment.source, piece.buffer) for piece in incoming],
             [(piece.segment.target, piece.buffer) for piece in outgoing],
@@ -637,14 +649,15 @@ class _Mover:
         partly = f"; perhaps partly written: {first_n(names, 8)}" if names else ""
         return StateTransferError(
             f"{self.world.title(self.world.rank)} lost bucket {number} of {self.plan.buckets}, "
-            f"with {first_n(messages, 4)}: {_reason(error)}; all earlier ones have arrived on this "
-            f"rank{partly}: {_advice(self.world)}, and {_CONTINUE.format(number)}",
+            f"with {first_n(messages, 4)}: {_reason(error)}; all earlier buckets have arrived on "
+            f"this rank{partly}; {_advice(self.world)}, and {_CONTINUE.format(number)}",
             bucket=number,
         )
 
     def _compare(self, segment: Segment, buffer: Tensor) -> None:
         words = buffer.view(torch.int64)
-        found, expected = words[:-2].sum().item(), words[-2].item()
+        found = words[:-2].sum().item()
+        expected = words[-2].item()
         if found != expected and self.damage is None:
             self.damage = StateTransferError(
                 f"parameter {segment.name!r} was damaged between "
@@ -668,18 +681,19 @@ def _reason(error: BaseException) -> str:
 
 
 def _advice(world: World) -> str:
-    """Return how to continue after lost communication."""
+    """Return the advice for all ranks after lost communication."""
     if world.parts:
-        return f"call rejoin() of world {world.name!r} on all ranks"
+        return "call world.rejoin() on all ranks"
     return "initialise torch.distributed again"
 
 
 def _share_damage(world: World, mapping: RankMapping, own: _Own, mover: _Mover) -> None:
-    """Raise on all ranks if one of them received damaged data, with the first bucket of all."""
+    """Raise on all ranks if one of them received damaged data. The error has the first bucket."""
     damage = mover.damage
     found = None if damage is None else [damage.bucket, str(damage)[:800]]
     blocks = {world.rank: json.dumps(found).encode()}
-    title, effect = "the end of a state", "the received data may be incomplete"
+    title = "the end of a state"
+    effect = "the received data may be incomplete"
     try:
         if world.has_store:
             blocks = _gather(world, mapping, blocks[world.rank], _DAMAGE_BYTES, own)
@@ -692,7 +706,7 @@ def _share_damage(world: World, mapping: RankMapping, own: _Own, mover: _Mover) 
         raise
     except CreationError as error:
         raise StateTransferError(str(error), bucket=mover.plan.buckets) from error
-    damages = [one for one in map(_read_json, blocks.values()) if one is not None]
+    damages = [one for one in map(read_json, blocks.values()) if one is not None]
     if damages:
         bucket, text = min(damages)
         raise StateTransferError(text, bucket=bucket)

@@ -1,14 +1,14 @@
 """Move a tensor between the ranks of the running job, following a RankMapping.
 
-The ranks exchange the shapes of their tensors, so each knows the size of every message. Everything
-is checked before anything is sent. Then each rank posts all its receives and sends together, so no
-order of the ranks can deadlock.
+The ranks exchange the shapes of their tensors, so each knows the size of every message. All checks
+precede the first message. Then each rank posts all its receives and sends together, so ranks cannot
+deadlock.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 
@@ -28,7 +28,7 @@ from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.options import as_verified
 from hypercomm.process_groups.world import World, current
 from hypercomm.transfers.exchange import consent, details, gather, post, tag_of
-from hypercomm.transfers.holdings import describe_plain, lengths_of, misfit, name_of
+from hypercomm.transfers.holdings import Held, describe_plain, lengths_of, misfit, name_of
 from hypercomm.transfers.mapping import Message, RankMapping, chunk_sizes, resolve_axes
 
 Shape = tuple[int, ...]
@@ -47,8 +47,8 @@ class _Offer:
     Attributes:
         dtype: The type of the elements of its tensors.
         sent: The shape of the part that it sends, or None if it is not a source.
-        buffer: The shape of its buffer, or None without one.
-        refusal: The error that keeps it from taking part; "" without one.
+        buffer: The shape of its buffer, or None if it has no buffer.
+        refusal: The error that keeps it from taking part, or "".
     """
 
     dtype: str = ""
@@ -75,7 +75,7 @@ class _Role:
 
     Attributes:
         is_source: Whether it sends.
-        siblings: The target ranks that receive the same part, including this one; () if it does
+        siblings: The target ranks that receive the same part, including this one. Empty if it does
             not receive.
         sends: The messages to other ranks and to itself.
         receives: The messages from other ranks and from itself.
@@ -97,31 +97,32 @@ def transfer(
     verify: bool | None = None,
     world: World | None = None,
 ) -> Tensor | None:
-    """Move a tensor between the ranks of the running job; every rank of both stages calls it.
+    """Move a tensor between the ranks of the running job. Every rank of both stages must call it.
 
-    Shards may have different lengths: the ranks first exchange the shapes of their tensors, and
-    all of them raise if these do not fit. Gradients do not flow through it. Move them back with
-    `transfer(mapping.inverse(), gradient)`.
+    Shards may have different lengths: the ranks first exchange the shapes of their tensors, and all
+    of them raise if the shapes do not fit. Autograd does not see the transfer. Send gradients back
+    with `transfer(mapping.inverse(), gradient)`.
 
     Args:
         mapping: The mapping from the source layout to the target layout.
-        tensor: On a source rank the part to send; on a rank of the target alone the buffer to
+        tensor: On a source rank, the part to send. On a rank of the target only, the buffer to
             receive into. Ignored on all other ranks.
-        groups: If `mapping` has leaders, and other ranks need the same part as this rank of the
-            target: the process group of its `broadcast_siblings`, whose first rank broadcasts.
-            Otherwise None or torch's `GroupMember.NON_GROUP_MEMBER`.
+        groups: If `mapping` has leaders, on a target rank whose part other ranks need, too: the
+            process group of its `broadcast_siblings`, in which the first rank broadcasts. Otherwise
+            None or torch's `GroupMember.NON_GROUP_MEMBER`.
         out: On a rank of both stages, the buffer to receive into. It must not overlap `tensor` in
-            memory. Default: a new tensor. Its length along an axis that is cut is the sum of the
-            lengths of the source's shards if the source has a multiple of the target's number of
-            shards, else as torch.chunk cuts.
-        rows: The lengths of the shards of the batch, in the order of `along`, at the end that has
-            more shards; at the other end they are sums. All ranks must pass the same. No shapes
-            are exchanged then, and other axes are cut evenly. Default: the lengths of the tensors.
+            memory. Default: a new tensor. Along an axis that is cut, it joins whole source shards
+            if the number of source shards is a multiple of the number of target shards. Otherwise
+            torch.chunk's rule gives its length.
+        rows: The lengths of the shards of the batch, in the order of `along`, in the layout that
+            has more shards. In the other layout, the lengths are sums of these. All ranks must
+            pass the same value. Then shapes are not exchanged, and other axes are cut evenly.
+            Default: the lengths of the tensors.
         verify: Whether all ranks of both stages first check that they propose the same mapping.
             Every rank raises if two differ, if one rejects its arguments or leaves, or if one has
             not joined by the timeout of WORLD. All ranks must pass the same value. Default: the
             environment variable HYPERCOMM_VERIFY, "0" or "1".
-        world: The world whose ranks the mapping has. Default: the world of WORLD.
+        world: The world of the ranks in the mapping. Default: the world of WORLD.
 
     Returns:
         The received tensor on a target rank, None on other ranks.
@@ -131,10 +132,10 @@ def transfer(
         WorldSizeError: The job has too few ranks.
         LayoutError: `mapping` is not a RankMapping, or a tensor or a group does not fit.
         PlanMismatchError: Shapes or dtypes of two ranks do not fit, or, with `verify`, their
-            mappings differ; nothing was sent.
-        CreationError: Another rank rejected its arguments; nothing was sent.
-        GroupCreationTimeout: With `verify`: ranks are missing; nothing was sent.
-        OutcomeUnknownError: With `verify`: the job's store is gone; restart the job.
+            mappings differ. Nothing was sent.
+        CreationError: Another rank rejected its arguments. Nothing was sent.
+        GroupCreationTimeout: With `verify`, ranks are missing. Nothing was sent.
+        OutcomeUnknownError: With `verify`, the job's store is gone. Restart the job.
         GroupOptionsError: `verify` is not True, False or None.
 
     With `verify`, ranks that wait for each other in different transfers raise within a second if
@@ -143,13 +144,13 @@ def transfer(
 
     Without `verify`, a rank that waits for a missing rank raises torch's error at the timeout. With
     `rows`, a rank that rejects its arguments raises alone, and the others wait until the timeout.
-    Ranks whose mappings or `rows` differ wait, too; with NCCL, which ignores tags, their messages
-    may match.
+    Ranks whose mappings or `rows` differ wait, too. NCCL ignores tags, so it may match their
+    messages.
 
-    The exchange takes as many small messages as the number of ranks has binary digits. With NCCL,
-    the host waits for it, so pass `rows` where the sizes are known. As for torch's
-    `batch_isend_irecv`, all ranks of the job must have communicated
-    before, or the default process group must be bound to a device.
+    In the exchange of shapes, each rank sends as many small messages as the number of ranks has
+    binary digits. With NCCL, the host waits for it, so pass `rows` if the lengths are known. As
+    with torch's `batch_isend_irecv`, all ranks of the job must have communicated before, or the
+    default process group must be bound to a device.
 
     Example:
         >>> from hypercomm import RankLayout
@@ -169,7 +170,7 @@ def transfer(
     try:
         offer, given, buffer = _check(mapping, role, tensor, out)
         group = _check_group(groups, role, leaders=mapping.leaders)
-        known = None if is_exchanged else _alone(mapping, world.rank, offer, rows)
+        known = None if is_exchanged else _sizes_from_own(mapping, world.rank, offer, rows)
     except BaseException as error:
         if is_verified:
             consent(world, mapping, "", error)
@@ -194,7 +195,8 @@ def transfer(
 
 @lru_cache(maxsize=128)
 def _role(mapping: RankMapping, rank: int) -> _Role:
-    is_source, is_target = rank in mapping.source_ranks, rank in mapping.target_ranks
+    is_source = rank in mapping.source_ranks
+    is_target = rank in mapping.target_ranks
     siblings = mapping.broadcast_siblings(rank) if is_target else ()
     sends = mapping.sends(rank) if is_source else ()
     return _Role(is_source, siblings, sends, mapping.receives(rank) if is_target else ())
@@ -218,7 +220,7 @@ def _check(
     """Check the tensors of this rank.
 
     Returns:
-        Their description, the tensor that was given, and the buffer to receive into, if any.
+        Their description, the given tensor, and the buffer to receive into or None.
     """
     given = as_tensor(tensor, "tensor")
     resolve_axes(mapping.cuts, given.ndim)
@@ -227,7 +229,7 @@ def _check(
         buffer = None if out is None else _check_out(out, given)
     elif out is not None:
         raise LayoutError(
-            "out is for ranks of both stages; a rank of one of them passes its tensor as tensor"
+            "out is only for ranks in both stages; on other ranks, pass the buffer as tensor"
         )
     elif role.siblings:
         buffer = given
@@ -254,7 +256,7 @@ def _check_out(out: object, tensor: Tensor) -> Tensor:
 
 
 def _check_group(groups: object, role: _Role, *, leaders: bool) -> ProcessGroup | None:
-    """Return the group in which this rank's leader broadcasts, or None if there is no broadcast."""
+    """Return the group in which this rank's leader broadcasts, or None without a broadcast."""
     if not leaders or len(role.siblings) < 2:
         return None
     members = dist.get_process_group_ranks(groups) if isinstance(groups, ProcessGroup) else []
@@ -300,7 +302,7 @@ def memory_span(tensor: Tensor) -> tuple[int, int]:
 
 
 def share_memory(tensor: Tensor, other: Tensor | None = None) -> bool:
-    """Return whether elements of two tensors, or two elements of one, share memory."""
+    """Return whether elements of two tensors, or two elements of one tensor, share memory."""
     if not tensor.numel():
         return False
     begin, end = memory_span(tensor)
@@ -308,7 +310,7 @@ def share_memory(tensor: Tensor, other: Tensor | None = None) -> bool:
         reach = 0
         for step, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
             if n > 1 and step <= reach:
-                break  # so perhaps they do
+                break  # elements may share memory
             reach += (n - 1) * step
         else:
             return False
@@ -327,7 +329,7 @@ def share_memory(tensor: Tensor, other: Tensor | None = None) -> bool:
 
 
 def _bytes_of(tensor: Tensor, marks: NDArray[np.bool_], first: int) -> NDArray[np.bool_]:
-    """Return the marks of the bytes of a tensor, in an array for the memory from an address on."""
+    """Return the bytes of a tensor as a view of `marks`, whose first byte has address `first`."""
     size = tensor.element_size()
     steps = [step * size for step in tensor.stride()]
     start = marks[tensor.data_ptr() - first :]
@@ -358,14 +360,8 @@ def _fit(mapping: RankMapping, blocks: tuple[tuple[int, bytes], ...]) -> tuple[R
     for rank, offer in offers.items():
         if offer.refusal:
             raise CreationError(f"nothing was sent: rank {rank} failed: {offer.refusal}")
-    sent, into = (
-        {
-            rank: describe_plain("tensor", offers[rank].dtype, shape, mapping, rank, is_source=end)
-            for rank in ranks
-            if (shape := offers[rank].sent if end else offers[rank].buffer) is not None
-        }
-        for end, ranks in ((True, mapping.source_ranks), (False, mapping.target_ranks))
-    )
+    sent = _described(mapping, offers, is_source=True)
+    into = _described(mapping, offers, is_source=False)
     first, one = next(iter(sent.items()))
     for rank, other in chain(sent.items(), into.items()):
         if (len(other.shape), other.dtype) != (len(one.shape), one.dtype):
@@ -373,10 +369,12 @@ def _fit(mapping: RankMapping, blocks: tuple[tuple[int, bytes], ...]) -> tuple[R
                 f"rank {first} has {one.shape} of torch.{one.dtype}, and rank {rank} has "
                 f"{other.shape} of torch.{other.dtype}"
             )
-    here, there = lengths_of("tensor", sent), lengths_of("tensor", into) if into else None
+    here = lengths_of("tensor", sent)
+    there = lengths_of("tensor", into) if into else None
     axes = resolve_axes(mapping.cuts, len(one.shape))
     counts = {axis: cut.target for axis, cut in zip(axes, mapping.cuts, strict=True)}
-    whole, sizes = [], []
+    whole = []
+    sizes = []
     for axis, lengths in enumerate(here):
         source = tuple(lengths[shard] for shard in sorted(lengths))
         rule = _by_rule(source, counts.get(axis, 1))
@@ -395,8 +393,23 @@ def _fit(mapping: RankMapping, blocks: tuple[tuple[int, bytes], ...]) -> tuple[R
     return attrs.evolve(mapping, sizes=[sizes[axis] for axis in axes]), tuple(whole)
 
 
+def _described(
+    mapping: RankMapping, offers: Mapping[int, _Offer], *, is_source: bool
+) -> dict[int, Held]:
+    """Describe the part of each source rank, or the buffer of each target rank that has one."""
+    found = {}
+    for rank in mapping.source_ranks if is_source else mapping.target_ranks:
+        offer = offers[rank]
+        shape = offer.sent if is_source else offer.buffer
+        if shape is not None:
+            found[rank] = describe_plain(
+                "tensor", offer.dtype, shape, mapping, rank, is_source=is_source
+            )
+    return found
+
+
 def _by_rule(sizes: Sequence[int], count: int) -> tuple[int, ...]:
-    """Return the lengths of the target's shards where no buffer says them.
+    """Return the lengths of the target's shards if no buffer gives them.
 
     >>> _by_rule((3, 2), 1), _by_rule((5, 3), 4), _by_rule((3, 2), 3)
     ((5,), (3, 2, 2, 1), (2, 2, 1))
@@ -409,19 +422,20 @@ def _by_rule(sizes: Sequence[int], count: int) -> tuple[int, ...]:
     return chunk_sizes(sum(sizes), [count])
 
 
-def _alone(
+def _sizes_from_own(
     mapping: RankMapping, rank: int, offer: _Offer, rows: Sequence[int] | None
 ) -> tuple[RankMapping, Shape]:
-    """Return the same as `_fit`, by what this rank alone knows.
+    """Return the same as `_fit`, computed from the tensors of this rank alone.
 
     Raises:
-        LayoutError: The tensors of this rank have other shapes.
+        LayoutError: The tensors of this rank have the wrong shapes.
     """
     is_source = offer.sent is not None
     shape = offer.sent if offer.sent is not None else offer.buffer
     if shape is None:
         raise LayoutError("a rank of neither stage has no shapes")
-    exact, whole = mapping, list(shape)
+    exact = mapping
+    whole = list(shape)
     axes = resolve_axes(mapping.cuts, len(shape))
     for number, (axis, cut) in enumerate(zip(axes, mapping.cuts, strict=True)):
         if mapping.sizes:
@@ -431,7 +445,8 @@ def _alone(
     if rows is not None:
         exact = _with_rows(mapping, rows, whole)
     elif not mapping.sizes:
-        mapping.received_shape(shape) if is_source else mapping.inverse().received_shape(shape)
+        # Raises unless the shards of the other end are even, too.
+        (mapping if is_source else mapping.inverse()).received_shape(shape)
         exact = mapping.of_shape(whole)
     for found, end in ((offer.sent, True), (offer.buffer, False)):
         due = exact.shape_at(rank, whole, is_source=end) if found is not None else None
@@ -444,7 +459,7 @@ def _alone(
 
 
 def _with_rows(mapping: RankMapping, rows: Sequence[int], whole: list[int]) -> RankMapping:
-    """Return a mapping whose batch is cut into these rows; sets the length of the whole batch."""
+    """Return a mapping whose batch is cut into `rows`, and write its length into `whole`."""
     given = tuple(as_int(one, "each of rows", 0) for one in as_ordered(rows, "rows"))
     axes = [cut.axis for cut in mapping.cuts]
     if mapping.along is None or mapping.batch_axis not in axes:
@@ -453,7 +468,7 @@ def _with_rows(mapping: RankMapping, rows: Sequence[int], whole: list[int]) -> R
     counts = mapping.cuts[number].source, mapping.cuts[number].target
     if len(given) != max(counts) or max(counts) % min(counts):
         raise LayoutError(
-            f"rows must have the length of each of {max(counts)} shards of the batch, got {given}"
+            f"rows must have {max(counts)} lengths, one for each shard of the batch, got {given}"
         )
     whole[mapping.batch_axis] = sum(given)
     sizes = list(mapping.of_shape(whole).sizes)

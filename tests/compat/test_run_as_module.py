@@ -128,7 +128,7 @@ def test_program_gets_ezpz_tp(folder):
         ([], 2, f"usage: python -m {MEGATRON} (SCRIPT | -m MODULE) [arguments]"),
         (["-m"], 2, f"usage: python -m {MEGATRON} (SCRIPT | -m MODULE) [arguments]"),
         (["--help"], 2, f"usage: python -m {MEGATRON} (SCRIPT | -m MODULE) [arguments]"),
-        (["nothing.py"], 2, f"{MEGATRON}: there is no script 'nothing.py'"),
+        (["nothing.py"], 2, f"{MEGATRON}: no script 'nothing.py'"),
         (["-m", "nothing"], 1, "ImportError: No module named nothing"),
     ],
 )

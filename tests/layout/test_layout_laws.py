@@ -265,6 +265,6 @@ def test_fit_returns_the_best_layout(world_size, tp, pp):
     else:
         with pytest.raises(WorldSizeError) as caught:
             RankLayout.fit(world_size, tp=tp, pp=pp, dp=-1)
-        near = str(caught.value).partition("more sizes, or ")[2].partition(" ranks")[0]
-        for number in near.split(" and "):
+        near = str(caught.value).partition("more sizes, or use ")[2].partition(" ranks")[0]
+        for number in near.split(" or "):
             assert RankLayout.fit(int(number), tp=tp, pp=pp, dp=-1).size == int(number)

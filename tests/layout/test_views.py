@@ -105,7 +105,7 @@ def test_shared_dims_make_the_same_groups(data, listed):
         (("", [16], ["ep"]), LayoutError, "''"),
         (("e", [8, 2], ["ep", "pp"], ["ep"]), UnknownDimError, "'ep'"),
         (("e", [8, 2], ["ep", "x"], ["pp"]), UnknownDimError, "'pp'"),
-        (("e", [8, 2], ["ep", "pp"], ["pp", "pp"]), LayoutError, "'pp' comes twice"),
+        (("e", [8, 2], ["ep", "pp"], ["pp", "pp"]), LayoutError, "'pp' is listed twice"),
         (("e", [2, 8], ["pp", "ep"], "pp"), LayoutError, "'pp' has different membership"),
     ],
 )
@@ -167,7 +167,7 @@ def test_shared_and_private_groups():
         ("xx", "expert", UnknownDimError, "'xx'"),
         ("tp", "other", UnknownDimError, "'other' is not registered .*'expert'"),
         ([], "expert", LayoutError, "dims is empty"),
-        (["ep", "ep"], "expert", LayoutError, "comes twice"),
+        (["ep", "ep"], "expert", LayoutError, "is listed twice"),
     ],
 )
 def test_dims_of_the_wrong_view(dims, view, error, message):

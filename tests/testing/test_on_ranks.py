@@ -208,8 +208,8 @@ def test_unsupported_tests_are_errors(report):
     output = about(report, "test_lock[ranks=2]")
     assert output.startswith("\nargument 'lock' of test_lock cannot be pickled for its ranks: <unl")
     assert about(report, "test_async[ranks=1]").startswith("\ntest_async[ranks=1] is async")
-    assert about(report, "test_given[ranks=1]").startswith("\ntest_given[ranks=1] draws with")
-    assert "the fixture 'ranks' needs a test that is marked" in about(report, "test_unmarked")
+    assert about(report, "test_given[ranks=1]").startswith("\ntest_given[ranks=1] uses hypothesis")
+    assert "the fixture 'ranks' needs a marked test" in about(report, "test_unmarked")
     assert "not today\n" in report
     assert "XFAIL test_all.py::test_xfail[ranks=1] - known\n" in report
 

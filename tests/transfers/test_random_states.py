@@ -42,10 +42,10 @@ def test_plans_match_torch_chunks(count):
             if not {"state", "into"} & {*given}:
                 continue
             ends = {True: given.get("state"), False: given.get("into")}
-            own = module._read(case.mapping, ends, rank)
+            own = module.read_tensors(case.mapping, ends, rank)
             more = given["shards"], given.get("fused", {}), world
-            about = module._describe(case.mapping, own, *more)
-            for end, rows in zip(described, module._read_json(about.text), strict=True):
+            about = module.describe_tensors(case.mapping, own, *more)
+            for end, rows in zip(described, module.read_json(about.text), strict=True):
                 if rows:
                     end[rank] = from_rows(rows)
         plan = put_together(*described, case.dtype)

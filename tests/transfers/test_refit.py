@@ -182,7 +182,7 @@ def test_tensors_that_do_not_fit():
             {"dtype": torch.bfloat16},
         ),
         (
-            "2 has 'qkv' in into, for 'v'; state has 'k', 'q'",
+            "2 has 'qkv' in into, from 'v'; state has 'k', 'q'",
             (),
             lambda: {"q": ROWS, "k": ROWS},
             lambda: {"qkv": torch.zeros(6, 3)},

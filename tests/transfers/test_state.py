@@ -244,7 +244,7 @@ def test_rank_in_both_layouts():
     for message, state, into in (
         ("into['a'] overlaps state['a'] in memory, which is being", {**mine, "a": room[:2]}, near),
         ("into['a'] overlaps state['a'] in memory, which is being", {**mine, "a": room[3:5]}, near),
-        ("rank 0 has 'b' in state, no rank has it in into", mine, {"a": torch.zeros(4)}),
+        ("rank 0 has 'b' in state, but no rank has it in into", mine, {"a": torch.zeros(4)}),
         (
             "'b' has shape (3,) in state, of which rank 0 has (3,) (whole), and (4,) in into",
             mine,

@@ -1,11 +1,11 @@
-"""`ezpz.tp`, tensor parallelism after fairscale's `initialize_model_parallel`, on a grid.
+"""`ezpz.tp`, tensor parallelism in the manner of fairscale, on a grid.
 
-`initialize_tensor_parallel` fills and `destroy_tensor_parallel` empties the default
-`TensorParallelState`. All other functions, and the globals, which can be read and written, act on
-the current one: that of a `with use(state):` block, else the default.
+`initialize_tensor_parallel` fills the default `TensorParallelState`, and `destroy_tensor_parallel`
+empties it. All other functions and the globals, which can be read and written, act on the current
+state: the state of a `with use(state):` block, or the default one.
 
-The module is also importable as `tp` from itself: `from hypercomm.compat.ezpz import tp` is what
-`from ezpz import tp` was.
+The module is also its own attribute `tp`, so `from hypercomm.compat.ezpz import tp` replaces
+`from ezpz import tp`.
 
 Source: names, signatures and behaviour follow `ezpz.tp`, and through it fairscale's
 `fairscale.nn.model_parallel.initialize`.
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from hypercomm.compat import aliases
 from hypercomm.compat.module_state import CurrentState, ModuleState, name_functions
@@ -33,7 +34,7 @@ from hypercomm.layout.checks import positive
 if TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Return a global, or a getter that is generated at the end of this module."""
+        """Return a global."""
 
 
 __all__ = ["install", "tp"]
@@ -44,19 +45,18 @@ _GROUPS = {
     "pp": ("pipeline_parallel", "_PIPELINE_PARALLEL_GROUP", "_PIPELINE_PARALLEL_RANKS"),
     "cp": ("context_parallel", "_CONTEXT_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GROUP_RANKS"),
 }
-"""For each dim, in the order of creation: ezpz's name of it, and its globals: group and ranks."""
+"""The dims in the order of creation: ezpz's name, and the globals of the group and its ranks."""
 
 _GLOBALS = [name for _, *names in _GROUPS.values() for name in names]
 
 
 def install() -> None:
-    """Make `ezpz.tp` ours; other modules of ezpz, `ezpz.tp.layers` included, stay its own.
+    """Replace `ezpz.tp` by this module. Other modules, such as `ezpz.tp.layers`, stay ezpz's.
 
-    Call it before `ezpz` is imported. It works with ezpz installed or not, and a second call
-    changes nothing.
+    Call it before `ezpz` is imported. ezpz need not be installed. A second call has no effect.
 
     Raises:
-        StateError: `ezpz` was imported before; nothing was changed.
+        StateError: `ezpz` was imported before. Nothing was changed.
 
     Example:
         >>> install()
@@ -70,11 +70,11 @@ def install() -> None:
 class TensorParallelState(ModuleState):
     """One tensor parallel configuration: its grid, its groups, and the values of ezpz's globals.
 
-    A new one is empty. `create` returns one that needs no global state. Within a
-    `with use(state):` block the functions of this module act on it.
+    A new state is empty. `create` returns an initialised state without changing the default one.
+    Within a `with use(state):` block, the functions of this module act on `state`.
 
     Attributes:
-        grid: The grid over tp, cp, pp and dp, with tp fastest; None while it is empty.
+        grid: The grid over tp, cp, pp and dp, with tp varying fastest, or None in an empty state.
 
     Example:
         >>> from hypercomm.testing import fake_world
@@ -86,7 +86,7 @@ class TensorParallelState(ModuleState):
     empty = dict.fromkeys(_GLOBALS, lambda: None)
 
     def initialize(self, **arguments: Any) -> None:
-        """Create the groups of all dims; arguments and errors of `initialize_tensor_parallel`."""
+        """Create the groups of all dims. See `initialize_tensor_parallel`."""
         self.check_new(_GLOBALS, "destroy_tensor_parallel", lambda _: None)
         call = inspect.signature(initialize_tensor_parallel).bind(**arguments)
         call.apply_defaults()
@@ -143,26 +143,27 @@ def initialize_tensor_parallel(
     data_parallel_backend: str | None = None,
     timeout: timedelta | None = None,
 ) -> None:
-    """Create the groups of all dims, and fill the default state; every rank must call this.
+    """Create the groups of all dims, and fill the default state. Every rank must call this.
 
-    Ranks that differ in tp only are neighbours, then come cp, pp and dp; dp takes the remaining
-    ranks of the world. A failure leaves nothing behind.
+    tp varies fastest, followed by cp, pp and dp. dp takes the remaining ranks of the world. If the
+    call fails, no groups are left.
 
     Args:
-        tensor_parallel_size: Ranks that share each layer's tensors; one above the size of the
-            world is cut to it, with a warning.
+        tensor_parallel_size: Ranks that share each layer's tensors. A number above the size of the
+            world is reduced to it, with a warning.
         pipeline_parallel_size: Pipeline stages.
         context_parallel_size: Ranks that share each sequence.
-        tensor_parallel_backend: Backend of the tensor parallel groups; default: that of WORLD.
-        pipeline_parallel_backend: The same of the pipeline parallel groups.
-        context_parallel_backend: The same of the context parallel groups.
-        data_parallel_backend: The same of the data parallel groups.
-        timeout: Timeout of all groups; default: that of WORLD.
+        tensor_parallel_backend: Backend of the tensor parallel groups. Default: WORLD's.
+        pipeline_parallel_backend: Backend of the pipeline parallel groups. Default: WORLD's.
+        context_parallel_backend: Backend of the context parallel groups. Default: WORLD's.
+        data_parallel_backend: Backend of the data parallel groups. Default: WORLD's.
+        timeout: Timeout of all groups. Default: WORLD's.
 
     Raises:
         ConfigurationError: A size is not a positive int, the sizes do not divide the world, or a
             backend or the timeout cannot be used (an AssertionError).
-        StateError: torch.distributed is not initialised, or this is (an AssertionError).
+        StateError: torch.distributed is not initialised, or the state is already initialised (an
+            AssertionError).
 
     Example:
         >>> from hypercomm.testing import fake_world
@@ -176,7 +177,7 @@ def initialize_tensor_parallel(
 
 
 def destroy_tensor_parallel() -> None:
-    """Destroy the groups that the default state created, and set all of its globals to None."""
+    """Destroy the groups that the default state created, and set all its globals to None."""
     current.default.destroy()
 
 
@@ -188,51 +189,100 @@ def tensor_parallel_is_initialized() -> bool:
 
 # ---- groups, ranks and sizes --------------------------------------------------------------------
 
-_ANSWERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "group": ("calling rank's group", lambda group: group),
-    "ranks": ("ranks of the group", lambda ranks: ranks),
-    "world_size": ("size of the group", lambda group: group.size()),
-    "rank": ("calling rank's position in its group", lambda group: group.rank()),
-}
-"""What the getters return of a group, or of its ranks, with the words for it."""
 
-_DEFAULTS = {"get_tensor_parallel_world_size": 1, "get_tensor_parallel_rank": 0}
-"""The answers of getters that need no group."""
-
-
-def _getter(kind: str, what: str, name: str) -> Callable[[], Any]:
-    """Return a getter of what is known about the value of a global."""
-    words, answer = _ANSWERS[what]
-    default = _DEFAULTS.get(f"get_{kind}_{what}")
-
-    def get() -> Any:
-        value = current.get().read(name)
-        if value is not None:
-            return answer(value)
-        if default is not None:
-            return default
+def _value_of(dim: str, name: str) -> Any:
+    """Return the value of a global of a dim, which must be set."""
+    value = current.get().read(name)
+    if value is None:
         raise StateError(
-            f"{kind.replace('_', ' ')} group is not initialized: {name} is None; call "
-            f"initialize_tensor_parallel() first, or make the state in use with "
+            f"{_words(dim)} group is not initialized: {name} is None; call "
+            f"initialize_tensor_parallel() first, or create the state in use with "
             f"TensorParallelState.create()"
         )
+    return value
 
-    get.__doc__ = f"Return the {words}, {kind.replace('_', ' ')}."
+
+def _words(dim: str) -> str:
+    return _GROUPS[dim][0].replace("_", " ")
+
+
+def _group(dim: str) -> Callable[[], ProcessGroup]:
+    """Return a getter of the group of a dim."""
+    name = _GROUPS[dim][1]
+
+    def get() -> ProcessGroup:
+        group: ProcessGroup = _value_of(dim, name)
+        return group
+
+    get.__doc__ = f"Return the calling rank's {_words(dim)} group."
+    return get
+
+
+def _ranks(dim: str) -> Callable[[], list[int]]:
+    """Return a getter of the ranks of the group of a dim."""
+    name = _GROUPS[dim][2]
+
+    def get() -> list[int]:
+        ranks: list[int] = _value_of(dim, name)
+        return ranks
+
+    get.__doc__ = f"Return the ranks of the calling rank's {_words(dim)} group."
+    return get
+
+
+def _size(dim: str, default: int | None = None) -> Callable[[], int]:
+    """Return a getter of the size of the group of a dim, with a default for no group."""
+    name = _GROUPS[dim][1]
+
+    def get() -> int:
+        if default is not None and current.get().read(name) is None:
+            return default
+        size: int = _value_of(dim, name).size()
+        return size
+
+    get.__doc__ = f"Return the size of the calling rank's {_words(dim)} group."
     if default is not None:
         get.__doc__ += f" Without a group: {default}."
     return get
 
 
-for _kind, _group, _ranks in _GROUPS.values():
-    for _what in _ANSWERS:
-        globals()[f"get_{_kind}_{_what}"] = _getter(
-            _kind, _what, _ranks if _what == "ranks" else _group
-        )
+def _rank(dim: str, default: int | None = None) -> Callable[[], int]:
+    """Return a getter of the rank in the group of a dim, with a default for no group."""
+    name = _GROUPS[dim][1]
+
+    def get() -> int:
+        if default is not None and current.get().read(name) is None:
+            return default
+        rank: int = _value_of(dim, name).rank()
+        return rank
+
+    get.__doc__ = f"Return the position of the calling rank in its {_words(dim)} group."
+    if default is not None:
+        get.__doc__ += f" Without a group: {default}."
+    return get
+
+
+get_tensor_parallel_group = _group("tp")
+get_tensor_parallel_ranks = _ranks("tp")
+get_tensor_parallel_world_size = _size("tp", default=1)
+get_tensor_parallel_rank = _rank("tp", default=0)
+get_pipeline_parallel_group = _group("pp")
+get_pipeline_parallel_ranks = _ranks("pp")
+get_pipeline_parallel_world_size = _size("pp")
+get_pipeline_parallel_rank = _rank("pp")
+get_context_parallel_group = _group("cp")
+get_context_parallel_ranks = _ranks("cp")
+get_context_parallel_world_size = _size("cp")
+get_context_parallel_rank = _rank("cp")
+get_data_parallel_group = _group("dp")
+get_data_parallel_ranks = _ranks("dp")
+get_data_parallel_world_size = _size("dp")
+get_data_parallel_rank = _rank("dp")
 
 
 def get_tensor_parallel_src_rank() -> int:
     """Return the first rank of the calling rank's tensor parallel group."""
-    size: int = tp.get_tensor_parallel_world_size()
+    size = get_tensor_parallel_world_size()
     return dist.get_rank() // size * size
 
 
@@ -256,10 +306,10 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
 
 
 def divide_and_check_no_remainder(numerator: int, denominator: int) -> int:
-    """Return the quotient of two numbers, the second of which divides the first.
+    """Return a quotient without remainder.
 
     Raises:
-        ConfigurationError: It does not (an AssertionError).
+        ConfigurationError: `denominator` does not divide `numerator` (an AssertionError).
 
     Example:
         >>> divide_and_check_no_remainder(12, 4)
@@ -275,8 +325,8 @@ def split_tensor_along_last_dim(
     """Split a tensor along its last dim into equal parts.
 
     Args:
-        tensor: Of at least one dim; `num_partitions` divides the length of the last one.
-        num_partitions: The number of parts.
+        tensor: A tensor with at least one dim.
+        num_partitions: The number of parts, which divides the length of the last dim.
         contiguous_split_chunks: Whether to copy parts that are not contiguous.
 
     Returns:

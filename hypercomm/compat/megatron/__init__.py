@@ -1,9 +1,9 @@
 """Megatron's parallel state, process group collections and grid, rebuilt on grid instances.
 
-The modules bear Megatron's names: `parallel_state`, `process_groups_config`, `hyper_comm_grid`.
-`install()` makes `megatron.core` resolve to them, with megatron-core installed or not. `version`
-is the release that they follow where releases contradict each other. `collections_of` returns
-Megatron's collections of a `GridSet`.
+The modules have Megatron's names: `parallel_state`, `process_groups_config`, `hyper_comm_grid`.
+`install()` makes `megatron.core` resolve to them, whether megatron-core is installed or not.
+`version` is the release that they follow if releases differ. `collections_of` returns Megatron's
+collections of a `GridSet`.
 """
 
 from __future__ import annotations

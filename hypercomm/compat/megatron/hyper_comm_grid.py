@@ -1,4 +1,4 @@
-"""Megatron's `hyper_comm_grid`: the core class, with the private names that Megatron's code uses.
+"""Megatron's `hyper_comm_grid`: the core class with the private names that Megatron's code uses.
 
 Source: names, signatures and behaviour follow `megatron.core.hyper_comm_grid`.
 """
@@ -23,7 +23,7 @@ from hypercomm.layout.views import BASE
 from hypercomm.process_groups.spec import GroupKey
 
 Key: TypeAlias = "str | tuple[str, tuple[str, ...]]"
-"""Dims in reversed grid order, joined by dashes; in a view, its name and the dims."""
+"""Dims in reversed grid order, joined by dashes. For a group of a view, its name and the dims."""
 
 _BASE_VIEW_NAME = "base"
 
@@ -31,10 +31,11 @@ _new_subgroups: Any = dist.new_subgroups_by_enumeration
 
 
 class HyperCommGrid(grid.HyperCommGrid):
-    """`hypercomm.HyperCommGrid`, whose groups are also listed under Megatron's joined names.
+    """`hypercomm.HyperCommGrid` whose groups also have Megatron's joined names.
 
-    As in Megatron, the environment's WORLD_SIZE wins over torch.distributed. If a unit test has
-    replaced `torch.distributed.new_subgroups_by_enumeration`, groups are what that returns.
+    Like Megatron's class, it prefers the environment's WORLD_SIZE to torch.distributed's world
+    size. If a unit test has replaced `torch.distributed.new_subgroups_by_enumeration`, that
+    function creates the groups.
 
     Example:
         >>> from hypercomm.testing import fake_world
@@ -58,14 +59,14 @@ class HyperCommGrid(grid.HyperCommGrid):
             options["world_size"] = int(text)
         try:
             super().__init__(shape, dim_names, rank_offset, backend, **options)
-        except WorldSizeError as error:  # Megatron's words
+        except WorldSizeError as error:  # programs match Megatron's message
             raise WorldSizeError(f"Grid shape {shape} is over sized: {error}") from error
 
     @property
     def _pgs(self) -> Mapping[Key, ProcessGroup | None]:
-        """The groups without names, by dims in reversed grid order; read-only.
+        """A read-only mapping of the groups without names, by dims in reversed grid order.
 
-        A mapping that is assigned holds groups that the grid did not create.
+        A mapping can be assigned. Its groups that the grid did not create are kept.
         """
         own = {_joined(key): group for key, group in self.pgs.items() if key.name is None}
         return MappingProxyType(own | self._given)
@@ -77,7 +78,7 @@ class HyperCommGrid(grid.HyperCommGrid):
 
     @property
     def _views(self) -> Mapping[str, SimpleNamespace]:
-        """The views: their name, shape, dim_names and shared_dims; read-only."""
+        """The name, shape, dim_names and shared_dims of each view, read-only."""
         return {
             name: SimpleNamespace(
                 name=name,
@@ -92,7 +93,7 @@ class HyperCommGrid(grid.HyperCommGrid):
     def _order_dims_for(
         dim_names: Iterable[str], dims: str | Iterable[str]
     ) -> tuple[list[str], str]:
-        """Return some of these dims in their reversed order, and the same joined by dashes."""
+        """Return some of the dims in reversed order, as a list and joined by dashes."""
         wanted = [dims] if isinstance(dims, str) else dims
         ordered = [name for name in reversed(list(dim_names)) if name in wanted]
         return ordered, "-".join(ordered)
@@ -104,12 +105,14 @@ class HyperCommGrid(grid.HyperCommGrid):
         dim_names: Iterable[str] | None = None,
         shared_dims: Iterable[str] | None = None,
     ) -> None:
-        """Add another factorisation of the ranks, as `hypercomm.HyperCommGrid` does.
+        """Add another factorisation of the ranks, like `hypercomm.HyperCommGrid.register_view`.
 
         Raises:
-            LayoutError, UnknownDimError: As there, in words that programs of Megatron match.
+            LayoutError, UnknownDimError: The arguments are wrong. Messages have the words that
+                Megatron's programs match.
         """
-        names, shared = list(dim_names or ()), list(shared_dims or ())
+        names = list(dim_names or ())
+        shared = list(shared_dims or ())
         called = f"view {name!r}"
         if len(set(shared)) < len(shared):
             raise LayoutError(f"{called} has duplicate shared_dims: {shared}")
@@ -134,7 +137,7 @@ class HyperCommGrid(grid.HyperCommGrid):
     def create_pg(
         self, dims: Dims, *more: Dims, view: str | None = None, **options: Any
     ) -> ProcessGroup | None:
-        """Create the process groups over some dims, as `hypercomm.HyperCommGrid` does."""
+        """Create the process groups over some dims, like `hypercomm.HyperCommGrid.create_pg`."""
         new_subgroups: Any = dist.new_subgroups_by_enumeration
         if new_subgroups is _new_subgroups:
             return super().create_pg(dims, *more, view=view, **options)
@@ -150,7 +153,7 @@ class HyperCommGrid(grid.HyperCommGrid):
     def get_pg(
         self, dims: Dims, *more: Dims, name: str | None = None, view: str | None = None
     ) -> ProcessGroup | None:
-        """Return a process group that was created before, as `hypercomm.HyperCommGrid` does."""
+        """Return an existing process group, like `hypercomm.HyperCommGrid.get_pg`."""
         if self._given and name is None:
             key = _joined(self._key_in(view, dims, *more))
             if key in self._given:
@@ -161,8 +164,9 @@ class HyperCommGrid(grid.HyperCommGrid):
         return self.key_of(*dims) if view in (None, BASE) else self.view(view).key_of(*dims)
 
     def destroy(self) -> None:
-        """Destroy the groups that the grid created, and those that were assigned."""
-        given, self._given = self._given, {}
+        """Destroy the groups that the grid created or that were assigned."""
+        given = self._given
+        self._given = {}
         for group in dict.fromkeys(given.values()):
             if isinstance(group, ProcessGroup):
                 dist.destroy_process_group(group)
@@ -170,7 +174,7 @@ class HyperCommGrid(grid.HyperCommGrid):
 
 
 def _is_process_group_member(pg: ProcessGroup | int | None) -> bool:
-    """Return whether the calling rank is in a group that torch returned."""
+    """Return whether the calling rank is a member of a group that torch returned."""
     return pg is not None and pg is not dist.GroupMember.NON_GROUP_MEMBER
 
 

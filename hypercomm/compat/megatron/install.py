@@ -19,14 +19,15 @@ _HOMES = {
 
 
 def install() -> None:
-    """Make `megatron.core`'s parallel_state, mpu, hyper_comm_grid and process_groups_config ours.
+    """Replace modules of `megatron.core` by the modules of this package.
 
-    Call it before `megatron.core` is imported. It works with megatron-core installed or not, and a
-    second call changes nothing. If the installed megatron-core is newer than every known release,
-    a warning lists the names that ours lacks.
+    These are parallel_state, mpu, hyper_comm_grid and process_groups_config. Call it before
+    `megatron.core` is imported. megatron-core need not be installed. A second call has no effect.
+    If the installed megatron-core is newer than every supported release, a warning lists the names
+    that this package does not have.
 
     Raises:
-        StateError: `megatron.core` was imported before; nothing was changed.
+        StateError: `megatron.core` was imported before. Nothing was changed.
 
     Example:
         >>> install()
@@ -40,14 +41,15 @@ def install() -> None:
 
 
 class MegatronNotReplacedWarning(UserWarning):
-    """megatron.core has its own parallel state, in which its layers find no groups."""
+    """megatron.core has its own parallel state, where its layers do not find the groups."""
 
 
 _PUBLIC = re.compile(r"^(?:def|class) ([A-Za-z]\w*)", re.MULTILINE)
 
 
 def _warn_of_newer() -> None:
-    theirs, folder = version.installed(), version.source_folder()
+    theirs = version.installed()
+    folder = version.source_folder()
     if theirs is None or folder is None or theirs[:2] <= version.NEWEST[:2]:
         return
     lacking = [
@@ -59,7 +61,7 @@ def _warn_of_newer() -> None:
     ]
     known, newer = (".".join(map(str, release)) for release in (version.NEWEST[:2], theirs))
     warnings.warn(
-        f"megatron-core {newer} is newer than the newest that hypercomm knows, {known}; names that "
-        f"hypercomm lacks: {', '.join(lacking) or 'none'}",
+        f"megatron-core {newer} is newer than {known}, the newest release that hypercomm supports; "
+        f"names that hypercomm does not have: {', '.join(lacking) or 'none'}",
         stacklevel=3,
     )

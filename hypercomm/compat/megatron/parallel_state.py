@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-any-return"
-"""Megatron's `parallel_state` on grid instances: its functions, and its globals.
+"""Megatron's `parallel_state` on grid instances: its functions and its globals.
 
-The functions act on the current `ParallelState`: the default one, which `initialize_model_parallel`
-fills, or the one of a `with use(state):` block. The globals, such as `_DATA_PARALLEL_GROUP`, can be
-read and written, and getters follow what was written. DeepSpeed takes this module as `mpu`.
+The functions act on the current `ParallelState`: the state of a `with use(state):` block, or the
+default one, which `initialize_model_parallel` fills. The globals, such as `_DATA_PARALLEL_GROUP`,
+can be read and written, and getters return written values. DeepSpeed takes this module as `mpu`.
 
-The functions call one another by their names in this module. If a program replaces one, the
-functions that call it use the replacement, as in Megatron.
+The functions call one another by their names in this module. If a program replaces a function,
+other functions call the replacement, as in Megatron.
 
 Source: names, signatures and behaviour follow `megatron.core.parallel_state`; the sequence-parallel
 names follow Megatron-DeepSpeed, at 4efb479.
@@ -54,7 +54,7 @@ from hypercomm.process_groups.spec import GroupRequest
 _state = current.get
 
 _NAMES = globals()
-"""The functions of this module, some of which a program may have replaced."""
+"""The functions of this module. A program may have replaced some."""
 
 _inject_gtp_remat_axis = inject_gtp
 default_embedding_ranks = table.default_embedding_ranks
@@ -71,9 +71,8 @@ def use(state: ParallelState) -> contextlib.AbstractContextManager[ParallelState
     """Make the functions and globals of this module act on `state` within a `with` block.
 
     Each thread and each asyncio task has its own blocks. A backward pass on a GPU runs in a thread
-    of autograd, outside the block; a getter that is called there warns while several states are
-    alive.
-    `initialize_model_parallel` and `destroy_model_parallel` always act on the default state.
+    of autograd, outside the block. A getter that is called there warns while several states are
+    alive. `initialize_model_parallel` and `destroy_model_parallel` always act on the default state.
 
     Example:
         >>> from hypercomm.testing import fake_world
@@ -86,55 +85,60 @@ def use(state: ParallelState) -> contextlib.AbstractContextManager[ParallelState
 
 
 def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
-    """Create all of Megatron's groups, and fill the default state; every rank must call this.
+    """Create all of Megatron's groups, and fill the default state. Every rank must call this.
 
-    A failure leaves globals, groups and environment as they were. A `MegatronNotReplacedWarning`
-    is issued if `megatron.core` was imported without `install()`, since its layers then look for
-    their groups in its own parallel state.
+    If the call fails, globals, groups and environment are unchanged. A
+    `MegatronNotReplacedWarning` is issued if `megatron.core` was imported without `install()`,
+    because its layers then look for groups in its own parallel state.
 
     Args:
         tensor_model_parallel_size: Ranks that share each dense layer's tensors.
         pipeline_model_parallel_size: Pipeline stages.
         virtual_pipeline_model_parallel_size: Interleaved stages for each rank of a pipeline.
-        pipeline_model_parallel_comm_backend: None for that of WORLD, "nccl" or "ucc".
+        pipeline_model_parallel_comm_backend: "nccl" or "ucc". Default: WORLD's backend.
         use_sharp: Enable SHARP for one communicator.
         context_parallel_size: Ranks that share each sequence.
         hierarchical_context_parallel_sizes: Factors of the context parallel size, innermost first.
         expert_model_parallel_size: Ranks that share the experts.
         num_distributed_optimizer_instances: Replicas of the optimizer over the data parallel ranks.
-        expert_tensor_parallel_size: Ranks that share an expert's tensors; default: as for tensors.
+        expert_tensor_parallel_size: Ranks that share an expert's tensors. Default:
+            `tensor_model_parallel_size`.
         nccl_communicator_config_path: A yaml file with NCCL options for each group.
         distributed_timeout_minutes: Timeout of each group, in minutes.
         order: The dims, the first one varying fastest.
-        get_embedding_ranks: Takes the ranks of a pipeline, returns those with word embeddings,
-            equally many of each pipeline; default: the first and the last.
-        get_position_embedding_ranks: As above, for position embeddings; default: the first.
-        create_gloo_process_groups: Create each data parallel group for gloo too.
+        get_embedding_ranks: A function that returns the ranks of a pipeline with word embeddings.
+            It must return the same number of ranks for every pipeline. Default: the first and the
+            last rank.
+        get_position_embedding_ranks: A function that returns the ranks of a pipeline with position
+            embeddings. Default: the first rank.
+        create_gloo_process_groups: Also create a gloo group for each data parallel group.
         high_priority_stream_groups: Keys of groups whose streams have a high priority.
-        sharp_enabled_group: "dp" or "dp_replica"; default with `use_sharp`: "dp".
+        sharp_enabled_group: "dp" or "dp_replica". Default with `use_sharp`: "dp".
         hybrid_context_parallel: Create groups of every power of 2 within data and context parallel.
-        dynamic_context_parallel: The same, as Megatron's development branch calls it, and with
-            other sizes.
-        min_dynamic_context_parallel_size: The smallest of these sizes.
-        create_all_gather_group: Create the dp-cp group twice, for all-gathers that overlap.
-        gtp_remat_size: GTP peers: ranks that share each weight of the dense layers, and gather it
-            for each use. They process different data.
-        expert_gtp_remat_size: The same for the weights of experts.
+        dynamic_context_parallel: The name of the same feature in Megatron's development branch,
+            with other sizes.
+        min_dynamic_context_parallel_size: The smallest size with `dynamic_context_parallel`.
+        create_all_gather_group: Create a second dp-cp group, for all-gathers that overlap.
+        gtp_remat_size: Number of GTP peers, which share each weight of the dense layers, gather it
+            for each use, and process different data.
+        expert_gtp_remat_size: Number of GTP peers that share the weights of experts.
         rank_offset: The smallest rank of the model.
-        local_world_size: The number of ranks of the model; default: that of the job.
-        share: "identical" creates one group for each distinct set of ranks, except those that
-            exist to overlap; default: groups of one rank only.
-        strict: Raise if a getter is called outside `use(state)` while several states are alive;
-            default: a warning, once.
+        local_world_size: The number of ranks of the model. Default: the world size.
+        share: "identical" creates one group for each distinct set of ranks, except for groups that
+            overlap their traffic. Default: only groups of one rank are shared.
+        strict: Raise if a getter is called outside `use(state)` while several states are alive.
+            Default: warn once.
 
     Raises:
         LayoutError: A size is not a positive int (a ValueError).
-        WorldSizeError: The sizes do not divide the world; names sizes that would (a RuntimeError).
+        WorldSizeError: The sizes do not divide the world (a RuntimeError). The error names sizes
+            that do.
         ConfigurationError: Two choices contradict each other, or the NCCL configuration cannot be
             used (an AssertionError and a RuntimeError).
-        FileNotFoundError: The NCCL configuration is not there.
-        StateError: torch.distributed is not initialised, or the state is (an AssertionError).
-        CreationError, GroupOptionsError: The groups cannot be created here.
+        FileNotFoundError: The file of the NCCL configuration does not exist.
+        StateError: torch.distributed is not initialised, or the state is already initialised (an
+            AssertionError).
+        CreationError, GroupOptionsError: The groups cannot be created.
 
     Example:
         >>> from hypercomm.testing import fake_world
@@ -147,8 +151,9 @@ def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
     theirs = sys.modules.get("megatron.core.parallel_state")
     if theirs is not None and theirs is not sys.modules[__name__]:
         warnings.warn(
-            "megatron.core.parallel_state is loaded, and is not ours: layers find no groups. Call "
-            "hypercomm.compat.megatron.install() before megatron.core is imported",
+            "megatron.core.parallel_state is loaded and was not replaced, so Megatron's layers do "
+            "not find these groups; call hypercomm.compat.megatron.install() before megatron.core "
+            "is imported",
             MegatronNotReplacedWarning,
             stacklevel=2,
         )
@@ -172,7 +177,7 @@ initialize_model_parallel.__signature__ = inspect.signature(  # type: ignore[att
 def destroy_model_parallel() -> None:
     """Destroy the groups that the default state created, and set its globals to None.
 
-    Symmetric memory and NCCL's expert parallelism, which use the groups, are destroyed first.
+    Objects that use the groups, such as symmetric memory, are destroyed first.
     """
     _states.destroy_users_of_groups()
     current.default.destroy()
@@ -189,7 +194,7 @@ def model_parallel_is_initialized() -> bool:
 
 
 def sequence_parallel_is_initialized() -> bool:
-    """Return whether the groups of dp and cp, DeepSpeed's sequence parallel, exist."""
+    """Return whether the groups over dp and over cp exist. DeepSpeed calls cp sequence parallel."""
     return _has(CP, DP)
 
 
@@ -265,8 +270,8 @@ get_expert_gtp_weight_remat_global_ranks: RanksGetter = _getter(
     "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS"
 )
 
-# Megatron-DeepSpeed calls the ranks that share a sequence sequence parallel. There is no
-# initialize_sequence_parallel, by which DeepSpeed recognises an mpu without model parallel.
+# Megatron-DeepSpeed calls context parallel sequence parallel. There is no function
+# initialize_sequence_parallel, because DeepSpeed assumes no model parallel if an mpu has it.
 get_sequence_parallel_group = _group(CP)
 get_sequence_data_parallel_group = _group(DP_CP)
 
@@ -288,12 +293,14 @@ def get_data_parallel_group(
     """Return the data parallel group that the arguments choose.
 
     Args:
-        with_context_parallel: With the context parallel ranks.
-        more: The other arguments, in the order of the release of Megatron that is followed.
-        with_gtp_remat: With the GTP peers, which process different data; False: only the ranks
-            that have the same weights.
-        partial_data_parallel: Its part in one optimizer instance; needs `with_context_parallel`.
-        independent_all_gather: The second group for all-gathers; needs `with_context_parallel`.
+        with_context_parallel: Whether to include the context parallel ranks.
+        more: Further arguments by position, in the order of the Megatron release in use.
+        with_gtp_remat: Whether to include the GTP peers, which process different data. Otherwise,
+            the group has only the ranks with the same weights.
+        partial_data_parallel: Whether to return the part of the group in one optimizer instance.
+            Needs `with_context_parallel`.
+        independent_all_gather: Whether to return the second group, for all-gathers. Needs
+            `with_context_parallel`.
     """
     state = current.alone or _state()
     if more:
@@ -306,14 +313,14 @@ def get_data_parallel_group(
 
 _DATA_FLAGS = ("partial_data_parallel", "independent_all_gather")
 _EXPERT_FLAGS = ("partial_expert_data_parallel",)
-"""The order of arguments up to megatron-core 0.18; later, with_gtp_remat is the first of them."""
+"""The order of arguments up to megatron-core 0.18. Later, with_gtp_remat is the first of them."""
 
 
 def _named(state: ParallelState, flags: Sequence[str], given: Sequence[bool]) -> dict[str, bool]:
     """Return arguments by name, in the order of the release that a state follows."""
     names = ("with_gtp_remat", flags[0]) if state.answers_gtp else flags
     if len(given) > len(names):
-        raise TypeError(f"only {', '.join(names)} can be given without a name, got {given}")
+        raise TypeError(f"only {', '.join(names)} can be given by position, got {given}")
     return dict(zip(names, given, strict=False))
 
 
@@ -341,7 +348,7 @@ def has_separate_all_gather_group() -> bool:
 def get_hybrid_data_context_parallel_groups(
     check_initialized: bool = True, group_size: int | None = None
 ) -> ProcessGroup:
-    """Return the hybrid group of `group_size` ranks; one of all dp-cp ranks is the dp-cp group.
+    """Return the hybrid group of `group_size` ranks. The largest one is the dp-cp group.
 
     Raises:
         GroupMissingError: There is no group of that size (a KeyError).
@@ -352,7 +359,7 @@ def get_hybrid_data_context_parallel_groups(
 def get_dynamic_data_context_parallel_groups(
     check_initialized: bool = True, group_size: int | None = None
 ) -> ProcessGroup:
-    """Return the dynamic group of `group_size` ranks; one of all dp-cp ranks is the dp-cp group.
+    """Return the dynamic group of `group_size` ranks. The largest one is the dp-cp group.
 
     Raises:
         GroupMissingError: There is no group of that size (a KeyError).
@@ -363,7 +370,8 @@ def get_dynamic_data_context_parallel_groups(
 def _of_size(name: str, check_initialized: bool, group_size: int | None) -> ProcessGroup:
     if group_size == get_data_parallel_world_size(with_context_parallel=True):
         return _held(DP_CP, check_initialized)
-    groups, option = _state().values[name], table.ROWS[name].option
+    groups = _state().values[name]
+    option = table.ROWS[name].option
     if group_size not in groups:
         raise GroupMissingError(
             f"there is no group of group_size={short_repr(group_size)} in {name}; the sizes are "
@@ -375,7 +383,7 @@ def _of_size(name: str, check_initialized: bool, group_size: int | None) -> Proc
 def get_amax_reduction_group(
     with_context_parallel: bool = False, tp_only_amax_red: bool = False
 ) -> ProcessGroup:
-    """Return the group over which FP8 reduces its maxima."""
+    """Return the group over which FP8 reduces maxima of absolute values."""
     if tp_only_amax_red:
         return _held(table.TP_CP if with_context_parallel else TP)
     return get_tensor_and_data_parallel_group(with_context_parallel=with_context_parallel)
@@ -384,7 +392,7 @@ def get_amax_reduction_group(
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> ProcessGroup:
-    """Return the group over tensor and data parallel, and context parallel if asked."""
+    """Return the group over tensor and data parallel, optionally with context parallel."""
     name = "_TENSOR_AND_DATA_PARALLEL_GROUP"
     return _held(f"{name}_WITH_CP" if with_context_parallel else name, check_initialized)
 
@@ -392,7 +400,7 @@ def get_tensor_and_data_parallel_group(
 def get_expert_tensor_model_pipeline_parallel_group(
     check_initialized: bool = True, with_egtp_remat: bool = False
 ) -> ProcessGroup:
-    """Return the group over the tensors, experts and stages, and GTP peers if asked."""
+    """Return the group over experts' tensors, experts and stages, optionally with GTP peers."""
     name = f"{table.EXPERT_MP}_WITH_EGTP" if with_egtp_remat else table.EXPERT_MP
     return _held(name, check_initialized)
 
@@ -406,10 +414,11 @@ def get_expert_data_parallel_group(
     """Return the expert data parallel group, or its part in one optimizer instance.
 
     Args:
-        check_initialized: False to get None where there is no group.
-        more: The other arguments, in the order of the release of Megatron that is followed.
-        with_gtp_remat: With the GTP peers; False: only the ranks that have the same weights.
-        partial_expert_data_parallel: Its part in one optimizer instance.
+        check_initialized: Whether to raise if there is no group. Otherwise, None is returned.
+        more: Further arguments by position, in the order of the Megatron release in use.
+        with_gtp_remat: Whether to include the GTP peers. Otherwise, the group has only the ranks
+            with the same weights.
+        partial_expert_data_parallel: Whether to return the part in one optimizer instance.
     """
     state = current.alone or _state()
     if more:
@@ -443,19 +452,20 @@ def get_data_modulo_expert_parallel_group(
 
 
 def _known(state: ParallelState, name: str, fact: str, getter: str) -> int | None:
-    """Return the size of a group, or the calling rank's position in it, if no call is needed.
+    """Return the cached size of a group or position of the calling rank in it, or None.
 
     Args:
         state: The state that has the group.
-        name: The global that holds the group.
+        name: The global with the group.
         fact: `SIZE` or `RANK`.
-        getter: The function of this module that returns the group, which may be a replaced one.
+        getter: The function of this module that returns the group. If a program has replaced it,
+            the cache is not used.
     """
     return state.facts[fact].get(name) if _NAMES[getter] is _OWN[getter] else None
 
 
 def _fact_getter(name: str, fact: str) -> Callable[[], int]:
-    """Return a getter of a fact about the group of `_X_GROUP`, which `get_x_group` returns."""
+    """Return a getter of a fact about the group that `_X_GROUP` has and `get_x_group` returns."""
     getter = f"get{name.lower()}"
     has_peers = name in (table.GTP_GROUP, table.EXPERT_GTP_GROUP)
     given = {"check_initialized": False} if has_peers else {}
@@ -472,7 +482,8 @@ def _fact_getter(name: str, fact: str) -> Callable[[], int]:
 
 
 _FACTS = {SIZE: "size of the", RANK: "position of the calling rank in the"}
-_size, _rank = partial(_fact_getter, fact=SIZE), partial(_fact_getter, fact=RANK)
+_size = partial(_fact_getter, fact=SIZE)
+_rank = partial(_fact_getter, fact=RANK)
 
 get_model_parallel_world_size = _size(table.MP)
 get_model_parallel_rank = _rank(table.MP)
@@ -546,7 +557,7 @@ def _expert_data_getter(fact: str) -> Callable[..., int]:
 
 
 def _peers(with_gtp: bool) -> dict[str, bool]:
-    """Return the argument that a getter, if a program replaced it, has from 0.19 on only."""
+    """Return `with_gtp_remat` if it is not the default. A replaced getter may not have it."""
     return {} if with_gtp else {"with_gtp_remat": False}
 
 
@@ -567,7 +578,7 @@ def get_sequence_data_parallel_rank() -> int:
 
 
 def get_all_ranks() -> str:
-    """Return the ranks in tp, gtp_remat (from 0.19 on), dp, cp, pp and ep, with underscores."""
+    """Return the ranks in tp, gtp_remat (from 0.19), dp, cp, pp and ep, joined by underscores."""
     peers = [get_gtp_weight_remat_rank() or 0] if _state().answers_gtp else []
     ranks = [
         get_tensor_model_parallel_rank(),
@@ -584,7 +595,7 @@ def get_all_ranks() -> str:
 
 
 def _setter(name: str) -> Callable[[int | None], None]:
-    """Return a function that sets a size or rank, which getters prefer to asking the group."""
+    """Return a function that sets a size or rank, which getters prefer to the group's."""
 
     def set_world_size(world_size: int | None) -> None:
         _state().write(name, world_size)
@@ -593,7 +604,7 @@ def _setter(name: str) -> Callable[[int | None], None]:
         _state().write(name, rank)
 
     setter = set_rank if name.endswith(RANK) else set_world_size
-    setter.__doc__ = f"Set {name}, which getters prefer to what the group answers."
+    setter.__doc__ = f"Set {name}, which getters prefer to the value of the group."
     return setter
 
 
@@ -640,12 +651,12 @@ def get_pipeline_model_parallel_last_rank() -> int:
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
-    """Return the rank of the next stage, the first one after the last."""
+    """Return the rank of the next stage. The first stage follows the last."""
     return _stage_at(1)
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
-    """Return the rank of the previous stage, the last one before the first."""
+    """Return the rank of the previous stage. The last stage precedes the first."""
     return _stage_at(-1)
 
 
@@ -662,21 +673,22 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
 
 
 def get_data_parallel_group_ranks() -> list[int]:
-    """Return the ranks of the data parallel group, as DeepSpeed asks for them."""
+    """Return the ranks of the data parallel group, for DeepSpeed."""
     return list(_held("_DATA_PARALLEL_GLOBAL_RANKS"))
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Return whether this is the first stage, and `vp_stage` too with `ignore_virtual=False`."""
-    return (
-        ignore_virtual or _virtual_stage(vp_stage) in {None, 0}
-    ) and get_pipeline_model_parallel_rank() == 0
+    """Return whether this is the first stage, also of `vp_stage` with `ignore_virtual=False`."""
+    if not ignore_virtual and _virtual_stage(vp_stage) not in {None, 0}:
+        return False
+    return get_pipeline_model_parallel_rank() == 0
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Return whether this is the last stage, and `vp_stage` too with `ignore_virtual=False`."""
+    """Return whether this is the last stage, also of `vp_stage` with `ignore_virtual=False`."""
     if not ignore_virtual:
-        stage, size = _virtual_stage(vp_stage), get_virtual_pipeline_model_parallel_world_size()
+        stage = _virtual_stage(vp_stage)
+        size = get_virtual_pipeline_model_parallel_world_size()
         if size is not None and stage != size - 1:
             return False
     return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
@@ -687,14 +699,15 @@ def _virtual_stage(vp_stage: int | None) -> int | None:
         return None
     if vp_stage is None:
         raise StateError(
-            "vp_stage must be given with ignore_virtual=False: the pipeline is virtual"
+            "with ignore_virtual=False, vp_stage must be given, because the pipeline is virtual"
         )
     return vp_stage
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Return whether the calling rank, or its stage `vp_stage`, has word embeddings."""
-    rank, ranks = dist.get_rank(), _state().values["_EMBEDDING_GLOBAL_RANKS"]
+    rank = dist.get_rank()
+    ranks = _state().values["_EMBEDDING_GLOBAL_RANKS"]
     if ranks is None or ignore_virtual or rank not in ranks:
         return ranks is not None and rank in ranks
     if rank == ranks[0]:
@@ -704,23 +717,25 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 
 def is_rank_in_position_embedding_group() -> bool:
     """Return whether the calling rank has position embeddings."""
-    rank, ranks = dist.get_rank(), _state().values["_POSITION_EMBEDDING_GLOBAL_RANKS"]
+    rank = dist.get_rank()
+    ranks = _state().values["_POSITION_EMBEDDING_GLOBAL_RANKS"]
     return ranks is not None and rank in ranks
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """Return the virtual stage; None unless the pipeline is virtual."""
+    """Return the virtual stage, or None if the pipeline is not virtual."""
     return _held(STAGE, check_initialized=False)
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
-    """Return the number of virtual stages of a rank; None unless the pipeline is virtual."""
+    """Return the number of virtual stages of a rank, or None if the pipeline is not virtual."""
     return _held(STAGES, check_initialized=False)
 
 
 # ---- memory buffers ---------------------------------------------------------------------------
 
-_MEMORY, _SYMMETRIC = "_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER"
+_MEMORY = "_GLOBAL_MEMORY_BUFFER"
+_SYMMETRIC = "_GLOBAL_SYMMETRIC_MEMORY_BUFFER"
 
 get_global_memory_buffer: Callable[[], GlobalMemoryBuffer] = _getter(_MEMORY)
 get_global_symmetric_memory_buffer = _getter(_SYMMETRIC)
@@ -731,7 +746,7 @@ def _set_global_memory_buffer() -> None:
 
 
 def _set_global_symmetric_memory_buffer() -> None:
-    """Set the buffer, of 256 MiB; its class is in `megatron.core.utils` up to 0.16."""
+    """Set the buffer of 256 MiB. Its class is in `megatron.core.utils` up to 0.16."""
     utils: Any = importlib.import_module("megatron.core.utils")
     _fill_once(
         _SYMMETRIC,
@@ -764,7 +779,7 @@ def generate_masked_orthogonal_rank_groups(
     """Enumerate the groups over the dims that a mask marks, the first dim varying fastest.
 
     Args:
-        world_size: The number of ranks; if the sizes multiply to more, later groups are left out.
+        world_size: The number of ranks. If the sizes multiply to more, later groups are omitted.
         parallel_size: The size of each dim.
         mask: For each dim, whether the groups span it.
 
@@ -780,7 +795,7 @@ def generate_masked_orthogonal_rank_groups(
         [[0, 4], [1, 5], [2, 6], [3, 7]]
     """
     names = [f"d{axis}" for axis in range(len(mask))]
-    # A dim of size 1 more lets a mask mark no dim at all: then each rank is a group.
+    # With a further dim of size 1, a mask may mark no dim. Then each rank is a group.
     layout = RankLayout([*parallel_size, 1], [*names, "one"])
     spanned = [name for name, marked in zip(names, mask, strict=True) if marked]
     groups = layout.groups(*spanned, "one")
@@ -801,14 +816,15 @@ class RankGenerator:
         ep: Expert parallel size.
         dp: Data parallel size.
         pp: Pipeline parallel size.
-        cp: Context parallel size; this or `ep` is 1.
-        order: The dims, the first one varying fastest; those of size 1 may be left out.
+        cp: Context parallel size. `cp` or `ep` must be 1.
+        order: The dims, the first one varying fastest. Dims of size 1 may be omitted.
         rank_offset: The smallest rank.
         gtp_remat: Number of GTP peers. It is a dim if it is larger than 1, and always from
             megatron-core 0.19 on.
 
     Raises:
-        ConfigurationError: Both `ep` and `cp` are larger than 1, or the order leaves out a size.
+        ConfigurationError: Both `ep` and `cp` are larger than 1, or the order omits a dim larger
+            than 1.
         UnknownDimError: The order names an unknown dim.
 
     Example:
@@ -838,7 +854,8 @@ class RankGenerator:
                 f"ep={self.ep} and cp={self.cp} cannot both be larger than 1 in one RankGenerator"
             )
         layout = order_layout(self.order, self.name_to_size, self.rank_offset)
-        self.world_size, self.ordered_size = layout.size, list(layout.shape)
+        self.world_size = layout.size
+        self.ordered_size = list(layout.shape)
         self.order = "-".join(layout.dim_names)
 
     def get_mask(self, order: str, token: str) -> list[bool]:
@@ -847,7 +864,8 @@ class RankGenerator:
         Raises:
             UnknownDimError: `token` names a dim that `order` does not.
         """
-        dims, wanted = order.split("-"), token.split("-")
+        dims = order.split("-")
+        wanted = token.split("-")
         for dim in wanted:
             if dim not in dims:
                 raise UnknownDimError(f"unknown dim {dim!r} in {token!r}; the order has {dims}")
@@ -863,11 +881,12 @@ class RankGenerator:
         """Enumerate the groups of GTP peers.
 
         Raises:
-            ConfigurationError: `gtp_remat_size` is not that of the generator.
+            ConfigurationError: `gtp_remat_size` is not the generator's `gtp_remat`.
         """
         if gtp_remat_size != self.gtp_remat:
             raise ConfigurationError(
-                f"gtp_remat_size must be that of the generator, {self.gtp_remat}"
+                f"gtp_remat_size must be the generator's gtp_remat={self.gtp_remat}, got "
+                f"{gtp_remat_size}"
             )
         return self.get_ranks(GTP)
 
@@ -883,10 +902,10 @@ def create_group(
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
 ) -> ProcessGroup:
-    """Create one group as `torch.distributed.new_group` does, and list it for `update_pg_timeout`.
+    """Create a group with `torch.distributed.new_group`, and register it for `update_pg_timeout`.
 
-    Every rank of the world must call this; the caller destroys the group, except in
-    `initialize_model_parallel`, whose state does.
+    Every rank of the world must call this. The caller must destroy the group. Within
+    `initialize_model_parallel`, the state destroys it.
     """
     group: Any = dist.new_group(
         ranks, timeout, backend, pg_options, use_local_synchronization, group_desc=group_desc
@@ -906,20 +925,20 @@ def create_hierarchical_groups(
     timeout: timedelta | None = None,
     group_desc: str | None = None,
 ) -> tuple[list[ProcessGroup], list[ProcessGroup | None]]:
-    """Create the groups of each level of a hierarchy of ranks; every rank of the world calls this.
+    """Create the groups of each level of a hierarchy of ranks. All ranks of the world must call it.
 
     Args:
         rank: The calling rank.
         ranks: The ranks, in order.
         hierarchical_group_sizes: The group size of each level, innermost first.
-        create_gloo_process_groups: Whether to create each group for gloo too.
+        create_gloo_process_groups: Whether to create also a gloo group for each group.
         pg_options: The options of all groups, or a list with the options of each level.
-        timeout: Of each group.
+        timeout: The timeout of each group.
         group_desc: A part of the description of each group.
 
     Returns:
         The calling rank's group at each level, and its gloo groups, which are None if they are not
-        created; both lists are empty if `rank` is not in `ranks`.
+        created. Both lists are empty if `rank` is not in `ranks`.
 
     Raises:
         LayoutError: The sizes do not multiply to the number of ranks.
@@ -936,7 +955,7 @@ def create_hierarchical_groups(
 
 
 def _create_each(rank: int, groups: Iterable[Sequence[int]], **options: Any) -> ProcessGroup | None:
-    """Create several groups, on every rank, and return the group of one rank."""
+    """Create several groups, and return the group of one rank. All ranks must call it."""
     created = [(members, create_group(members, **options)) for members in groups]
     return next((group for members, group in created if rank in members), None)
 
@@ -944,7 +963,7 @@ def _create_each(rank: int, groups: Iterable[Sequence[int]], **options: Any) -> 
 def create_hybrid_dp_cp_groups(
     rank: int, ranks: Sequence[int], pg_options: Any
 ) -> dict[int, ProcessGroup]:
-    """Create groups of each power of 2 from 2 on; every rank of the world calls this.
+    """Create groups of each power of 2 from 2 on. All ranks of the world must call it.
 
     Args:
         rank: The calling rank.
@@ -952,7 +971,7 @@ def create_hybrid_dp_cp_groups(
         pg_options: The options of each group.
 
     Returns:
-        The calling rank's group of each size; empty if `rank` is not in `ranks`.
+        The calling rank's group of each size. Empty if `rank` is not in `ranks`.
     """
     return _by_size(rank, ranks, pg_options, "HYBRID", 2)
 
@@ -960,7 +979,7 @@ def create_hybrid_dp_cp_groups(
 def create_dynamic_dp_cp_groups(
     rank: int, ranks: Sequence[int], pg_options: Any, min_cp_size: int = 1
 ) -> dict[int, ProcessGroup]:
-    """Create groups of each power of 2 from `min_cp_size` on, as `create_hybrid_dp_cp_groups`."""
+    """Create groups of each power of 2 from `min_cp_size` on. See `create_hybrid_dp_cp_groups`."""
     return _by_size(rank, ranks, pg_options, "DYNAMIC", min_cp_size)
 
 
@@ -982,13 +1001,14 @@ def create_all_gather_groups(
     timeout: timedelta | None = None,
     nccl_comm_cfgs: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> tuple[ProcessGroup | None, ProcessGroup | None]:
-    """Create the dp-cp group and the expert dp group again, for all-gathers that overlap.
+    """Create second dp-cp and expert dp groups, for all-gathers that overlap.
 
     The state owns the groups, and `update_pg_timeout` applies to them. A collection of the state
     has them as `dp_cp_ag` and `expt_dp_ag`. A second call returns the same groups.
 
     Returns:
-        The two groups; None for the expert one unless it is asked for and experts are parallel.
+        The two groups. The expert group is None if `for_expert_parallelism` is False or the expert
+        parallel size is 1.
 
     Raises:
         NotInitializedError: The parallel state is not initialised (a RuntimeError).
@@ -1036,7 +1056,7 @@ def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> Non
     """Change the timeout of a group, or of all groups of the state and WORLD, after a barrier.
 
     Raises:
-        StateError: No group is given and there is none.
+        StateError: `pg` is not given, and no group was registered.
     """
     check_duration(timeout)
     groups = [pg] if pg is not None else _held("_global_process_group_list")
@@ -1058,7 +1078,7 @@ _CREATORS = (
     "generate_masked_orthogonal_rank_groups",
     "_inject_gtp_remat_axis",
 )
-"""The functions that Megatron creates groups with; a program may replace them."""
+"""The functions with which Megatron creates groups. A program may replace them."""
 
 
 def _are_replaced(*names: str) -> bool:
@@ -1066,12 +1086,12 @@ def _are_replaced(*names: str) -> bool:
 
 
 def _sizes_of_getters() -> list[dict[str, int]]:
-    """Return the sizes of the dense and the expert layers, by dim, as the getters return them."""
+    """Return the sizes of the dense and the expert layers, by dim, from the getters."""
     dense, expert = (
         {dim: _NAMES[f"get_{name}_world_size"]() or 1 for dim, name in names.items()}
         for names in (_DENSE, _EXPERT)
     )
-    for sizes in (dense, expert):  # the sizes of data parallel include the peers
+    for sizes in (dense, expert):  # the data parallel sizes include the GTP peers
         sizes["dp"] //= sizes[GTP]
     return [dense, expert]
 
@@ -1089,18 +1109,18 @@ def _create_by_functions(
     wanted: Sequence[table.WantedGroup],
     requests: Sequence[GroupRequest],
 ) -> list[ProcessGroup | None]:
-    """Create groups by the functions of this module, as Megatron does.
+    """Create groups with the functions of this module, like Megatron.
 
-    Every rank calls them for every group of the job, so that a replaced one gets all calls.
+    Every rank calls them for every group of the job, so that a replaced function gets all calls.
 
     Args:
         config: The configuration.
         sizes: The sizes of the dense and of the expert layers, by dim.
         wanted: The groups.
-        requests: The arguments of `create_pg` for each.
+        requests: The arguments of `create_pg` for each of `wanted`.
 
     Returns:
-        The calling rank's group of each.
+        The calling rank's group for each of `wanted`.
     """
     after = "cp" if "cp_before_gtp_remat" in config.changes else "tp"
     generators = {
@@ -1135,7 +1155,7 @@ def _create_by_functions(
 
 
 def _generator(config: table.Configuration, sizes: Mapping[str, int], after: str) -> RankGenerator:
-    """Return the generator of a layout's groups, by the functions of this module."""
+    """Return the generator of a layout's groups, made with the functions of this module."""
     given = {dim: sizes.get(dim, 1) for dim in DIMS}
     order = config.order
     if config.has_gtp or "gtp_remat" in config.changes:
@@ -1166,6 +1186,6 @@ def _create_parts(
 name_functions(globals(), __name__)
 
 _OWN = dict(globals())
-"""The functions of this module as they are here."""
+"""The functions of this module before a program replaces any."""
 
 current.bind(sys.modules[__name__], _states.GLOBALS)

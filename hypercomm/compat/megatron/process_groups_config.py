@@ -25,11 +25,11 @@ from hypercomm.layout.checks import as_strings
 logger = logging.getLogger(__name__)
 
 Group = ProcessGroup | None
-"""A group in a collection; None if it was not set, and on a rank that is in none of them."""
+"""A group in a collection, or None if it was not set or does not contain the rank."""
 
 
 class ProcessGroupHelperMeta(type):
-    """A metaclass of classes whose `virtual_pipeline_model_parallel_size` cannot be assigned."""
+    """A metaclass that forbids assigning `virtual_pipeline_model_parallel_size`."""
 
     def __setattr__(cls, name: str, value: object) -> None:
         if name == "virtual_pipeline_model_parallel_size":
@@ -41,9 +41,10 @@ class ProcessGroupHelperMeta(type):
 
 @dataclass(init=False, repr=False, eq=False)
 class ProcessGroupCollection:
-    """The process groups of one model; a field that was not set is None.
+    """The process groups of one model. A field that was not set is None.
 
-    With megatron-core 0.16 reading it raises AttributeError, as there. Other attributes can be set.
+    With megatron-core 0.16, reading such a field raises AttributeError. Other attributes can be
+    set.
 
     Args:
         kwargs: Groups by field name.
@@ -99,7 +100,7 @@ class ProcessGroupCollection:
         if "unset_is_none" not in version.changes():
             raise UnknownFieldError(
                 f"field {name!r} was not set, which is an error in megatron-core {version.get()}; "
-                f"the collection has {list(vars(self)) or 'nothing'}"
+                f"the collection has {list(vars(self)) or 'no fields'}"
             )
 
     def __repr__(self) -> str:
@@ -114,11 +115,11 @@ class ProcessGroupCollection:
         """Return the groups of the current parallel state.
 
         Args:
-            required_pgs: The fields to set; default: all.
+            required_pgs: The fields to set. Default: all.
 
         Raises:
-            ValueError: There is no such field.
-            StateError: A data parallel group is asked for, and the state is not initialised.
+            ValueError: A field is unknown.
+            StateError: A data parallel group is required, and the state is not initialised.
         """
         return cls.from_state(current.get(), required_pgs)
 
@@ -126,7 +127,7 @@ class ProcessGroupCollection:
     def from_state(
         cls, state: ParallelState, required_pgs: Sequence[str] | None = None
     ) -> ProcessGroupCollection:
-        """Return the groups of a parallel state; arguments and errors as above."""
+        """Return the groups of a parallel state. See `use_mpu_process_groups`."""
         wanted = table.FIELDS if required_pgs is None else as_strings(required_pgs, "required_pgs")
         _check_fields(cls, "Invalid process groups requested", *wanted)
         return cls(**{name: state.require(table.FIELDS[name], name in _NEEDED) for name in wanted})
@@ -137,16 +138,15 @@ class ProcessGroupCollection:
 
         Args:
             grid: The dense grid, over some of the dims tp, gtp_remat, cp, dp and pp.
-            expert: The expert grid, over some of tp, ep, gtp_remat, dp and pp, or expt_tp,
-                expt_gtp_remat and expt_dp; default: the view "expert" of `grid`, if it has one. It
-                may be `grid` itself: then experts are laid out as the dense layers, and replicated
-                along cp.
+            expert: The expert grid, over some of the dims tp, ep, gtp_remat, dp and pp, or expt_tp,
+                expt_gtp_remat and expt_dp. Default: the view "expert" of `grid`, if it has one. If
+                it is `grid`, experts have the layout of the dense layers, replicated along cp.
 
         Returns:
-            A collection with every field whose group was created. A dim that a grid does not have
-            adds no ranks, so `dp_cp` is then `dp`. A field all of whose dims are missing, such as
-            `cp`, has the group with the name of the field. So do fields of derived groups, such as
-            `embd`.
+            A collection with every field whose group was created. Dims that a grid does not have
+            count as dims of size 1, so without cp, `dp_cp` is `dp`. If the grid has none of the
+            dims of a field, such as `cp`, the field is the group whose name is the field's. The
+            same is true for derived groups, such as `embd`.
 
         Example:
             >>> from hypercomm import HyperCommGrid
@@ -186,16 +186,19 @@ class ProcessGroupCollection:
         """Return the groups that an optimizer needs, by name.
 
         Args:
-            pg_collection: The collection that has them; default: the current parallel state.
-            model_chunks: The configuration of the first one decides which groups are needed.
-            use_gloo_process_groups: Whether to add gloo groups. With GTP the state has none.
+            pg_collection: The collection of the groups. Default: the current parallel state.
+            model_chunks: The model chunks. The configuration of the first one decides which groups
+                are needed.
+            use_gloo_process_groups: Whether to add gloo groups. With GTP, the state has none.
 
         Raises:
             ValueError: A needed group was not set, or a gloo group is missing.
             StateError: There is no `pg_collection`, and the parallel state is not initialised.
         """
-        model, of_state = model_chunks[0], pg_collection is None
-        given, ddp_config = _given(pg_collection), getattr(model, "ddp_config", None)
+        model = model_chunks[0]
+        of_state = pg_collection is None
+        given = _given(pg_collection)
+        ddp_config = getattr(model, "ddp_config", None)
         groups = _data_groups(given, lambda: _config_of(model), ddp_config, of_state)
         is_sharded = of_state or getattr(ddp_config, "use_distributed_optimizer", False)
         is_cut = getattr(ddp_config, "num_distributed_optimizer_instances", 1) > 1
@@ -209,7 +212,7 @@ class ProcessGroupCollection:
         }
         if use_gloo_process_groups and not of_state:
             raise ConfigurationError(
-                "Gloo process groups are not supported when pg_collection is provided; give "
+                "Gloo process groups are not supported when pg_collection is provided; pass "
                 "use_gloo_process_groups=False"
             )
         named = {f"{name}_group": group for name, group in groups.items()}
@@ -226,15 +229,18 @@ class ProcessGroupCollection:
         """Return the groups that DistributedDataParallel needs, by name.
 
         Args:
-            pg_collection: The collection that has them; default: the current parallel state.
-            config: The model's configuration: its `context_parallel_size` decides what is needed.
-            ddp_config: So does its `num_distributed_optimizer_instances`.
+            pg_collection: The collection of the groups. Default: the current parallel state.
+            config: The configuration of the model. Its `context_parallel_size` decides which groups
+                are needed.
+            ddp_config: The configuration of DistributedDataParallel. Its
+                `num_distributed_optimizer_instances` decides which groups are needed.
 
         Raises:
             ValueError: A group that is needed was not set.
             StateError: There is no `pg_collection`, and the parallel state is not initialised.
         """
-        given, of_state = _given(pg_collection), pg_collection is None
+        given = _given(pg_collection)
+        of_state = pg_collection is None
         groups = _data_groups(given, lambda: config, ddp_config, of_state)
         groups |= {name: _take(given, name) for name in ("tp", "pp", "ep")}
         if of_state:
@@ -253,7 +259,7 @@ class ProcessGroupCollection:
         """Return whether weights are shared among GTP peers.
 
         Args:
-            process_group_dict: The result of one of the `setup_process_groups_for_...`.
+            process_group_dict: The result of a function `setup_process_groups_for_...`.
         """
         found = [process_group_dict.get(f"{name}_group") for name in _PEERS]
         return any(group is not None and group.size() > 1 for group in found)
@@ -263,9 +269,9 @@ def resolve_gtp_remat_group(pg_collection: ProcessGroupCollection | None, is_exp
     """Return the group of GTP peers of a module that owns weights.
 
     Args:
-        pg_collection: The groups of the module; without it, or without this field in it, the
-            group is that of the current parallel state.
-        is_expert: Whether the weights are those of experts.
+        pg_collection: The groups of the module. Default: the current parallel state, which also
+            replaces a collection without this field.
+        is_expert: Whether the weights belong to experts.
 
     Source: name, signature and behaviour follow `megatron.core.process_groups_config`.
     """
@@ -296,11 +302,12 @@ _PEERS = ("gtp_remat", "expt_gtp_remat")
 
 
 def _groups_of(grid: GridView, row: table.Row) -> dict[Any, Group]:
-    """Return the groups of a row by part; none if they were not created.
+    """Return the groups of a row by part, or an empty dict if they were not created.
 
     A group over the dims of the row needs no name. A derived group has the name of the field.
     """
-    dims, is_grid = table.own_dims(grid.layout, row.dims, row.grid), isinstance(grid, HyperCommGrid)
+    dims = table.own_dims(grid.layout, row.dims, row.grid)
+    is_grid = isinstance(grid, HyperCommGrid)
     created = {key: group for key, group in grid.pgs.items() if not (is_grid and key.view)}
     if row.part is None:
         name = row.name_in_grid(dims)
@@ -315,7 +322,7 @@ def _groups_of(grid: GridView, row: table.Row) -> dict[Any, Group]:
 
 
 def _given(collection: ProcessGroupCollection | None) -> Mapping[str, Group]:
-    """Return the groups that were set in a collection; without one, those that the state has."""
+    """Return the groups that were set in a collection, or the groups of the state without one."""
     if collection is not None:
         return vars(collection)
     held = vars(ProcessGroupCollection.use_mpu_process_groups())
@@ -325,17 +332,19 @@ def _given(collection: ProcessGroupCollection | None) -> Mapping[str, Group]:
 def _data_groups(
     given: Mapping[str, Group], config: Callable[[], Any], ddp_config: Any, of_state: bool
 ) -> dict[str, Group]:
-    """Return the data parallel groups, those of optimizer instances, and those of GTP peers.
+    """Return the groups of data parallel ranks, of optimizer instances and of GTP peers.
 
     Args:
         given: The groups that were set.
-        config: Returns the configuration of the model.
-        ddp_config: That of DistributedDataParallel; None for one optimizer instance.
-        of_state: Whether the groups are those of the state.
+        config: A function that returns the configuration of the model.
+        ddp_config: The configuration of DistributedDataParallel, or None for one optimizer
+            instance.
+        of_state: Whether the groups are the parallel state's.
     """
     instances = getattr(ddp_config, "num_distributed_optimizer_instances", 1)
     has_cp = "dp_cp" in given or getattr(config(), "context_parallel_size", 1) != 1
-    dp, expert = _take(given, "dp"), given.get("expt_dp")
+    dp = _take(given, "dp")
+    expert = given.get("expt_dp")
     dp_cp = _take(given, "dp_cp") if has_cp else dp
     has_parts = of_state or instances > 1
     return {
@@ -350,17 +359,17 @@ def _data_groups(
 
 
 def _take(given: Mapping[str, Group], name: str) -> Group:
-    """Return a group that must have been set, perhaps to None."""
+    """Return a group that must have been set, possibly to None."""
     if name not in given:
         raise ConfigurationError(
-            f"the process group {name!r} is needed, but only {list(given)} were set; set it, to "
-            f"None if it is not used"
+            f"the process group {name!r} is needed, but only {list(given)} were set; set it, or "
+            f"set it to None if it is not used"
         )
     return given[name]
 
 
 def _config_of(model: Any) -> Any:
-    """Return the configuration of a model, which may be wrapped, as Megatron finds it."""
+    """Return the configuration of a model or of a wrapped model, by Megatron's function."""
     return importlib.import_module("megatron.core.utils").get_model_config(model)
 
 
@@ -373,7 +382,7 @@ class MultiModuleProcessGroupCollection:
 
     Args:
         module_pgs: The collection of each module, by name.
-        language_model_module_name: Which of them is the language model; None without one.
+        language_model_module_name: The name of the language model, or None if no module is one.
 
     Raises:
         ValueError: There are no modules, or the language model is not one of them.
@@ -398,17 +407,20 @@ class MultiModuleProcessGroupCollection:
         """Return the collection of the language model.
 
         Raises:
-            ValueError: There is none on this rank.
+            ValueError: No module is a language model.
         """
         if self.language_model_module_name is None:
-            raise ConfigurationError(f"there is no language model among {list(self.keys())}")
+            raise ConfigurationError(
+                f"language_model_module_name is None: none of {list(self.keys())} is a language "
+                f"model"
+            )
         return self.module_pgs[self.language_model_module_name]
 
     def get_language_model_cp_size(self) -> int:
         """Return the context parallel size of the language model.
 
         Raises:
-            ValueError: There is none on this rank, or its cp group was not set.
+            ValueError: No module is a language model, or its cp group was not set.
         """
         group = self.get_language_model_collection().cp
         if group is None:
@@ -420,14 +432,14 @@ class MultiModuleProcessGroupCollection:
         return self.language_model_module_name is not None
 
     def get_module_collection(self, module_name: str) -> ProcessGroupCollection:
-        """Return the collection of a module; `collection[module_name]` is the same.
+        """Return the collection of a module, like `collection[module_name]`.
 
         Raises:
-            UnknownDimError: There is no such module (a ValueError and a KeyError).
+            UnknownDimError: The module is unknown (a ValueError and a KeyError).
         """
         if module_name not in self.module_pgs:
             known = list(self.keys())
-            raise UnknownDimError(f"there is no module {module_name!r}; there are {known}")
+            raise UnknownDimError(f"unknown module {module_name!r}; the modules are {known}")
         return self.module_pgs[module_name]
 
     __getitem__ = get_module_collection

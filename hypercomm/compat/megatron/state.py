@@ -1,6 +1,6 @@
 """ParallelState: one Megatron configuration, as a grid with the groups of the table.
 
-Also the options of NCCL, and the environment of SHARP and UCC, with which they are created.
+Also the options of NCCL, and the environment variables of SHARP and UCC, for their creation.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 SIZE: Final = "WORLD_SIZE"
 RANK: Final = "RANK"
-"""The two facts about a group, as the suffix of the global that overrides them."""
+"""The two facts about a group. Each is the suffix of the global that overrides it."""
 
 _LIST = "_global_process_group_list"
 STAGE, STAGES = (f"_VIRTUAL_PIPELINE_MODEL_PARALLEL_{fact}" for fact in (RANK, SIZE))
@@ -46,7 +46,7 @@ OVERRIDES = [
     for what in ("EXPERT_MODEL", "EXPERT_TENSOR", "TENSOR_MODEL", "PIPELINE_MODEL", "DATA")
     for fact in (SIZE, RANK)
 ]
-"""Sizes and ranks set by callers, which win over those of the groups."""
+"""Globals in which callers set sizes and ranks. Getters prefer them to the groups."""
 
 _RANKS = [row.ranks for row in table.TABLE if row.ranks]
 _OTHERS = (STAGE, STAGES, "_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER", _LIST)
@@ -58,29 +58,29 @@ GLOBALS: dict[str, Callable[[], Any]] = {
 """Every global of Megatron's parallel_state, with a function that returns its empty value."""
 
 NO_PART = "_INTRA_PARTIAL_DATA_PARALLEL_GROUP"
-"""Stands for a part of the data parallel group without context parallel, which does not exist."""
+"""A name for the part of the data parallel group without context parallel, which never exists."""
 
 _SHARP = {"dp": table.DP_CP, "dp_replica": table.INTER_INSTANCES}
-"""The global of the group that uses SHARP, by `sharp_enabled_group`."""
+"""The global with the group that uses SHARP, by `sharp_enabled_group`."""
 
 _NEED_A_JOB = (table.TP, table.PP, table.MP, table.EXPERT_TP)
-"""Groups whose size and rank are an error without torch.distributed; those of others are 0."""
+"""Groups whose getters raise without torch.distributed. Getters of other groups return 0."""
 
 
 _GROUPS = {
     name: f"_MPU{name.removeprefix('_INTRA_PARTIAL').partition('_GROUP')[0]}"
     for name in (*table.ROWS, table.EXPERT_ALL_GATHER.name, NO_PART)
 }
-"""Each global that holds a group, with the prefix of the globals that override its facts."""
+"""The prefix of the globals that override the facts of a group, by the global of the group."""
 
 
 def words_of(name: str) -> str:
-    """Return the words for a global in documentation and errors."""
+    """Return the name of a global as words, for documentation and errors."""
     return name.strip("_").replace("_", " ").lower()
 
 
 class GlobalMemoryBuffer:
-    """One tensor for each name and dtype, which grows when a larger one is asked for.
+    """One buffer for each name and dtype, which grows if a larger tensor is requested.
 
     Example:
         >>> buffer = GlobalMemoryBuffer()
@@ -100,13 +100,13 @@ class GlobalMemoryBuffer:
         name: str,
         mem_alloc_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
     ) -> torch.Tensor:
-        """Return a tensor of this shape on the current device; its content is undefined.
+        """Return a tensor with undefined values on the current device.
 
         Args:
             tensor_shape: Its shape.
             dtype: Its dtype.
-            name: The name of the buffer; two tensors of one name and dtype share memory.
-            mem_alloc_context: Makes the context in which memory is allocated.
+            name: The name of the buffer. Tensors with the same name and dtype share memory.
+            mem_alloc_context: A function that returns the context in which memory is allocated.
         """
         length = math.prod(tensor_shape)
         held = self.buffer.get((name, dtype))
@@ -122,15 +122,15 @@ _USERS = (
     ("megatron.core.transformer.moe.fused_a2a", "nccl_ep_finalize"),
     ("megatron.core.inference.symmetric_memory", "SymmetricMemoryManager.destroy"),
 )
-"""Modules of Megatron whose objects use process groups, and the function that destroys these."""
+"""Modules of Megatron whose objects use process groups, and the functions that destroy these."""
 
 
 def destroy_users_of_groups() -> None:
-    """Destroy Megatron's objects that use process groups; an error is logged."""
+    """Destroy Megatron's objects that use process groups, and log errors."""
     for module, path in _USERS:
         try:
             attrgetter(path)(sys.modules.get(module))()
-        except Exception:  # most often, it is not imported, or the release lacks it
+        except Exception:  # usually, it is not imported, or the release does not have it
             logger.debug("%s of %s failed", path, module, exc_info=True)
 
 
@@ -141,7 +141,7 @@ CreateFunction = Callable[
     [table.Configuration, list[Mapping[str, int]], list[table.WantedGroup], list[GroupRequest]],
     "list[ProcessGroup | None]",
 ]
-"""Creates groups in layouts of some sizes, and returns the calling rank's group of each."""
+"""A function that creates groups, from the sizes of the layouts, and returns the rank's groups."""
 
 _COLLNET = "NCCL_COLLNET_ENABLE"
 _PRIORITY = "is_high_priority_stream"
@@ -196,12 +196,12 @@ def overwrite_nccl_comm_cfgs(
 
 @attrs.frozen
 class Functions:
-    """The functions that a state calls to create groups; `parallel_state` gives its own.
+    """The functions that a state calls to create groups. A program may replace them.
 
     Attributes:
         get_nccl_options: Returns the options of a group.
         overwrite_nccl_comm_cfgs: Sets one option in a configuration.
-        create: Creates groups; default: the grid of the state creates them.
+        create: Creates groups. Default: the grid of the state creates them.
     """
 
     get_nccl_options: Callable[..., Any] = get_nccl_options
@@ -212,21 +212,22 @@ class Functions:
 def options_by_key(
     config: table.Configuration, functions: Functions | None = None
 ) -> dict[str, Any]:
-    """Return the options of groups by key, from the file of a configuration and its priorities.
+    """Return the options of groups by key, from a configuration's file and stream priorities.
 
-    Equal options are one object, so that groups with them can be shared. Options that the backend
-    of WORLD does not take are left out with a warning in the log. If a program has replaced
+    Equal options are one object, so that groups with them can be shared. If the backend of WORLD
+    does not take options, they are omitted with a warning in the log. If a program has replaced
     `get_nccl_options`, it is called for every key.
 
     Raises:
         OSError, YAMLError: The file cannot be read.
-        ConfigurationError: It has other content than group keys and NCCL options; or pyyaml, which
-            the extra `nccl-config` installs, is missing.
-        NotInitializedError: There are options, but no job, whose backend decides if they have an
-            effect.
+        ConfigurationError: The file has an unknown group key or NCCL option, or pyyaml is missing,
+            which the extra `nccl-config` installs.
+        NotInitializedError: There are options, but torch.distributed is not initialised, so the
+            backend is unknown.
     """
     functions = functions or Functions()
-    path, preferred = config.nccl_communicator_config_path, config.high_priority_stream_groups
+    path = config.nccl_communicator_config_path
+    preferred = config.high_priority_stream_groups
     content: NcclConfig = {} if path is None else _read(path)
     for key in as_ordered(preferred, "high_priority_stream_groups") if preferred else ():
         functions.overwrite_nccl_comm_cfgs(content, key, (_PRIORITY, True))
@@ -255,7 +256,7 @@ def _read(path: str) -> NcclConfig:
         raise ConfigurationError(
             f"{path} needs pyyaml; pip install 'hypercomm[nccl-config]'"
         ) from error
-    with Path(path).open("rb") as file:  # whose name is then in yaml's errors
+    with Path(path).open("rb") as file:  # yaml's errors have the name of the file
         content = yaml.safe_load(file)
     if not isinstance(content, dict):
         raise ConfigurationError(f"{path} must map groups to options, got {short_repr(content)}")
@@ -266,7 +267,7 @@ def _set_environment(pipeline_backend: str | None) -> None:
     """Set the environment variables of the backends.
 
     Raises:
-        ConfigurationError: UCC would have only one hardware queue.
+        ConfigurationError: CUDA_DEVICE_MAX_CONNECTIONS is 1, which does not work with UCC.
     """
     ucc = pipeline_backend == "ucc"
     if ucc and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
@@ -284,16 +285,18 @@ def _set_environment(pipeline_backend: str | None) -> None:
 class ParallelState(ModuleState):
     """One Megatron configuration: its grid, its groups, and the values of Megatron's globals.
 
-    A new one is empty. `create` returns one that needs no global state. Within a
-    `with parallel_state.use(state):` block Megatron's functions act on it.
+    A new state is empty. `create` returns an initialised state without changing the default one.
+    Within a `with parallel_state.use(state):` block, Megatron's functions act on `state`.
 
     Attributes:
-        configuration: The arguments that it was created from; None while it is empty.
-        grids: The "dense" grid, and its view "expert" of the expert layers; none in an empty state.
+        configuration: The arguments of `create`, or None in an empty state.
+        grids: The "dense" grid, and its view "expert" of the expert layers. Empty in an empty
+            state.
         answers_gtp: Whether data parallel getters return groups with GTP peers by default.
         values: The value of each global.
-        facts: The size and the calling rank's position of each group, by fact and by global, if it
-            is known without a call: of a process group of torch, or set by a caller.
+        facts: Cached size of each group and position of the calling rank in it, by fact and by
+            global. A group that is not torch's, such as a mock, has no cached facts unless a
+            caller has set them.
 
     Example:
         >>> from hypercomm.testing import fake_world
@@ -320,19 +323,19 @@ class ParallelState(ModuleState):
             group: Any = self.values.get(name)
             for fact, known in self.facts.items():
                 given = self.values.get(f"{override}_{fact}")
-                # The methods of a mock may return another value at each call.
+                # The methods of a mock may return another value in each call.
                 if given is None and issubclass(type(group), ProcessGroup):
                     given = group.size() if fact == SIZE else group.rank()
                 if given is not None:
                     known[name] = given
 
     def find(self, name: str, fact: str, get_group: Callable[[], ProcessGroup | None]) -> Any:
-        """Return the size of a group, or the calling rank's position, as Megatron finds it.
+        """Return the size of a group, or the calling rank's position in it, by Megatron's rules.
 
         Args:
-            name: The global that holds the group.
+            name: The global with the group.
             fact: `SIZE` or `RANK`.
-            get_group: Returns the group.
+            get_group: A function that returns the group.
         """
         given = self.values.get(f"{_GROUPS[name]}_{fact}")
         if given is not None:
@@ -347,15 +350,14 @@ class ParallelState(ModuleState):
         return group.size() if fact == SIZE else group.rank()
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
-        """Create all groups of a configuration; a failure leaves everything unchanged.
+        """Create all groups of a configuration. If the call fails, nothing is changed.
 
-        Takes the arguments of `parallel_state.initialize_model_parallel`, and raises the same
-        errors.
+        It has the arguments and errors of `parallel_state.initialize_model_parallel`.
         """
         self.begin(table.Configuration(*args, **kwargs), Functions())
 
     def begin(self, configuration: table.Configuration, functions: Functions) -> None:
-        """Create all groups of a configuration by some functions; errors as for `initialize`."""
+        """Create all groups of a configuration with some functions. See `initialize`."""
         names = (*table.ROWS, "_GLOBAL_MEMORY_BUFFER")
         layouts = self.check_new(names, "destroy_model_parallel", configuration.layouts)
         options = options_by_key(configuration, functions)
@@ -363,7 +365,7 @@ class ParallelState(ModuleState):
         wanted = list(table.rows(configuration, layouts, options, by_functions=by_functions))
         with contextlib.ExitStack() as undo:
             undo.callback(os.environ.update, dict(os.environ))
-            undo.callback(os.environ.clear)  # called before update
+            undo.callback(os.environ.clear)  # runs before the update
             _set_environment(configuration.pipeline_model_parallel_comm_backend)
             grid = undo.enter_context(HyperCommGrid(layouts.dense, name="megatron"))
             grid.register_view(EXPERT, layouts.expert.shape, layouts.expert.dim_names)
@@ -378,7 +380,8 @@ class ParallelState(ModuleState):
                     groups = _create(create, wanted, configuration)
                 self._own = [group for group in self.values[_LIST] or [] if group not in listed]
             undo.pop_all()
-        self.configuration, self.grid = configuration, grid
+        self.configuration = configuration
+        self.grid = grid
         self.strict = configuration.strict
         self.grids = {"dense": grid, "expert": grid.view(EXPERT)}
         self.answers_gtp = configuration.has_gtp or "gtp_remat" in configuration.changes
@@ -391,20 +394,21 @@ class ParallelState(ModuleState):
         current.keep(self)
 
     def _restore_list(self, listed: list[ProcessGroup | None] | None) -> None:
-        """Destroy the groups that were listed since, in reverse order."""
-        created, self.values[_LIST] = self.values[_LIST] or [], listed
+        """Restore an earlier list of groups, and destroy the later groups in reverse order."""
+        created = self.values[_LIST] or []
+        self.values[_LIST] = listed
         torchdist.destroy(group for group in reversed(created) if group not in (listed or [None]))
         torchdist.forget_non_members()
 
     def destroy(self) -> None:
-        """Destroy the groups that the state created, and empty it; may be called twice."""
+        """Destroy the groups that the state created, and empty it. A second call has no effect."""
         created = self._own
         super().destroy()
         torchdist.destroy(reversed(created))
         torchdist.forget_non_members()
 
     def list_groups(self, groups: Iterable[ProcessGroup | None]) -> None:
-        """Register groups whose timeout `update_pg_timeout` is to change."""
+        """Register groups for `update_pg_timeout`."""
         listed = self.values[_LIST]
         if listed is None:
             listed = self.values[_LIST] = [None]  # WORLD
@@ -412,13 +416,13 @@ class ParallelState(ModuleState):
             if group not in listed:
                 listed.append(group)
 
-    # ---- what getters read ----------------------------------------------------------------------
+    # ---- values for getters ---------------------------------------------------------------------
 
     def require(self, name: str, check_initialized: bool = True) -> Any:
         """Return the value of a global.
 
         Raises:
-            StateError: It is None, unless `check_initialized` is False.
+            StateError: The value is None, and `check_initialized` is True.
         """
         value = self.values.get(name)
         if value is None and check_initialized:
@@ -439,7 +443,7 @@ class ParallelState(ModuleState):
         elif row.option is not None and not row.otherwise:
             reason = f"the state was initialised without {row.option}"
         else:
-            reason = f"rank {dist.get_rank()} is in none of these groups"
+            reason = f"rank {dist.get_rank()} is not in any of these groups"
         return StateError(f"{words_of(name)} is not initialized: {reason}")
 
 
@@ -448,7 +452,7 @@ def _create(
     wanted: list[table.WantedGroup],
     config: table.Configuration,
 ) -> list[ProcessGroup | None]:
-    """Create all groups in one call, except that the one with SHARP is created on its own.
+    """Create all groups in one call, or in three calls around the group with SHARP.
 
     NCCL uses SHARP for the first communicator, which exists only after its first collective.
     """
@@ -479,7 +483,7 @@ def _create(
 def _values_of(
     wanted: list[table.WantedGroup], groups: list[ProcessGroup | None]
 ) -> dict[str, Any]:
-    """Return the values of the globals that hold the calling rank's groups, or their ranks."""
+    """Return the values of the globals with the calling rank's groups or their ranks."""
     held: dict[str, dict[Any, ProcessGroup | None]] = {}
     values: dict[str, Any] = {}
     for each, group in zip(wanted, groups, strict=True):

@@ -1,7 +1,7 @@
-"""The arguments of a model, and the table of its process groups.
+"""The arguments of a Megatron model, and the table of its process groups.
 
-A `Configuration` gives the layouts, and `rows` lists the groups of one model. Creating, listing,
-collecting and finding groups all read the table.
+A `Configuration` gives the layouts, and `rows` yields the groups of a model. All code that creates,
+lists, collects or finds groups reads the table.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RanksFunction = Callable[[list[int]], Sequence[int]]
 
 @attrs.frozen
 class Configuration:
-    """One Megatron configuration; `initialize_model_parallel` documents the arguments.
+    """A Megatron configuration. `initialize_model_parallel` documents the arguments.
 
     Example:
         >>> layouts = Configuration(2, expert_model_parallel_size=4).layouts(16)
@@ -90,7 +90,7 @@ class Configuration:
         return self.gtp_remat_size > 1 or self.expert_gtp_remat_size > 1
 
     def creates_gloo(self, grid: str) -> bool:
-        """Whether the "dense" or "expert" layers have gloo groups; with GTP there are none."""
+        """Return whether the "dense" or "expert" layers have gloo groups. With GTP they do not."""
         with_gtp = self.gtp_remat_size > 1 or (grid == "expert" and self.has_gtp)
         return bool(self.create_gloo_process_groups) and not with_gtp
 
@@ -104,11 +104,11 @@ class Configuration:
 
         Args:
             world_size: The number of ranks.
-            names: The names of sizes in error messages, if they are not those of the arguments.
+            names: The names of sizes in error messages. Default: the names of the arguments.
 
         Raises:
             LayoutError: A size is not a positive int, or the order cannot be read.
-            WorldSizeError: The sizes do not divide the world; names sizes that would.
+            WorldSizeError: The sizes do not divide the world.
             ConfigurationError, UnknownDimError: The order omits a dim, or names an unknown one.
             ConfigurationError: Two choices contradict each other.
         """
@@ -132,7 +132,8 @@ class Configuration:
         return layouts
 
     def _check_sharp(self) -> None:
-        group, instances = self.sharp_enabled_group, self.num_distributed_optimizer_instances
+        group = self.sharp_enabled_group
+        instances = self.num_distributed_optimizer_instances
         if group is None:
             return
         if not self.use_sharp:
@@ -150,23 +151,23 @@ _DEFAULTS = {field.name: field.default for field in attrs.fields(Configuration) 
 # ---- names --------------------------------------------------------------------------------------
 
 GLOO = "_GLOO"
-"""Suffix of the global that holds the gloo group of a data parallel group."""
+"""Suffix of the global with the gloo group of a data parallel group."""
 
 WITH_GTP = "_WITH_GTP_REMAT"
-"""Suffix of the global that holds a data parallel group including all GTP peers."""
+"""Suffix of the global with the data parallel group that includes all GTP peers."""
 
 Side = Literal["dense", "expert"]
 
-# ---- groups derived from those over some dims ---------------------------------------------------
+# ---- groups derived from the groups over dims ---------------------------------------------------
 
 
 def hierarchy(config: Configuration, groups: RankGroups, level: int) -> RankGroups:
-    """Return one level of hierarchical context parallelism, 0 the innermost."""
+    """Return the groups of one level of hierarchical context parallelism. Level 0 is innermost."""
     return groups.levels(config.hierarchical_context_parallel_sizes or ())[level]
 
 
 def hybrid(_: Configuration, groups: RankGroups, size: Any) -> RankGroups:
-    """Return groups of `size` neighbours; the last one of each dp-cp group may be smaller.
+    """Return groups of `size` neighbours. The last group within a dp-cp group may be smaller.
 
     Example:
         >>> hybrid(Configuration(), RankLayout("dp=6").groups("dp"), 4).to_lists()
@@ -179,17 +180,17 @@ def hybrid(_: Configuration, groups: RankGroups, size: Any) -> RankGroups:
 
 
 def embedding(config: Configuration, groups: RankGroups, _: Any) -> RankGroups:
-    """Return the ranks of each pipeline that hold word embeddings."""
+    """Return the ranks of each pipeline that have word embeddings."""
     return _picked(groups, config.get_embedding_ranks or default_embedding_ranks)
 
 
 def position_embedding(config: Configuration, groups: RankGroups, _: Any) -> RankGroups:
-    """Return the ranks of each pipeline that hold position embeddings."""
+    """Return the ranks of each pipeline that have position embeddings."""
     return _picked(groups, config.get_position_embedding_ranks or default_position_embedding_ranks)
 
 
 def default_embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
-    """Return the ranks of a pipeline that hold word embeddings: its first and last stage.
+    """Return the ranks of a pipeline that have word embeddings: its first and last stage.
 
     Example:
         >>> default_embedding_ranks([0, 4, 8]), default_embedding_ranks([3])
@@ -199,7 +200,7 @@ def default_embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
 
 
 def default_position_embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
-    """Return the ranks of a pipeline that hold position embeddings: its first stage.
+    """Return the rank of a pipeline that has position embeddings: its first stage.
 
     Example:
         >>> default_position_embedding_ranks([0, 4, 8])
@@ -211,7 +212,7 @@ def default_position_embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
 def _picked(groups: RankGroups, function: Callable[[list[int]], Sequence[int]]) -> RankGroups:
     picked = groups.pick(lambda ranks: function(list(ranks)))
     if function not in (default_embedding_ranks, default_position_embedding_ranks):
-        picked.to_array()  # an error of one pipeline must be raised on all ranks
+        picked.to_array()  # reads all pipelines, so that all ranks raise the same error
     return picked
 
 
@@ -221,7 +222,7 @@ def one_instance(config: Configuration, groups: RankGroups, _: Any) -> RankGroup
 
 
 def across_instances(config: Configuration, groups: RankGroups, _: Any) -> RankGroups:
-    """Return groups of the ranks with equal positions in all optimizer instances."""
+    """Return groups of the ranks with equal positions in different optimizer instances."""
     return _by_instance(config, groups)[1]
 
 
@@ -246,7 +247,7 @@ def _by_instance(config: Configuration, groups: RankGroups) -> tuple[RankGroups,
 
 
 def hybrid_sizes(_: Configuration, replicas: int) -> list[int]:
-    """List the group sizes of hybrid context parallelism: powers of 2 from 2 on.
+    """Return the group sizes of hybrid context parallelism: powers of 2 from 2 on.
 
     >>> hybrid_sizes(Configuration(), 16)
     [2, 4, 8]
@@ -259,7 +260,7 @@ def hybrid_sizes(_: Configuration, replicas: int) -> list[int]:
 
 
 def dynamic_sizes(config: Configuration, replicas: int) -> list[int]:
-    """List the group sizes of dynamic context parallelism: powers of 2 from the smallest one on.
+    """Return the group sizes of dynamic context parallelism: powers of 2 from the smallest on.
 
     >>> dynamic_sizes(Configuration(min_dynamic_context_parallel_size=2), 16)
     [2, 4, 8]
@@ -281,21 +282,23 @@ class Row:
     """One of Megatron's groups.
 
     Attributes:
-        grid: The layers that it belongs to.
+        grid: The layers of the group, "dense" or "expert".
         dims: The dims that the group spans.
         key: The key in an NCCL configuration.
         field: The field of a `ProcessGroupCollection`.
-        name: The global that holds the calling rank's group.
-        ranks: The global that holds the ranks of the group.
-        gloo: Whether there is a gloo group too; its global has the suffix `GLOO`.
-        parts: Lists the positions or sizes of the groups of a row of several; takes the size of a
-            group over `dims`.
-        derive: Derives the groups of one part from those over `dims`; default: these.
+        name: The global with the calling rank's group.
+        ranks: The global with the ranks of the group.
+        gloo: Whether there is also a gloo group. Its global has the suffix `GLOO`.
+        parts: For a row of several groups, a function that returns their positions or sizes, from
+            the size of a group over `dims`.
+        derive: A function that derives the groups of one part from the groups over `dims`. Default:
+            the groups over `dims`.
         gtp: Whether the group exists because of GTP.
-        otherwise: Globals whose group is used if there is none: the first that was created.
-        option: The argument that enables these groups; by its default there are none.
-        overlaps: Whether the group exists so that its traffic overlaps that of another.
-        part: Prefix of the position or size of one group, for a row of several groups.
+        otherwise: The globals whose group is used if this group was not created. The first one that
+            was created is used.
+        option: The argument that enables the group, which is not created by default.
+        overlaps: Whether the group exists to overlap its traffic with the traffic of another group.
+        part: For a row of several groups, the prefix of the position or size in their names.
     """
 
     grid: Side
@@ -314,35 +317,46 @@ class Row:
     part: str | None = None
 
     def name_in_grid(self, dims: Sequence[str], part: object = None) -> str | None:
-        """Return the name of the group over `dims` in a grid; None for a group without a name."""
+        """Return the name of the group over `dims` in a grid, or None if it needs no name."""
         if dims and self.derive is None and not self.overlaps and part is None:
             return None
         own = self.field or self.key
         return own if part is None else self.numbered(own, part)
 
     def numbered(self, name: str, part: object) -> str:
-        """Return the name of one of several groups of a row."""
+        """Return the name of one of the groups of a row of several."""
         return f"{name}_{self.part}{part}"
 
 
-_dense, _expert = partial(Row, "dense"), partial(Row, "expert")
-DP, DP_CP = "_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_CP"
-DP_CP_AG, EXPERT_DP = f"{DP_CP}_AG", "_EXPERT_DATA_PARALLEL_GROUP"
-INTRA_DP_CP, INTRA_EXPERT_DP = f"_INTRA_PARTIAL{DP_CP}", f"_INTRA_PARTIAL{EXPERT_DP}"
+_dense = partial(Row, "dense")
+_expert = partial(Row, "expert")
+DP = "_DATA_PARALLEL_GROUP"
+DP_CP = "_DATA_PARALLEL_GROUP_WITH_CP"
+DP_CP_AG = f"{DP_CP}_AG"
+EXPERT_DP = "_EXPERT_DATA_PARALLEL_GROUP"
+INTRA_DP_CP = f"_INTRA_PARTIAL{DP_CP}"
+INTRA_EXPERT_DP = f"_INTRA_PARTIAL{EXPERT_DP}"
 INTER_INSTANCES = "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"
-TP, EXPERT_TP = "_TENSOR_MODEL_PARALLEL_GROUP", "_EXPERT_TENSOR_PARALLEL_GROUP"
-CP, PP = "_CONTEXT_PARALLEL_GROUP", "_PIPELINE_MODEL_PARALLEL_GROUP"
-MP, EP = "_MODEL_PARALLEL_GROUP", "_EXPERT_MODEL_PARALLEL_GROUP"
-TP_CP, TP_EP = "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"
-GTP_GROUP, EXPERT_GTP_GROUP = "_GTP_WEIGHT_REMAT_GROUP", "_EXPERT_GTP_WEIGHT_REMAT_GROUP"
+TP = "_TENSOR_MODEL_PARALLEL_GROUP"
+EXPERT_TP = "_EXPERT_TENSOR_PARALLEL_GROUP"
+CP = "_CONTEXT_PARALLEL_GROUP"
+PP = "_PIPELINE_MODEL_PARALLEL_GROUP"
+MP = "_MODEL_PARALLEL_GROUP"
+EP = "_EXPERT_MODEL_PARALLEL_GROUP"
+TP_CP = "_TENSOR_AND_CONTEXT_PARALLEL_GROUP"
+TP_EP = "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"
+GTP_GROUP = "_GTP_WEIGHT_REMAT_GROUP"
+EXPERT_GTP_GROUP = "_EXPERT_GTP_WEIGHT_REMAT_GROUP"
 EXPERT_MP = "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"
-HIERARCHY, DYNAMIC = "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", "_DYNAMIC_DP_CP_GROUPS"
-HYBRID, ONE_INSTANCE = "_HYBRID_DP_CP_GROUPS", "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP"
+HIERARCHY = "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS"
+DYNAMIC = "_DYNAMIC_DP_CP_GROUPS"
+HYBRID = "_HYBRID_DP_CP_GROUPS"
+ONE_INSTANCE = "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP"
 _INSTANCES = "num_distributed_optimizer_instances"
 
 
 # Columns: dims, NCCL key, field of a collection, global of the group, global of its ranks. The rows
-# are in the order of creation. dp-cp is first, because the first communicator can use SHARP.
+# are in the order of creation. dp-cp is first, because only the first communicator can use SHARP.
 # fmt: off
 TABLE = (
     _dense("dp-cp", "dp_cp", "dp_cp", DP_CP, "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP", gloo=True),
@@ -399,15 +413,15 @@ TABLE = (
 # fmt: on
 
 ROWS = {row.name: row for row in TABLE} | {row.name + GLOO: row for row in TABLE if row.gloo}
-"""The row of each global that holds a group."""
+"""The row of each global with a group."""
 
 EXPERT_ALL_GATHER = _expert(
     "dp", "ep_dp", "expt_dp_ag", f"{EXPERT_DP}_AG", option="create_all_gather_group", overlaps=True
 )
-"""The expert group of `create_all_gather_groups`, which no global holds."""
+"""The expert group of `create_all_gather_groups`, which has no global."""
 
 NCCL_KEYS = tuple(dict.fromkeys(row.key for row in TABLE))
-"""The keys that an NCCL configuration may have."""
+"""The keys of an NCCL configuration."""
 
 FIELD_ROWS = {row.field: row for row in (*TABLE, EXPERT_ALL_GATHER) if row.field is not None}
 """The row of each field of a collection."""
@@ -418,16 +432,16 @@ FIELDS = {field: row.name for field, row in FIELD_ROWS.items()}
 # ---- Megatron's dims in any layout --------------------------------------------------------------
 
 _REPLICAS = {"dense": "ep", "expert": "cp"}
-"""The dim that only the other layers are divided along, so that these are replicated along it."""
+"""The dim along which these layers are replicated, because only the other layers are cut."""
 
 
 def own_dims(layout: RankLayout, dims: str, grid: Side) -> tuple[str, ...]:
     """Return the dims of a layout that correspond to some of Megatron's, in the layout's order.
 
-    A dim that the layout lacks has size 1 and is left out.
+    Dims that the layout does not have are omitted.
 
     Args:
-        layout: That of a grid, or of its view "expert".
+        layout: The layout of a grid, or of its view "expert".
         dims: Megatron's dims, as in "tp-ep-pp".
         grid: The layers of Megatron's dims. In "expert", tp, dp and gtp_remat may be called
             expt_tp, expt_dp and expt_gtp_remat.
@@ -445,20 +459,21 @@ def own_dims(layout: RankLayout, dims: str, grid: Side) -> tuple[str, ...]:
 
 
 def _megatron_dims(layout: RankLayout, grid: str) -> dict[str, str]:
-    """Return the dim of Megatron's that each dim of a layout corresponds to."""
-    names, found = layout.dim_names, {}
+    """Return Megatron's dim for each dim of a layout."""
+    names = layout.dim_names
+    found = {}
     for name, size in zip(names, layout.shape, strict=True):
         if grid == "dense":
             called = name
         elif f"expt_{name}" in names:
-            continue  # that one is the dim of the experts
+            continue  # experts have the dim with the prefix
         else:
             called = name.removeprefix("expt_")
         found[name] = "dp" if name == _REPLICAS[grid] and size > 1 else called
     return found
 
 
-# ---- the one exit -------------------------------------------------------------------------------
+# ---- the groups of a model ----------------------------------------------------------------------
 
 
 @attrs.frozen(eq=False)
@@ -467,8 +482,8 @@ class WantedGroup:
 
     Attributes:
         row: The row.
-        part: The position or size of one of several groups; None for a row of one group.
-        name: The global that holds the group, or the list or dict that it is in.
+        part: The position or size of the group in a row of several, or None in a row of one group.
+        name: The global with the group, or with the list or dict that it is in.
         request: The arguments of `create_pg`.
     """
 
@@ -479,13 +494,13 @@ class WantedGroup:
 
     @property
     def description(self) -> str:
-        """The name that Megatron gives the process group."""
+        """Megatron's description of the process group."""
         name = self.name.lstrip("_").replace("GROUPS", "GROUP")
         return name if self.part is None else self.row.numbered(name, self.part)
 
 
 _ALWAYS_MADE = f"{EXPERT_MP}_WITH_EGTP"
-"""The group with a dim of GTP that Megatron also creates without GTP, from 0.19 on."""
+"""The group over a GTP dim that Megatron creates even without GTP, from 0.19 on."""
 
 
 def rows(
@@ -500,13 +515,13 @@ def rows(
     """Yield each group of a model with the request that creates it, in Megatron's order.
 
     Args:
-        config: The user's choices.
+        config: The configuration.
         layouts: The layouts of the dense and the expert layers.
-        options: The backend options of NCCL keys.
-        view: The view of the expert layers; None: they are laid out as the dense ones.
+        options: The backend options by NCCL key.
+        view: The view of the expert layers, or None if the dense layers have the same layout.
         table: The rows.
-        by_functions: Whether functions of the program create the groups: they are called for a
-            group that another one serves here, too.
+        by_functions: Whether functions of the program create the groups. They are also called for a
+            group that a grid would replace by an equal one.
 
     Example:
         >>> config = Configuration(tensor_model_parallel_size=2)
@@ -514,22 +529,24 @@ def rows(
         >>> wanted[0].name, wanted[0].request.dims
         ('_DATA_PARALLEL_GROUP_WITH_CP', ('cp', 'dp'))
     """
-    extra, layout_of = _options(config, options), layouts._asdict()
+    extra = _options(config, options)
+    layout_of = layouts._asdict()
     chosen = {name for name, value in _DEFAULTS.items() if getattr(config, name) != value}
     has_gloo = {side: config.creates_gloo(side) for side in layout_of}
     named = {side: _megatron_dims(layout, side) for side, layout in layout_of.items()}
     sizes = {side: layout.sizes for side, layout in layout_of.items()}
     for row in table:
-        layout, own = layout_of[row.grid], named[row.grid]
+        layout = layout_of[row.grid]
+        own = named[row.grid]
         is_cut = row.derive is whole_instance and _INSTANCES in chosen
         asked = ("dp" if is_cut else row.dims).split("-")
         dims = tuple(compress(own, map(asked.__contains__, own.values())))
-        if row.gtp and GTP not in own.values():  # before 0.19, there are no groups of one peer
+        if row.gtp and GTP not in own.values():  # before 0.19, one peer has no group
             is_made = row.dims == GTP or (by_functions and row.name == _ALWAYS_MADE)
             is_needed = is_made and "gtp_remat" in config.changes
         elif row.option is not None and row.dims != GTP:
             is_needed = row.option in chosen
-        else:  # no caller needs a group of one rank without a field
+        else:  # a group of one rank is needed only for a field of a collection
             is_needed = bool(dims) or row.field is not None
         if not is_needed:
             continue
@@ -538,7 +555,7 @@ def rows(
         if view is not None and row.grid == "expert":
             common["view"] = view
         size = math.prod(map(sizes[row.grid].__getitem__, dims))
-        # A group of one rank has no traffic that a second group could overlap with.
+        # A group of one rank has no traffic to overlap.
         if size == 1 or (config.share == "identical" and not row.overlaps):
             common["share"] = "identical"
         for part in row.parts(config, size) if row.parts else (None,):
@@ -556,27 +573,32 @@ def rows(
 def _options(config: Configuration, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the arguments that choose the backend and its options, by NCCL key."""
     extra: dict[str, dict[str, Any]] = {key: {"pg_options": own} for key, own in options.items()}
-    if (backend := config.pipeline_model_parallel_comm_backend) is not None:
-        extra["pp"] = {"backend": backend} | ({} if backend == "ucc" else extra.get("pp", {}))
+    backend = config.pipeline_model_parallel_comm_backend
+    if backend == "ucc":
+        extra["pp"] = {"backend": backend}
+    elif backend is not None:
+        extra.setdefault("pp", {})["backend"] = backend
     return extra
 
 
 def values_of(
     held: Mapping[str, Mapping[Any, Any]], table: Iterable[Row] = TABLE
 ) -> dict[str, Any]:
-    """Return what each global of the table holds: a group, a list of levels, or a dict by size.
+    """Return the value of each global of the table: a group, a list of levels, or a dict by size.
 
     Args:
-        held: For each global the groups that were created for it, by part; those that hold the
-            calling rank in rows of several parts.
+        held: The groups that were created for each global, by part. In rows of several groups, only
+            the groups of the calling rank.
         table: The rows.
     """
     values: dict[str, Any] = {}
     for row in table:
         for suffix in ("", GLOO) if row.gloo else ("",):
-            name, groups = row.name + suffix, held.get(row.name + suffix)
+            name = row.name + suffix
+            groups = held.get(name)
             if groups is None and row.otherwise:
-                first, last = row.otherwise[0] + suffix, row.otherwise[-1] + suffix
+                first = row.otherwise[0] + suffix
+                last = row.otherwise[-1] + suffix
                 other = first if first in held else last
                 if other in values:
                     values[name] = values[other]
@@ -590,13 +612,13 @@ def values_of(
 def _derive(
     row: Row, config: Configuration, is_alone: bool, part: Any, groups: RankGroups
 ) -> RankGroups:
-    """Derive the groups of a row from those over its dims, for any sizes of these.
+    """Derive the groups of a row from the groups over its dims.
 
     Args:
         row: The row.
-        config: The configuration that the row's function reads.
-        is_alone: Whether the layout has none of the row's dims, so that each rank is alone.
-        part: The position or size of one of several groups; None for a row of one group.
+        config: The configuration.
+        is_alone: Whether the layout has none of the row's dims, so that each rank is a group.
+        part: The position or size of the group in a row of several, or None in a row of one group.
         groups: The groups over the dims.
     """
     groups = groups.chunks(1) if is_alone else groups

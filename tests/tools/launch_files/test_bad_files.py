@@ -171,7 +171,7 @@ def test_two_values_of_one_size(tmp_path):
     [
         (
             f"{RUN} 3",
-            "tp=3,pp=1,cp=1,dp=-1 needs a multiple of 3 ranks, for example 6 and 9; the world",
+            "tp=3,pp=1,cp=1,dp=-1 needs a multiple of 3 ranks, for example 6 or 9; the world has 8",
         ),
         (f"{RUN} 3", "; tp=2 would fit"),
         (f"{RUN} 2 --context-parallel-size 3", "; cp=2 would fit"),
@@ -185,7 +185,8 @@ def test_two_values_of_one_size(tmp_path):
         (f"{RUN} 8 --expert-model-parallel-size 8", "; expt_tp=8 taken from tp; "),
         (
             "torchrun --nproc-per-node 8 -m torchtitan.x --parallelism.expert_parallel_degree 3",
-            "dp_shard * cp * tp = 8 (tp=1,cp=1,dp_shard=8,dp_replicate=1,pp=1); dp_shard=8 is what",
+            "dp_shard * cp * tp = 8 (tp=1,cp=1,dp_shard=8,dp_replicate=1,pp=1); dp_shard=8 is "
+            "inferred",
         ),
         ("num_processes: 8\nparallelism_config:\n  tp_size: 3\n", "needs 3 ranks; the world has 8"),
         ("sglang serve m --tp 16 --dp 3 --enable-dp-attention", "attn_tp=-1,attn_dp=3"),
@@ -224,7 +225,7 @@ def test_number_of_ranks():
             "zero_hpz_partition_size=8 is ignored: it needs ZeRO stage 3",
         ),
         ("vllm serve m -tp 2 -pp 2 --enable-expert-parallel", "the experts have no layout here"),
-        ("vllm serve m -tp 2 -cp 2", "cp=2 is not a size of vllm layouts; cp=1 would fit"),
+        ("vllm serve m -tp 2 -cp 2", "vllm layouts do not have cp=2; cp=1 would fit"),
     ],
 )
 def test_ignored_options(text, problem):

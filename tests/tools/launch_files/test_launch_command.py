@@ -55,7 +55,7 @@ def test_problems_are_printed(tmp_path, in_process):
     assert "problem: training: the number of ranks is not given" in done.stdout
     done = in_process("plan", str(file), "--world-size", "8")
     assert done.returncode == 1
-    assert "for example 6 and 9; the world has 8; tp=2 would fit" in done.stdout
+    assert "for example 6 or 9; the world has 8; tp=2 would fit" in done.stdout
     done = in_process("draw", str(file), "--world-size", "6")
     assert done.returncode == 0
     assert "tp=3,cp=1,dp=2,pp=1  6 ranks" in done.stdout
