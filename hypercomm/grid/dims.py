@@ -126,7 +126,9 @@ class GridDims:
         return self.rank == len(self.ranks) - 1
 
     def next(self, *, periodic: bool = False) -> int | None:
-        """Return the next rank of the group as a global rank, or None at the last rank.
+        """Return the global rank of the next member, or None on the last one.
+
+        It is the `dst=` of `torch.distributed.send`; see `is_last`.
 
         Args:
             periodic: Whether the first rank follows the last one, as in a ring.
@@ -134,7 +136,7 @@ class GridDims:
         return self._neighbour(1, periodic)
 
     def prev(self, *, periodic: bool = False) -> int | None:
-        """Return the previous rank of the group as a global rank, or None at the first rank.
+        """Return the global rank of the previous member, or None on the first one.
 
         Args:
             periodic: Whether the last rank precedes the first one, as in a ring.
@@ -163,7 +165,7 @@ class GridDims:
     def group(self) -> ProcessGroup:
         """The calling rank's process group. The first use creates it.
 
-        All ranks of the grid must make the first use together.
+        The first use needs the same ranks as `HyperCommGrid.create_pg`.
 
         Raises:
             NotInitializedError: torch.distributed is not initialised, or was destroyed.
@@ -314,9 +316,9 @@ class PipelineEdges:
     def create(self) -> None:
         """Create all edges that do not exist, each by its two ranks.
 
-        Every rank of the grid must call this. Call it before `connect`, `verify` or `reshape`,
-        which compare the groups of all ranks, unless each rank has used all of its edges. May raise
-        the errors of `create_pg`.
+        Call this on every rank of the grid, before `connect`, `verify` or `reshape`, which compare
+        the groups of all ranks. Edges are created one by one, so a failure leaves the earlier ones.
+        Raises the errors of `create_pg`.
         """
         self._create(self._kinds())
 

@@ -84,8 +84,8 @@ class HyperCommGrid(GridView):
         world_size: Number of ranks of the job; default: the world size of torch.distributed, else
             of the launcher's environment, such as WORLD_SIZE.
         lazy_init: True connects each pair of ranks of a gloo or NCCL group at their first message,
-            so that the creation waits for no rank. False connects them at the creation. Default:
-            the environment's TORCH_GLOO_LAZY_INIT for gloo, torch's default for NCCL.
+            False at the creation. The creation waits for all members in both cases. Default: the
+            environment's TORCH_GLOO_LAZY_INIT for gloo, torch's default for NCCL.
         verify: True compares each creation, and its position in the sequence of creations, on all
             ranks, at the cost of one store operation. Default: the environment's HYPERCOMM_VERIFY.
         enable_reconfigure: True creates groups that stay when `reshape(ranks=)` gives the grid
@@ -198,7 +198,8 @@ class HyperCommGrid(GridView):
 
         `create_pg`, `get_pg` and the other methods take its dims with `view=name`; `view(name)`
         returns an object with all of these methods. Every rank of the grid must register the same
-        views, which are compared when groups are first created in them.
+        views. They are compared when groups are created in them: if two ranks of a group differ,
+        its members raise PlanMismatchError.
 
         Args:
             name: The name of the view.
@@ -271,7 +272,10 @@ class HyperCommGrid(GridView):
     ) -> ProcessGroup | None:
         """Create the process groups over some dims, and return the calling rank's.
 
-        Every rank of the grid must call this, in the same order; ranks outside may.
+        Call this on every rank of the grid, in the same order: that is right with every strategy.
+        With "local" and without `verify`, the members of a group are enough, in any order in which
+        ranks do not wait for each other in a circle. With "split" and "enumerate", every rank of
+        the world must call this.
 
         Args:
             dims: One name, or several in any order: "dp+cp", ["dp", "cp"], or as further arguments.
@@ -389,9 +393,10 @@ class HyperCommGrid(GridView):
     ) -> None:
         """Destroy one process group that the grid created.
 
-        Every rank of the grid must call this, in the same order relative to creations of the same
-        key, which may be created again. A process group that other keys share is destroyed with
-        the last of them. A group that the grid does not own is not destroyed.
+        The members of the group must call this, in the same order relative to creations of the
+        same key, which may be created again. `verify`, `connect` and `reshape` compare the groups
+        of all ranks afterwards. A process group that other keys share is destroyed with the last
+        of them. A group that the grid does not own is not destroyed.
 
         Raises:
             GroupMissingError: It was not created (a KeyError).
@@ -503,10 +508,10 @@ class HyperCommGrid(GridView):
     ) -> Reshaped:
         """Change the layout of a grid in a running job; keys that exist get new groups.
 
-        Every rank of the grid must call this, and with creation "split" or "enumerate" every rank
-        of the world. Process groups whose ranks and options match a key of the new layout are
-        kept, missing ones are created, and then the other ones are destroyed, so a failure leaves
-        the grid as it was. Keys over dims that no longer exist are destroyed.
+        Every rank of the grid must call this. With creation "split" or "enumerate", the grid must
+        have all ranks of the world. Process groups whose ranks and options match a key of the new
+        layout are kept, missing ones are created, and then the other ones are destroyed, so a
+        failure leaves the grid as it was. Keys over dims that no longer exist are destroyed.
 
         With `ranks` the grid continues with these ranks of WORLD, which may be the survivors of a
         loss, or more ranks than before. Only these ranks call this. A spare rank may call it too,
@@ -688,6 +693,7 @@ class HyperCommGrid(GridView):
     def destroy(self) -> None:
         """Destroy the groups that the grid created, the last one first.
 
+        Each rank calls this after its last collective; the call waits for no other rank.
         Groups that the grid did not create stay, WORLD included. Afterwards the grid still
         answers questions about ranks, but has no groups and creates none. A second call does
         nothing.
@@ -716,8 +722,9 @@ class HyperCommGrid(GridView):
     def verify(self, timeout: timedelta | None = None) -> None:
         """Check that all ranks of the grid have the same process groups.
 
-        Every rank of the grid must call this, and waits for all others. A rank performs about five
-        store operations, whatever the number of groups.
+        Every rank of the grid must call this, and waits for all others. Groups are compared in
+        sorted order, so ranks may have created them in different orders. A rank performs about
+        five store operations, whatever the number of groups.
 
         Args:
             timeout: How long to wait; default: the timeout of WORLD.

@@ -428,7 +428,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
     ) -> dict[str, list[ProcessGroup | None]]:
         """Create process groups of several grids, all or none.
 
-        Every rank of the job must call this with the same requests. Grids are processed in the
+        Every rank of these grids must call this with the same requests. Grids are processed in the
         order of the set, whatever the order of `requests`, and the groups of each grid are created
         in the order given. The ranks of these grids agree once, at the end. If one rank fails, all
         destroy the groups that the call has created, and all raise. They may then retry.

@@ -425,7 +425,8 @@ class GridView:
         """Create several process groups in one call, in the order given: all of them or none.
 
         Every rank of the grid must call this with the same list; ranks outside may call it. The
-        lists are compared before anything is created. If the creation of one group fails, all
+        strategies "split" and "enumerate" need a grid with all ranks of the world. The lists are
+        compared before anything is created. If the creation of one group fails, all
         ranks of the grid destroy the groups that the call has created.
 
         Args:
@@ -547,7 +548,7 @@ class GridView:
     ) -> DeviceMesh:
         """Return a torch DeviceMesh over the grid's process groups; missing groups are created.
 
-        All ranks of the grid must call this if a group is missing.
+        If a group is missing, the ranks that `HyperCommGrid.create_pg` needs must call this.
 
         The LAST dim of a DeviceMesh varies fastest, and the FIRST dim of a grid, so the grid
         tp=2,dp=4 is the mesh (dp, tp). FSDP2, DTensor and `parallelize_module` take the mesh. The
@@ -607,9 +608,9 @@ class GridView:
         NCCL, and gloo with `lazy_init`, connect the members of a group at its first collective,
         which then hangs if a rank is missing. Every rank of the grid must call this while no
         communication is pending in the groups; ranks outside need not. First the ranks wait for
-        each other and compare their groups. Then the members of each group all-reduce one element,
-        and neighbours in a pipeline exchange one element, including the last stage and the first.
-        A group that keys share is connected once.
+        each other and compare their groups, in sorted order. Then the members of each group
+        all-reduce one element, and neighbours in a pipeline exchange one element, including the
+        last stage and the first. A group that keys share is connected once.
 
         If ranks are missing at the start, nothing has been communicated, and all ranks may call
         this again. After a timeout in a group, that group is broken, because torch cannot undo a

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import json
 import re
+import shutil
 
 import attrs
 import page_runner as runner
@@ -80,6 +81,25 @@ def test_links_for_readers_of_the_files():
             assert (path.parent / link).is_file(), (name, link)
     assert included > 8
     assert ".raw { display: none }" in (DOCS / "pictures" / "site.css").read_text()
+
+
+# With another copy of hypercomm installed, the tables and the tests use the checkout ...
+@pytest.mark.full
+def test_tests_and_tables_use_the_checkout(tmp_path):
+    shutil.copytree(ROOT / "hypercomm", tmp_path / "hypercomm")
+    program = f"import runpy; runpy.run_path({str(DOCS / 'tables.py')!r}); import hypercomm as h"
+    done = run_python("-c", f"{program}; print(h.__file__)", PYTHONPATH=str(tmp_path))
+    assert done.stdout.startswith(str(ROOT)), done.stderr
+    test = ROOT / "tests" / "layout" / "test_views.py"
+    words = "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", test
+    done = run_python(*words, folder=tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    # ... and where pytest cannot, it stops and names both.
+    words = *words, "-o", f"pythonpath={ROOT / 'tests'}"
+    done = run_python(*words, folder=tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 4
+    assert f"hypercomm is imported from {tmp_path}" in done.stderr
+    assert "run pip install -e '.[cli,test]' there" in done.stderr
 
 
 # Pictures are up to date: run `python docs/drawings.py --write`.
