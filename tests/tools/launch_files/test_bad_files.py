@@ -184,7 +184,7 @@ def test_two_values(tmp_path):
         (f"{RUN} 8 --expert-model-parallel-size 8", "; expt_tp=8 taken from tp; "),
         (
             "torchrun --nproc-per-node 8 -m torchtitan.x --parallelism.expert_parallel_degree 3",
-            "dp_shard * cp * tp = 8 (tp=1,cp=1,dp_shard=8,dp_replicate=1,pp=1); dp_shard=8 is inferred",
+            "dp_shard * cp * tp = 8 (tp=1,cp=1,dp_shard=8,dp_replicate=1,pp=1); dp_shard=8 is",
         ),
         ("num_processes: 8\nparallelism_config:\n  tp_size: 3\n", "needs 3 ranks; the world has 8"),
         ("sglang serve m --tp 16 --dp 3 --enable-dp-attention", "attn_tp=-1,attn_dp=3"),
