@@ -258,7 +258,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if state.lender is not None:
                 raise LaunchError(
                     "a grid with share_with= cannot be sent to ranks, which do not have the other "
-                    "grid; create it in the function"
+                    "grid"
                 )
             options = attrs.asdict(state.options)
             views = [(name, view.layout, view.shared_dims) for name, view in state.views.items()]

@@ -269,7 +269,7 @@ def test_grid_keeps_its_arguments_on_ranks():
 
     on_ranks.run_body(body, {"travelled": grid}, 2)
     borrowing = HyperCommGrid("tp=2", share_with=grid, world_size=2)
-    with pytest.raises(LaunchError, match="the grid has share_with="):
+    with pytest.raises(LaunchError, match="a grid with share_with="):
         on_ranks.run_body(body, {"travelled": borrowing}, 2)
 
 

@@ -242,8 +242,8 @@ def test_rank_in_both_layouts():
     shards = {"a": {"tp": 0}, "b": {}}
     near = {"a": room[1:5], "b": torch.zeros(3)}
     for message, state, into in (
-        ("into['a'] overlaps state['a'] in memory, which is being", {**mine, "a": room[:2]}, near),
-        ("into['a'] overlaps state['a'] in memory, which is being", {**mine, "a": room[3:5]}, near),
+        ("into['a'] overlaps state['a'] in memory, which is sent", {**mine, "a": room[:2]}, near),
+        ("into['a'] overlaps state['a'] in memory, which is sent", {**mine, "a": room[3:5]}, near),
         ("rank 0 has 'b' in state, but no rank has it in into", mine, {"a": torch.zeros(4)}),
         (
             "'b' has shape (3,) in state, of which rank 0 has (3,) (whole), and (4,) in into",
