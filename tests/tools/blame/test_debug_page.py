@@ -56,7 +56,7 @@ def main():
         dist.barrier()
         if rank == 0:
             store.set("watched", "1")
-    while not store.check(["read"]):  # wait() would block the other thread's use of the store
+        while not store.check(["read"]):  # wait() would block the other thread's use of the store
             time.sleep(0.05)
     dist.barrier()
     if rank == 0:
