@@ -112,7 +112,7 @@ def test_a_torch_that_is_too_old():
     older = "2.9.1"
     said = (
         f"torch {older} is installed, and hypercomm needs 2.10 or newer: pip install "
-        "'torch>=2.10'; hypercomm.layout, and hypercomm.RankLayout, need none"
+        "'torch>=2.10'; hypercomm.layout and hypercomm.RankLayout work without torch"
     )
     # The library is loaded again: its first import reads the version.
     begin = (
