@@ -24,8 +24,7 @@ from hypercomm.process_groups.agreement.driver import Result, Round, agree, limi
 from hypercomm.process_groups.agreement.protocol import as_entry
 from hypercomm.process_groups.agreement.scope import Scope
 from hypercomm.process_groups.spec import BoundRequest, GroupKey, GroupSpec
-from hypercomm.process_groups.strategies import connects, discard
-from hypercomm.process_groups.strategies import create as create_group
+from hypercomm.process_groups.strategies import connects, create_group, discard
 from hypercomm.process_groups.table import LIVE, Communicator, Entry, GroupTable, enter, reserved
 
 

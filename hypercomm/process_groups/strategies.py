@@ -291,7 +291,7 @@ class Strategy(NamedTuple):
         why_not: Takes a backend, groups and `lazy_init`. Returns the reason why the strategy
             cannot create the groups, or None if it can.
         cost: The calls that it needs, for explanations.
-        create: Creates a group. Takes the arguments of `create` below.
+        create: Creates a group. Takes the arguments of `create_group`.
     """
 
     why_not: Callable[[str, RankGroups, bool | None], str | None]
@@ -340,7 +340,7 @@ def _connects(spec: GroupSpec) -> bool:
     )
 
 
-def create(
+def create_group(
     spec: GroupSpec, name: str, current: Round, former: ProcessGroup | None = None
 ) -> ProcessGroup | None:
     """Create the group of the calling rank. If that fails, nothing of it remains in torch.
