@@ -1,1 +1,1 @@
-"""The first floor: creating and destroying torch process groups."""
+"""The process groups of grids: what to create, agreement between ranks, and calls of torch."""

@@ -3,10 +3,10 @@
     spec = table.resolve(request)                   values only: groups, options, strategy
     scope = table.scope_of(spec)                    the ranks that must agree
     with reserved([(table, spec)]) as entries:      released if anything below fails
-        Creation(...).run()                         agree, ask torch, and enter the groups
+        Creation(...).run()                         agree, create the groups, make entries live
 
-Entries are registered once all ranks agree, so that a call which fails on one rank fails on all of
-them, and leaves what there was.
+Entries become live once all ranks have agreed. A call that fails on one rank fails on all of them,
+and changes nothing.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from hypercomm.process_groups.agreement.driver import Result, Round, agree, limi
 from hypercomm.process_groups.agreement.protocol import as_entry
 from hypercomm.process_groups.agreement.scope import Scope
 from hypercomm.process_groups.spec import BoundRequest, GroupKey, GroupSpec
-from hypercomm.process_groups.strategies import connects, discard
-from hypercomm.process_groups.strategies import create as create_group
+from hypercomm.process_groups.strategies import connects, create_group, discard
 from hypercomm.process_groups.table import LIVE, Communicator, Entry, GroupTable, enter, reserved
 
 
 def create(table: GroupTable, spec: GroupSpec) -> ProcessGroup | None:
-    """Create a group with its other members, or leave everything as it was.
+    """Create a group together with its other members, or change nothing.
 
     Raises:
-        GroupExistsError: The key is taken.
+        GroupExistsError: The key has an entry.
         PlanMismatchError, GroupCreationTimeout, LateRankError, CreationError: See `agree`.
     """
     with reserved([(table, spec)]) as entries:
@@ -58,7 +57,7 @@ def ensure(table: GroupTable, spec: GroupSpec) -> ProcessGroup | None:
             with contextlib.suppress(GroupExistsError):  # another thread was faster
                 return create(table, spec)
             continue
-        entry.settled.wait()  # for another thread, whose creation may fail
+        entry.settled.wait()  # the creation of another thread may fail
         if entry.state == LIVE:
             return entry.communicator.pg
 
@@ -74,17 +73,17 @@ def create_all(
     Args:
         scope: The ranks.
         title: The call, as users know it.
-        find: Returns the requests; if it raises, the call fails on the other ranks too.
-        labels: The name of each grid, where there are several.
+        find: Returns the requests. If it raises, the call also fails on the other ranks.
+        labels: The name of each grid, if the groups are of several grids.
 
     Returns:
         The entry of each request.
 
     Raises:
-        GroupExistsError: A key is there twice, or exists.
-        PlanMismatchError: Another rank creates something else.
+        GroupExistsError: A key is requested twice, or has an entry.
+        PlanMismatchError: Another rank creates other groups.
         CreationError: Another rank failed.
-        GroupCreationTimeout: A rank is missing; names it.
+        GroupCreationTimeout: Ranks are missing; names them.
     """
     with contextlib.ExitStack() as stack:
         with refusing(scope):
@@ -98,21 +97,21 @@ def create_all(
 
 
 def _check_once(wanted: Sequence[tuple[GroupTable, GroupSpec]]) -> None:
-    """Raise if one call asks for a key twice."""
+    """Raise if a key is requested twice."""
     positions: dict[GroupTable, list[GroupKey]] = {}
     for table, spec in wanted:
         keys = positions.setdefault(table, [])
         if spec.key in keys:
             raise GroupExistsError(
-                f"{spec.key.as_call()} is asked for twice in one call, at positions "
-                f"{keys.index(spec.key)} and {len(keys)}; leave one out, or give it a name of its "
-                f"own, name=..."
+                f"{spec.key.as_call()} is requested twice in one call, at positions "
+                f"{keys.index(spec.key)} and {len(keys)}; leave one out, or give it another "
+                f"name=..."
             )
         keys.append(spec.key)
 
 
 def verify(table: GroupTable, timeout: timedelta | None) -> None:
-    """Check that all ranks of the grid have the same groups, and wait for them."""
+    """Wait for all ranks of the grid, and check that they have the same groups."""
     table.check_alive()
     world = table.live_world()
     specs = [entry.spec for entry in list(table.entries.values())]
@@ -125,7 +124,7 @@ def verify(table: GroupTable, timeout: timedelta | None) -> None:
 
 
 def describe(spec: GroupSpec) -> str:
-    """Return a spec as one entry of a proposal; it must be equal on all ranks."""
+    """Return a spec as one entry of a proposal, which must be equal on all ranks."""
     request = spec.request
     options = spec.options
     members = ""
@@ -149,16 +148,16 @@ def describe(spec: GroupSpec) -> str:
 
 @attrs.define(eq=False)
 class Creation:
-    """Groups that ranks create together: all of them on all ranks, or none.
+    """Groups that ranks create together: all groups on all ranks, or none.
 
     Attributes:
-        scope: The ranks, or None if the calling rank does not take part.
+        scope: The ranks, or None if the calling rank takes no part.
         title: The call, as users know it.
         entries: The reserved entries, in the order of creation.
-        limit_s: Within how many seconds all ranks must have finished.
-        labels: The name of each grid, where there are several.
-        preamble: Further lines that must be equal on all ranks.
-        prepare: Called once all ranks have arrived, before the groups are created.
+        limit_s: The limit for all ranks to finish, in seconds.
+        labels: The name of each grid, if the entries are of several grids.
+        preamble: The first entries of the proposal.
+        prepare: Called before the groups are created, once all ranks that they need have arrived.
     """
 
     scope: Scope | None
@@ -169,20 +168,24 @@ class Creation:
     preamble: Sequence[str] = ()
     prepare: Callable[[], None] | None = None
     _made: dict[Communicator, ProcessGroup | None] = attrs.field(factory=dict, init=False)
+    _unused: list[ProcessGroup] = attrs.field(factory=list, init=False)
 
     def run(self) -> Result[None]:
-        """Agree with the other ranks, create the groups, and enter them.
+        """Agree with the other ranks, create the groups, and enter them into their tables.
 
         Returns:
-            A result that holds what interrupted this rank once all ranks agreed.
+            A result without a value. It holds the exception that interrupted this rank after all
+            ranks had agreed, if there was one.
 
         Raises:
-            PlanMismatchError, GroupCreationTimeout, LateRankError, CreationError: As for
-                `agree`; nothing has changed.
-            GridDestroyedError: Another thread has destroyed the grid in the meantime.
+            PlanMismatchError, GroupCreationTimeout, LateRankError, CreationError: See `agree`.
+                Nothing has changed.
+            GridDestroyedError: Another thread has destroyed the grid since the call began.
         """
         result = Result(None)
-        if self.scope is not None:
+        if self.scope is None:
+            self.commit()
+        else:
             result = agree(
                 self.scope,
                 self.title,
@@ -190,23 +193,26 @@ class Creation:
                 self.limit_s,
                 self.work,
                 self.undo,
+                self.commit,
                 is_connecting=connects(entry.spec for entry in self.entries),
             )
-        self.commit()
+        torchdist.destroy(self._unused)
+        for entry in self.entries:
+            entry.table.check_alive()
         return result
 
     def proposal(self) -> list[str]:
-        """Return what must be equal on all ranks."""
+        """Return the proposal of this rank, which must be equal on all ranks."""
         lines = list(self.preamble)
         for entry in self.entries:
             text = describe(entry.spec)
             lines.append(f"{self.labels[entry.table]}: {text}" if self.labels else text)
         return lines
 
-    def work(self, turn: Round) -> None:
+    def work(self, current: Round) -> None:
         """Create the groups of the calling rank, in order.
 
-        Names of groups are equal on all ranks and new in each call.
+        The names of groups are the same on all ranks, and new in each call.
         """
         if self.prepare is not None:
             self.prepare()
@@ -214,32 +220,31 @@ class Creation:
         for entry in self.entries:
             if not entry.communicator.is_created:
                 missing.setdefault(entry.communicator, entry.table)
-        is_batch = len(missing) > 1
-        with torchdist.one_device(self._undo_gloo) if is_batch else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if len(missing) > 1:
+                stack.enter_context(torchdist.one_device(self._undo_gloo))
             for communicator, table in missing.items():
-                turn.check()
+                current.check()
                 spec = communicator.spec
                 title = f"{self.labels[table]}: {spec.title}" if self.labels else spec.title
-                pg = create_group(spec, f"{turn.name}/{title}", turn, communicator.former)
+                pg = create_group(spec, f"{current.name}/{title}", current, communicator.former)
                 self._made[communicator] = pg
 
     def undo(self) -> None:
-        """Destroy what was created, except for groups that existed before."""
+        """Destroy the groups that were created, but not the groups that were reconfigured."""
         self._discard(list(self._made))
 
     def commit(self) -> None:
-        """Enter the groups; destroy those whose entries another thread has removed.
-
-        Raises:
-            GridDestroyedError: Another thread has destroyed the grid.
-        """
-        enter(self.entries, self._made)
-        for entry in self.entries:
-            entry.table.check_alive()
+        """Enter the groups into their tables."""
+        self._unused = enter(self.entries, self._made)
 
     def _undo_gloo(self) -> None:
-        made = [(one, pg) for one, pg in self._made.items() if pg is not None]
-        self._discard([one for one, pg in made if torchdist.backend_of(pg) == "gloo"])
+        """Destroy the gloo groups that were created."""
+        found = []
+        for communicator, pg in self._made.items():
+            if pg is not None and torchdist.backend_of(pg) == "gloo":
+                found.append(communicator)
+        self._discard(found)
 
     def _discard(self, communicators: Sequence[Communicator]) -> None:
         made = [self._made.pop(one, None) for one in communicators]

@@ -1,4 +1,4 @@
-"""How a process group was created, or would be, and why."""
+"""Explains how a process group was created or would be created."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hypercomm.process_groups.strategies import STRATEGIES, obstacles, split_tur
 
 @attrs.frozen(repr=False)
 class Explanation:
-    """How a process group was created, or would be, and why; str() returns it as lines of text.
+    """How a process group was created or would be created; str() returns it as lines of text.
 
     Attributes:
-        key: The dims and the name.
-        groups: All the groups over them.
-        backend: Their backend, or None before torch.distributed is initialised.
-        strategy: "local", "split" or "enumerate"; "adopted" where a DeviceMesh made the group.
-        reason: Why this strategy.
-        alternatives: Why each other strategy was not used, by its name.
-        served_by: The key whose group serves this one too, under `share="identical"`.
+        key: The key of the group.
+        groups: All groups over the dims of the key.
+        backend: The backend, or None before torch.distributed is initialised.
+        strategy: "local", "split" or "enumerate", or "adopted" for a group of a DeviceMesh.
+        reason: The reason for the strategy.
+        alternatives: The reason against each other strategy, by its name.
+        served_by: The key whose group also serves this key (`share="identical"`), or None.
     """
 
     key: GroupKey
@@ -36,7 +36,7 @@ class Explanation:
 
     @classmethod
     def of(cls, spec: GroupSpec, served_by: str | None) -> Explanation:
-        """Explain a spec, whose key may be served by the group of another."""
+        """Explain a spec. `served_by` is the key whose group serves it, if that is another key."""
         options = spec.options
         others: dict[str, str] = {}
         if spec.strategy != "adopted":
@@ -54,7 +54,7 @@ class Explanation:
 
     @classmethod
     def before_world(cls, request: BoundRequest) -> Explanation:
-        """Explain a request before torch.distributed is initialised, when nothing is decided."""
+        """Explain a request before torch.distributed is initialised and a strategy is chosen."""
         reason = "torch.distributed is not initialised"
         backend = request.options.backend
         return cls(request.key, request.find_groups(), backend, "enumerate", reason, {}, None)

@@ -1,4 +1,4 @@
-"""GroupOptions: what a process group is created with."""
+"""The options of process groups, and checks of their values."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from hypercomm.process_groups.world import World
 
 @attrs.frozen(cache_hash=True)
 class GroupOptions:
-    """The options of one creation, as given. None stands for the default.
+    """The options of one process group. None stands for the default.
 
     Args:
         backend: "gloo", "nccl", "cpu:gloo,cuda:nccl", ...; default: the backend of WORLD.
-        timeout: How long a collective may take; default: the timeout of WORLD.
+        timeout: The limit of a collective, and of the wait for members at the creation; default:
+            the timeout of WORLD.
         pg_options: Options of the backend, such as `ProcessGroupNCCL.Options`.
         group_desc: A description that torch's logs show; default: the dims.
         lazy_init: Whether gloo and NCCL connect each pair of members at their first message;
-            default: for gloo as the environment's TORCH_GLOO_LAZY_INIT says, for NCCL as torch
-            does. Other backends have no such choice.
-        creation: How it is created, "local" for example; default: as the grid says.
-        enable_reconfigure: Whether its members may change while the group stays.
+            default: for gloo the environment variable TORCH_GLOO_LAZY_INIT, for NCCL the default
+            of torch. Other backends ignore it.
+        creation: The strategy, such as "local"; default: the strategy of the grid.
+        enable_reconfigure: Whether a reshape may change the members of the group.
     """
 
     backend: str | None = None
@@ -41,7 +42,7 @@ class GroupOptions:
     enable_reconfigure: bool = False
 
     def check(self) -> None:
-        """Raise for what torch would reject later, or drop silently.
+        """Raise for values that torch would reject later, or ignore silently.
 
         Raises:
             GroupOptionsError: A value has the wrong type, or a backend is unknown.
@@ -59,7 +60,7 @@ class GroupOptions:
             check_known(self.backend)
 
     def resolve(self, world: World) -> GroupOptions:
-        """Return the options with the defaults of a world; a description is not one of these.
+        """Return the options with the defaults of a world, without strategy and description.
 
         Raises:
             GroupOptionsError: The backend would ignore `pg_options`, or cannot be reconfigured.
@@ -71,7 +72,7 @@ class GroupOptions:
         if pg_options is not None:
             if not any(map(torchdist.takes_options, singles)):
                 raise GroupOptionsError(
-                    f"pg_options {short_repr(pg_options)} would be dropped: torch passes no "
+                    f"pg_options {short_repr(pg_options)} would be ignored: torch passes no "
                     f"options to backend {backend!r}; leave pg_options out"
                 )
             if (is_fake or "fake" in singles) and not torchdist.has_timeout(pg_options):
@@ -82,28 +83,30 @@ class GroupOptions:
         timeout = self.timeout or torchdist.given_timeout(pg_options) or world.timeout_of(backend)
         if pg_options is not None:
             pg_options = torchdist.with_timeout(pg_options, timeout)
-        if is_fake:  # there is nobody to connect to
+        if is_fake:  # there are no other ranks to connect to
             backend = "fake"
             singles = ("fake",)
             if not torchdist.is_fake_options(pg_options):
                 pg_options = None
-        changes = self.enable_reconfigure and not is_fake
-        if changes and (reason := torchdist.why_not_reconfigured(backend)) is not None:
-            raise GroupOptionsError(
-                f"enable_reconfigure=True cannot work here: {reason}; leave it out, and reshape() "
-                f"creates new process groups"
-            )
+        enable_reconfigure = self.enable_reconfigure and not is_fake
+        if enable_reconfigure:
+            reason = torchdist.why_not_reconfigured(backend)
+            if reason is not None:
+                raise GroupOptionsError(
+                    f"enable_reconfigure=True cannot work here: {reason}; leave it out, and "
+                    f"reshape() creates new process groups"
+                )
         return GroupOptions(
             backend,
             timeout,
             pg_options,
             lazy_init=None if _CONNECTING.isdisjoint(singles) else self.lazy_init,
-            enable_reconfigure=changes,
+            enable_reconfigure=enable_reconfigure,
         )
 
 
 _CONNECTING = {"gloo", *torchdist.NCCL}
-"""The backends that have an option for when to connect."""
+"""The backends that can connect their members at the creation or later."""
 
 
 def check_timeout(timeout: timedelta | None) -> None:
@@ -132,7 +135,7 @@ def check_backend(backend: str | None) -> None:
     """Raise unless the installed torch knows a backend and can run it on this host.
 
     Raises:
-        GroupOptionsError: With the names that would have worked.
+        GroupOptionsError: Names the backends that can run here.
     """
     if backend is None:
         return
@@ -152,10 +155,10 @@ def check_backend(backend: str | None) -> None:
 
 
 def check_known(backend: str) -> None:
-    """Raise unless the installed torch knows a backend, whether it can run here or not.
+    """Raise unless the installed torch knows a backend. The backend may be unavailable here.
 
     Raises:
-        GroupOptionsError: With the names that it knows.
+        GroupOptionsError: Names the backends that torch knows.
     """
     if not isinstance(backend, str) or not backend:
         raise GroupOptionsError(f"backend must be a name such as 'gloo', got {short_repr(backend)}")
@@ -163,26 +166,29 @@ def check_known(backend: str) -> None:
     is_readable = all(_PART.fullmatch(part) for part in backend.lower().split(","))
     if not is_readable or len(dict(pairs)) < len(pairs):
         raise GroupOptionsError(
-            f"backend {backend!r} cannot be read; write it as 'gloo', or as 'cpu:gloo,cuda:nccl' "
+            f"backend {backend!r} is malformed; write it as 'gloo', or as 'cpu:gloo,cuda:nccl' "
             f"with each device once"
         )
     unknown = [single for _, single in pairs if not torchdist.is_known(single)]
     if unknown:
         raise GroupOptionsError(
-            f"unknown backend {backend!r}; this torch knows {torchdist.known_backends()}; to have "
-            f"{unknown[0]!r}, install a build of torch or a package that has it"
+            f"unknown backend {backend!r}; this torch knows {torchdist.known_backends()}; for "
+            f"{unknown[0]!r}, install a build of torch or a package that provides it"
         )
 
 
 _PART = re.compile(r"([a-z_]+:)?[\w.-]+")
-"""A backend, and the type of its device, if there is one."""
+"""One part of a backend string, with or without the type of a device."""
 
 
 def as_verified(verify: bool | None) -> bool:
-    """Return whether ranks compare their calls; None reads the environment's HYPERCOMM_VERIFY.
+    """Return whether ranks compare their calls.
+
+    Args:
+        verify: The choice; None reads the environment variable HYPERCOMM_VERIFY.
 
     Raises:
-        GroupOptionsError: It is none of True, False and None, or the variable none of 0 and 1.
+        GroupOptionsError: The choice is not True, False or None, or the variable is not 0 or 1.
     """
     if verify is not None and not isinstance(verify, bool):
         raise GroupOptionsError(f"verify must be True, False or None, got {short_repr(verify)}")

@@ -1,7 +1,7 @@
-"""Reshaping: the groups of a grid for another layout of the same ranks; what survives is kept.
+"""Reshaping: creates the groups of a grid for another layout, and keeps groups that still fit.
 
-Groups are created before any is destroyed, and ranks agree before and after the creation. A reshape
-that fails on one rank fails on all of them, and leaves what there was.
+New groups are created before old ones are destroyed. A reshape that fails on one rank fails on all
+ranks, and changes nothing.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _SHARED = "identical"
 
 @attrs.frozen(repr=False)
 class Reshaped:
-    """The result of a reshape for the process groups of the calling rank; str() returns lines.
+    """The result of a reshape for the calling rank; str() returns it as lines of text.
 
     Attributes:
-        before: The layout that was.
-        after: The layout that is.
-        kept: Each key whose group survived, with the key that it had.
-        created: The keys whose groups were created, in that order.
-        destroyed: The keys whose groups were destroyed, or that no longer exist.
-        numbers: Where WORLD was renewed since, the number that each of its ranks had in the
-            layout that was; else None.
+        before: The old layout.
+        after: The new layout.
+        kept: The new key of each group that was kept, with its old key.
+        created: The keys of the groups that were created, in that order.
+        destroyed: The old keys whose groups were destroyed, or which have no new key.
+        numbers: The number of each rank of WORLD in the old layout, if WORLD was renewed in
+            between; otherwise None.
     """
 
     before: RankLayout
@@ -57,7 +57,8 @@ class Reshaped:
     def __str__(self) -> str:
         kept = []
         for new, old in self.kept:
-            kept.append(str(new) if new.is_same_to_users(old) else f"{new} (was {old})")
+            former = "" if new.is_same_to_users(old) else f" (was {old})"
+            kept.append(f"{new}{former}")
         lines = [
             f"{self.before} -> {self.after}",
             f"  kept: {', '.join(kept) or 'none'}",
@@ -65,11 +66,13 @@ class Reshaped:
             f"  destroyed: {', '.join(map(str, self.destroyed)) or 'none'}",
         ]
         lost = self.lost
-        return "\n".join([*lines, f"  lost: {lost.words}"] if lost.ranks else lines)
+        if lost.ranks:
+            lines.append(f"  lost: {lost.words}")
+        return "\n".join(lines)
 
     @property
     def lost(self) -> Lost:
-        """The losses due to the ranks that left the grid, in the numbers that they had."""
+        """The losses due to ranks that left the grid, which have their old numbers here."""
         after = self.after
         if self.numbers is not None:
             ranks = [self.numbers[rank] for rank in after.ranks]
@@ -82,8 +85,8 @@ def successor(table: GroupTable, identity: GridAgreement, *, keeps: bool) -> Gro
 
     Args:
         table: The table of the grid.
-        identity: The other layout, and what its ranks agree on.
-        keeps: Whether the groups of another grid may serve it, as they may serve `table`.
+        identity: The identity of the grid with that layout.
+        keeps: Whether communicators of another grid may serve it, if they may serve `table`.
     """
     return GroupTable(
         identity,
@@ -103,27 +106,28 @@ def reshape(
     *,
     keeps: bool,
 ) -> tuple[Reshaped, BaseException | None]:
-    """Create in an empty table what an old one has, for other views, and keep groups that serve.
+    """Create the keys of an old table in an empty one, and keep the groups that still fit.
 
     Args:
-        old: The old table, which keeps what it has.
-        fresh: The empty one.
-        views: The views of the fresh one.
+        old: The old table. Its entries remain; the caller ends it.
+        fresh: The empty table.
+        views: The views of the empty table.
         scope: The ranks that reshape together.
-        limit_s: Seconds within which all must be done.
+        limit_s: The limit for all ranks to finish, in seconds.
         keeps: Whether groups may be kept.
 
     Returns:
-        The result for each key, and the exception that interrupted this rank after the agreement.
+        The result, and the exception that interrupted this rank after the agreement.
 
     Raises:
-        PlanMismatchError, GroupCreationTimeout, CreationError: See `agree`. Both tables are as
-            they were, except that groups that stay have ended, as after `survivors`.
+        PlanMismatchError, GroupCreationTimeout, CreationError: See `agree`. Both tables are
+            unchanged, except that groups which were to be reconfigured have ended, as after
+            `survivors`.
     """
     world = scope.world
     is_same_world = old.origin is None or old.origin is world
     with contextlib.ExitStack() as stack:
-        with refusing(scope):  # it runs functions of the user
+        with refusing(scope):  # functions of the user, such as `derive`, may raise
             specs = _specs(old, fresh, views)
             for spec in specs:
                 _check_strategy(spec, len(scope.ranks))
@@ -174,10 +178,14 @@ def _specs(old: GroupTable, fresh: GroupTable, views: Views) -> list[GroupSpec]:
 
 
 def _check_strategy(spec: GroupSpec, ranks: int) -> None:
-    """Raise if ranks outside of the grid would have to take part in a creation.
+    """Raise if the strategy of a spec needs ranks that do not take part.
+
+    Args:
+        spec: The spec.
+        ranks: The number of ranks that take part.
 
     Raises:
-        CreationError: With a strategy that works.
+        CreationError: Names a strategy that works.
     """
     size = spec.world.size
     if spec.strategy != "local" and ranks < size:
@@ -190,7 +198,7 @@ def _check_strategy(spec: GroupSpec, ranks: int) -> None:
 
 
 def _adopted(spec: GroupSpec, communicator: Communicator | None) -> GroupSpec:
-    """Return a spec as one of a group that another object owns, if its communicator is such."""
+    """Return a spec; if another object owns its communicator, with the strategy "adopted"."""
     if communicator is None or communicator.is_owned:
         return spec
     adopted = communicator.spec
@@ -198,12 +206,14 @@ def _adopted(spec: GroupSpec, communicator: Communicator | None) -> GroupSpec:
 
 
 def _survivors(old: GroupTable, specs: Sequence[GroupSpec]) -> dict[GroupKey, GroupKey]:
-    """Return the new keys whose groups survive, each with its old key, keys that stay first.
+    """Return the new keys whose groups are kept, each with its old key.
 
-    All members of a group decide the same, because they compare the same values.
+    A group is kept under the same key if possible. All members of a group decide the same, because
+    they compare the same values in the same order.
     """
-    live = sorted(old.live().values(), key=lambda entry: str(entry.spec.key))  # threads create
-    pairs = [(spec, entry) for spec in specs for entry in live]  # in any order
+    # The order of creation may differ between ranks, if several threads create groups.
+    live = sorted(old.live().values(), key=lambda entry: str(entry.spec.key))
+    pairs = [(spec, entry) for spec in specs for entry in live]
     pairs.sort(key=lambda pair: not pair[0].key.is_same_to_users(pair[1].spec.key))
     kept: dict[GroupKey, GroupKey] = {}
     uses: dict[Communicator, str] = {}
@@ -220,20 +230,20 @@ def _survivors(old: GroupTable, specs: Sequence[GroupSpec]) -> dict[GroupKey, Gr
 
 
 def _survives(old: Entry, new: GroupSpec) -> bool:
-    """Return whether the group of an old entry is the one that a new key needs."""
+    """Return whether the group of an old entry fits a new spec."""
     is_same_key = old.spec.key.is_same_to_users(new.key)
     if not old.communicator.is_owned:
         return is_same_key and old.spec.groups == new.groups
     if new.strategy == "local" and old.spec.ranks is new.ranks is None:
-        return is_same_key  # this rank has no group, and keeps none
+        return is_same_key  # the calling rank has no group before and after
     return old.spec.can_serve(new)
 
 
 def _staying(old: GroupTable, entries: Sequence[Entry]) -> dict[GroupKey, GroupKey]:
-    """Choose the process groups that stay and get other members, for communicators to create.
+    """Choose existing process groups to reconfigure, for communicators that are created.
 
     Returns:
-        Each new key that needs one, with itself.
+        The new keys whose communicators have one, each with its old key, which is the same.
     """
     candidates: list[Entry] = []
     for entry in old.entries.values():
@@ -249,8 +259,9 @@ def _staying(old: GroupTable, entries: Sequence[Entry]) -> dict[GroupKey, GroupK
             continue
         for candidate in candidates:
             pg = candidate.communicator.pg
-            is_free = pg is not None and pg not in taken and torchdist.is_registered(pg)
-            if pg is not None and is_free and candidate.spec.key.is_same_to_users(spec.key):
+            if pg is None or pg in taken or not torchdist.is_registered(pg):
+                continue
+            if candidate.spec.key.is_same_to_users(spec.key):
                 entry.communicator.former = pg
                 taken.add(pg)
                 staying[spec.key] = spec.key
@@ -261,7 +272,10 @@ def _staying(old: GroupTable, entries: Sequence[Entry]) -> dict[GroupKey, GroupK
 def _gone(
     old: GroupTable, fresh: GroupTable, kept: Mapping[GroupKey, GroupKey]
 ) -> Iterator[GroupKey]:
-    """Yield the old keys whose groups end; the old table loses the process groups that stay."""
+    """Yield the old keys whose groups end.
+
+    Process groups that were reconfigured are taken out of the old table.
+    """
     live = fresh.live()
     survivors = [entry.communicator for entry in live.values()]
     staying = {one.former for one in survivors if one.former is not None}

@@ -1,8 +1,8 @@
-"""A process group before it exists: its key, the request of a call, and the resolved spec.
+"""A process group before it exists: the request of a call, and the spec that it resolves to.
 
 GroupRequest    the arguments of `create_pg`, as given
-BoundRequest    the same for one grid: with a key, a layout, and the grid's options
-GroupSpec       the same in one world: with groups, all options, and a strategy
+BoundRequest    a request to one grid: the key, the layout, and the options with the grid's defaults
+GroupSpec       a request in one world: the groups, the options with all defaults, and a strategy
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hypercomm.process_groups.options import GroupOptions
 from hypercomm.process_groups.world import World
 
 Derive = Callable[[RankGroups], RankGroups | RankLists] | RankGroups | RankLists
-"""Groups other than the groups over dims, or a function that derives them from these."""
+"""Groups that replace the groups over dims, or a function that returns them."""
 
 StrategyName = Literal["auto", "enumerate", "local", "split"]
 Share = Literal["never", "identical"]
@@ -35,7 +35,7 @@ Share = Literal["never", "identical"]
 class GroupKey:
     """The key of a process group: dims in layout order, a name, and a view.
 
-    Groups over dims that a view shares with the grid are the grid's: their view is None.
+    The view is None for groups over dims that a view shares with the grid.
     """
 
     dims: tuple[str, ...]
@@ -47,15 +47,15 @@ class GroupKey:
         return "+".join(self.dims) + view + (f" ({self.name})" if self.name else "")
 
     def as_call(self) -> str:
-        """Return the key as one writes it in a call: "'tp'", "['cp', 'dp'], name='twin'"."""
+        """Return the key as arguments of a call, such as "['cp', 'dp'], name='twin'"."""
         dims = repr(self.dims[0]) if len(self.dims) == 1 else repr(list(self.dims))
         name = f", name={self.name!r}" if self.name else ""
         return dims + name + (f", view={self.view!r}" if self.view else "")
 
     def is_same_to_users(self, other: GroupKey) -> bool:
-        """Return whether two keys differ only in the order of dims, which each layout has."""
-        names = self.name, self.view
-        return names == (other.name, other.view) and set(self.dims) == set(other.dims)
+        """Return whether two keys of different layouts differ at most in the order of dims."""
+        has_same_names = (self.name, self.view) == (other.name, other.view)
+        return has_same_names and set(self.dims) == set(other.dims)
 
 
 @attrs.frozen
@@ -65,7 +65,7 @@ class GroupRequest:
     Args:
         dims: One name, or several in any order: "dp+cp", ["dp", "cp"].
         name, view, backend, timeout, pg_options, group_desc, share, derive, creation, lazy_init:
-            As for `HyperCommGrid.create_pg`.
+            See `HyperCommGrid.create_pg`.
 
     Example:
         >>> from hypercomm import GroupRequest, HyperCommGrid
@@ -90,11 +90,11 @@ class GroupRequest:
 
     @classmethod
     def of(cls, given: Dims | Mapping[str, Any] | GroupRequest) -> GroupRequest:
-        """Return a request from dims, or from arguments by name.
+        """Return a request from dims, or from a mapping of arguments.
 
         Raises:
-            GroupOptionsError: A mapping has no dims.
-            TypeError: A mapping has a name that is not an argument.
+            GroupOptionsError: The mapping has no dims.
+            TypeError: The mapping has a name that is not an argument.
 
         Example:
             >>> GroupRequest.of({"dims": "tp", "nam": "x"})
@@ -114,7 +114,7 @@ class GroupRequest:
         return cls(**given)
 
     def options(self, defaults: GroupOptions) -> GroupOptions:
-        """Return the options of a grid, with the ones that the request replaces.
+        """Return the options of the request, with the defaults of a grid.
 
         Raises:
             GroupOptionsError: A value has the wrong type, or a backend is unknown.
@@ -141,14 +141,14 @@ _OPTIONS = [
 
 @attrs.frozen
 class BoundRequest:
-    """A request for a group of one grid, with the options of the grid.
+    """A request for a group of one grid, with the default options of the grid.
 
     Attributes:
         key: The key of the group.
-        layout: The layout that has the dims of the key.
-        view: The view that the call names, also for dims that it shares with the grid.
-        derive: Other groups than the groups over the dims, a function that derives them, or None.
-        options: The options as given, completed with the options of the grid.
+        layout: The layout of the dims of the key.
+        view: The view that the call names, which the key may leave out.
+        derive: Groups that replace the groups over the dims, a function that returns them, or None.
+        options: The options, with the defaults of the grid.
         share: Whether the group may serve other keys: "never" or "identical".
     """
 
@@ -164,15 +164,15 @@ class BoundRequest:
 
         Raises:
             GroupOptionsError: The key has no name for the groups of `derive`.
-            LayoutError: `derive` gives other than disjoint groups of ranks of the layout.
+            LayoutError: The groups of `derive` are not disjoint groups of ranks of the layout.
         """
         groups = groups_over(self.layout, self.key.dims)
         if self.derive is None:
             return groups
         if self.key.name is None:
             raise GroupOptionsError(
-                f"derive= needs a name: its groups are not those over {self.key.as_call()}; give "
-                f"name=..."
+                f"derive= needs a name, because it replaces the groups over {self.key.as_call()}; "
+                f"give name=..."
             )
         found = self.derive(groups) if callable(self.derive) else self.derive
         return as_groups(found, groups)
@@ -180,30 +180,38 @@ class BoundRequest:
 
 @attrs.frozen(slots=False, eq=False)
 class GroupSpec:
-    """A request with its groups, options and strategy resolved; nothing is created.
+    """A request with its groups, options and strategy. It creates nothing.
 
     Attributes:
-        key: The key of the request.
-        title: The key as text.
         request: The request.
-        groups: All groups over the dims, or what `derive` returned for them.
-        options: The options with the defaults of the job, except for the description.
-        group_desc: The description that torch's logs show.
-        strategy: How the group is created: "local", "split" or "enumerate"; "adopted" for a group
-            of a DeviceMesh.
-        reason: Why by this strategy.
-        world: The world that the ranks are of.
+        groups: All groups over the dims, or the groups of `derive`.
+        options: The options with the defaults of the world, without a description.
+        strategy: "local", "split" or "enumerate", or "adopted" for a group of a DeviceMesh.
+        reason: The reason for the strategy.
+        world: The world of the ranks.
     """
 
-    key: GroupKey
-    title: str
     request: BoundRequest
     groups: RankGroups
     options: GroupOptions
-    group_desc: str
     strategy: str
     reason: str
     world: World
+
+    @property
+    def key(self) -> GroupKey:
+        """The key of the request."""
+        return self.request.key
+
+    @cached_property
+    def title(self) -> str:
+        """The key as text."""
+        return str(self.key)
+
+    @property
+    def group_desc(self) -> str:
+        """The description that torch's logs show."""
+        return self.request.options.group_desc or self.title
 
     @cached_property
     def own(self) -> tuple[int, tuple[int, ...]] | None:
@@ -221,21 +229,21 @@ class GroupSpec:
         return None if self.own is None else self.own[1]
 
     def sort_key(self) -> tuple[str, int, tuple[int, ...], str]:
-        """Return a key for `sorted`, which gives the specs of a grid one order on all ranks."""
+        """Return a sort key, so that the specs of a grid have the same order on all ranks."""
         dim_names = self.request.layout.dim_names
         positions = tuple(dim_names.index(dim) for dim in self.key.dims)
         return self.key.view or "", len(positions), positions, self.key.name or ""
 
     def has_same_group(self, other: GroupSpec) -> bool:
-        """Return whether the calling rank is in the same group of both, or in none of either."""
+        """Return whether both specs have the same group of the calling rank, or none."""
         if self.groups.sizes != other.groups.sizes:
             return self.ranks == other.ranks
-        if self.groups.sizes != (1,) and self.groups == other.groups:  # else all would be read
-            return True
+        if self.groups.sizes != (1,) and self.groups == other.groups:
+            return True  # without reading the group
         return self.ranks == other.ranks
 
     def check_same(self, other: GroupSpec) -> None:
-        """Raise unless another call asks for the same group under this key.
+        """Raise unless another spec with this key has the same options and group.
 
         Raises:
             GroupOptionsError: Options or groups differ.
@@ -244,20 +252,21 @@ class GroupSpec:
         given = self.request.options
         if other.request.options != given:
             raise GroupOptionsError(
-                f"the process group over {key} was created with {given}, and cannot be had "
+                f"the process group over {key} was created with {given}, and was now requested "
                 f"with {other.request.options}; use the same options, or another name=..."
             )
         if not self.has_same_group(other):
             raise GroupOptionsError(
-                f"the process group over {key} was created for {self.groups!r}, and cannot be had "
-                f"for {other.groups!r}; derive the same groups, or use another name=..."
+                f"the process group over {key} was created for {self.groups!r}, and was now "
+                f"requested for {other.groups!r}; derive the same groups, or use another name=..."
             )
 
     def can_serve(self, other: GroupSpec) -> bool:
-        """Return whether the group of this key has the ranks and options that another needs.
+        """Return whether the group of this spec has the ranks and options of another spec.
 
-        Only the default description may differ. With "local" the calling rank's group must match,
-        as it does on all members. The other strategies involve every rank, so all groups must.
+        Only the default description may differ. With "local", the calling rank's group must be
+        the same, as it then is on all its members. The other strategies involve every rank, so all
+        groups must be the same.
         """
         one = self.options
         two = other.options

@@ -1,10 +1,10 @@
 """The strategies that create the process groups of some dims, and the choice between them.
 
-local      each rank creates its own group, under a name that is the same on all members
-split      every rank of WORLD splits its communicator once, if WORLD is bound to a device
-enumerate  every rank walks every group: torch.distributed.new_subgroups_by_enumeration
+local      each rank creates only its own group, under a name that is the same on all members
+split      every rank of WORLD splits WORLD's communicator, if WORLD is bound to a device
+enumerate  every rank calls torch.distributed.new_subgroups_by_enumeration with all groups
 
-Members keep the order of their group, which may not be ascending if a layout lists its ranks.
+The members of a group have the order of the layout, which is not always ascending.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from hypercomm.process_groups.world import World
 
 @attrs.frozen
 class ResolvedOptions:
-    """How groups with some options are created in a world.
+    """Options with the defaults of a world, and the strategy that creates groups with them.
 
     Attributes:
-        options: The options with the defaults of the world.
+        options: The options.
         strategy: The name of the strategy.
-        reason: Why by this strategy.
+        reason: The reason for the strategy.
     """
 
     options: GroupOptions
@@ -50,21 +50,21 @@ class ResolvedOptions:
 def plan(
     world: World, groups: RankGroups, given: GroupOptions, creation: str, *, by_all: bool
 ) -> ResolvedOptions:
-    """Decide how groups are created in a world, and complete their options.
+    """Add the defaults of a world to options, and choose a strategy.
 
-    A plan that holds for all groups is made once in a world.
+    If the result is the same for all groups, `world.choices` keeps it.
 
     Args:
         world: The world.
         groups: The groups to create.
-        given: The options as given.
-        creation: "auto", or the name of a strategy, if the options name none.
+        given: The options of the request, with the defaults of the grid.
+        creation: The strategy of the grid, or "auto". The options may name another one.
         by_all: Whether every rank of the world takes part in the creation.
 
     Raises:
         GroupOptionsError: Options contradict each other, or would be ignored.
-        CreationError: The requested strategy cannot work here; the message has the reason, and
-            the strategies that would work.
+        CreationError: The requested strategy cannot create the groups. The message has the reason,
+            and the strategies that would work.
     """
     asked = given, creation, by_all
     known: ResolvedOptions | None = world.choices.get(asked) if given.pg_options is None else None
@@ -89,11 +89,12 @@ def plan(
 def _choose(
     world: World, groups: RankGroups, given: GroupOptions, creation: str, *, by_all: bool
 ) -> tuple[str, str]:
-    """Return the name of a strategy, and why it was chosen."""
+    """Return the name of a strategy, and the reason for it."""
     backend = (given.backend or world.backend).lower()
     against = obstacles(world, backend, groups, given.lazy_init, ("local", "split"))
     usable = [name for name, obstacle in against.items() if obstacle is None]
-    if creation not in ("auto", *usable) or not usable:  # else it need not read all groups
+    if creation not in ("auto", *usable) or not usable:
+        # The check of "enumerate" may read all groups, so it is made only if it is needed.
         against = obstacles(world, backend, groups, given.lazy_init)
         usable = [name for name, obstacle in against.items() if obstacle is None]
     if creation in usable:
@@ -104,10 +105,15 @@ def _choose(
             return chosen, f"{against['local']}, and {against['split']}"
         bound = "WORLD is bound to a device, and " if chosen == "split" else ""
         return chosen, bound + STRATEGIES[chosen].cost
-    reasons = "; ".join(filter(None, [against.get(creation)] if usable else against.values()))
+    if usable:
+        reasons = against[creation]
+        hint = f"one of {['auto', *usable]}"
+    else:
+        reasons = "; ".join(obstacle for obstacle in against.values() if obstacle is not None)
+        hint = "a layout whose ranks ascend in each group"
     raise CreationError(
         f"creation={creation!r} cannot create groups of backend {backend!r} here: {reasons}; use "
-        + (f"one of {['auto', *usable]}" if usable else "a layout whose ranks ascend in each group")
+        f"{hint}"
     )
 
 
@@ -118,20 +124,20 @@ def obstacles(
     lazily: bool | None,
     names: Sequence[str] = (),
 ) -> dict[str, str | None]:
-    """Return why each strategy cannot create groups here, by its name, or None if it can.
+    """Return the reason against each strategy, by its name, or None if it can create the groups.
 
     Args:
         world: The world.
         backend: The requested backend.
         groups: The groups to create.
-        lazily: Whether members are to connect at their first message.
-        names: The strategies; default: all.
+        lazily: The option `lazy_init`.
+        names: The strategies to check; default: all.
     """
     found: dict[str, str | None] = {}
     for name in names or STRATEGIES:
         found[name] = STRATEGIES[name].why_not(backend, groups, lazily)
         if name != "local" and not world.is_default:
-            found[name] = f"torch does so for WORLD only, and this is world {world.name!r}"
+            found[name] = f"torch does this for WORLD only, and this is world {world.name!r}"
     return found
 
 
@@ -140,12 +146,12 @@ def obstacles(
 
 def _why_not_local(backend: str, _groups: RankGroups, _lazily: bool | None) -> str | None:
     if "mpi" in torchdist.single_backends(backend):
-        return "MPI creates a group only with all ranks of the world"
+        return "MPI needs all ranks of the world to create a group"
     return torchdist.why_not_members()
 
 
 def _create_local(
-    spec: GroupSpec, title: str, turn: Round, former: ProcessGroup | None
+    spec: GroupSpec, title: str, current: Round, former: ProcessGroup | None
 ) -> ProcessGroup | None:
     if spec.own is None:
         return None
@@ -153,22 +159,32 @@ def _create_local(
     name = f"{title}/{index}"
     world = spec.world
     options = spec.options
-    shared: dict[str, Any] = {"rank": world.rank, "store": turn.store, "stale": turn.stale}
-    group = former or torchdist.new_group(
-        name,
-        ranks,
-        backend=options.backend or world.backend,
-        timeout=options.timeout,
-        pg_options=options.pg_options,
-        group_desc=spec.group_desc,
-        lazy_init=options.lazy_init,
-        enable_reconfigure=options.enable_reconfigure,
-        is_default=world.is_default,
-        **shared,
-    )
+    group = former
+    if group is None:
+        group = torchdist.new_group(
+            name,
+            ranks,
+            rank=world.rank,
+            backend=options.backend or world.backend,
+            store=current.store,
+            timeout=options.timeout,
+            pg_options=options.pg_options,
+            group_desc=spec.group_desc,
+            lazy_init=options.lazy_init,
+            enable_reconfigure=options.enable_reconfigure,
+            is_default=world.is_default,
+            stale=current.stale,
+        )
     if options.enable_reconfigure:
         torchdist.reconfigure(
-            group, name, ranks, timeout=options.timeout, left_s=turn.left_s, **shared
+            group,
+            name,
+            ranks,
+            rank=world.rank,
+            store=current.store,
+            timeout=options.timeout,
+            stale=current.stale,
+            left_s=current.left_s,
         )
     return group
 
@@ -178,7 +194,7 @@ def _create_local(
 
 def _why_not_split(backend: str, groups: RankGroups, lazily: bool | None) -> str | None:
     if lazily:
-        return "a split connects all members when it creates a group, and lazy_init=True forbids it"
+        return "a split connects all members at the creation, and lazy_init=True excludes that"
     obstacle = torchdist.why_not_split(backend)
     if obstacle is None and not (groups.is_sorted or torchdist.keeps_order()):
         return f"split_group of this torch sorts the ranks of each group, and {groups!r} are not"
@@ -186,8 +202,8 @@ def _why_not_split(backend: str, groups: RankGroups, lazily: bool | None) -> str
 
 
 def _create_split(spec: GroupSpec, title: str, *_: object) -> ProcessGroup | None:
-    # Every rank of WORLD must call, but torch looks only at the caller's own group in the list.
-    # A rank that is not a member passes a group that it is not in, and gets None.
+    # Every rank of WORLD must call torch, which uses only the caller's own group in the list. A
+    # rank that is not a member passes a group of other ranks, and gets None.
     own = -1 if spec.own is None else spec.own[0]
     options = spec.options
     group: ProcessGroup | None = None
@@ -206,15 +222,18 @@ def _create_split(spec: GroupSpec, title: str, *_: object) -> ProcessGroup | Non
 
 
 def split_turns(groups: RankGroups) -> list[set[int]]:
-    """Return the indices of the groups that are split off WORLD together: usually all.
+    """Return sets of indices: groups in one set can be split off WORLD in one call.
 
-    torch distinguishes them by a colour, a hash of their ranks. Groups with equal colours would
-    silently become one communicator, so each of them is split off in a separate turn, in the same
-    order on every rank.
+    torch distinguishes groups by a colour, which is a hash of their ranks. Groups with equal
+    colours would silently become one communicator. They are therefore split off one after the
+    other, in the same order on every rank. Usually there is one set with all groups.
     """
     seen: Counter[int] = Counter()
     turns: defaultdict[int, set[int]] = defaultdict(set)
-    rows = [groups.to_array()] if len(groups.sizes) == 1 else [np.array([one]) for one in groups]
+    if len(groups.sizes) == 1:
+        rows = [groups.to_array()]
+    else:
+        rows = [np.array([ranks]) for ranks in groups]
     colors = chain.from_iterable(map(torchdist.split_colors, rows))
     for index, color in enumerate(colors):
         turns[seen[color]].add(index)
@@ -266,12 +285,13 @@ def _create_enumerate(spec: GroupSpec, *_: object) -> ProcessGroup | None:
 
 
 class Strategy(NamedTuple):
-    """A strategy: why it cannot work, its cost, and the function that creates a group.
+    """A way to create groups.
 
     Attributes:
-        why_not: Returns why it cannot create groups, by backend, groups and `lazy_init`.
-        cost: Its cost, for explanations.
-        create: Creates a group; takes the arguments of `create` below.
+        why_not: Takes a backend, groups and `lazy_init`. Returns the reason why the strategy
+            cannot create the groups, or None if it can.
+        cost: The calls that it needs, for explanations.
+        create: Creates a group. Takes the arguments of `create_group`.
     """
 
     why_not: Callable[[str, RankGroups, bool | None], str | None]
@@ -296,37 +316,40 @@ STRATEGIES = {
         _create_enumerate,
     ),
 }
-"""The strategies, by name; "auto" uses the first that works, split first if all ranks call."""
+"""The strategies, by name. "auto" uses the first that works, but "split" if all ranks call."""
 
 
 # ---- one creation ------------------------------------------------------------------------------
 
 
 def connects(specs: Iterable[GroupSpec]) -> bool:
-    """Return whether the creation of one of some groups needs its other members.
+    """Return whether the creation of any of these groups needs its other members.
 
-    The answer is equal on all ranks, whichever of the groups exist on a rank already.
+    The result is the same on all ranks, also if some of the groups exist on some ranks.
     """
-    return any(
+    return any(map(_connects, specs))
+
+
+def _connects(spec: GroupSpec) -> bool:
+    options = spec.options
+    backend = options.backend or spec.world.backend
+    return (
         spec.strategy != "local"
-        or spec.options.enable_reconfigure
-        or torchdist.connects_at_creation(
-            spec.options.backend or spec.world.backend, spec.options.lazy_init
-        )
-        for spec in specs
+        or options.enable_reconfigure
+        or torchdist.connects_at_creation(backend, options.lazy_init)
     )
 
 
-def create(
-    spec: GroupSpec, name: str, turn: Round, former: ProcessGroup | None = None
+def create_group(
+    spec: GroupSpec, name: str, current: Round, former: ProcessGroup | None = None
 ) -> ProcessGroup | None:
-    """Create the group of the calling rank, and leave torch as it was if that fails.
+    """Create the group of the calling rank. If that fails, nothing of it remains in torch.
 
     Args:
         spec: The group.
         name: The name of the groups over its dims, the same on all ranks.
-        turn: The round of the creation.
-        former: An existing group that is given these members; None creates a new one.
+        current: The round of the creation.
+        former: An existing group that is reconfigured for these members; default: none.
 
     Returns:
         The group, or None if the calling rank is not a member.
@@ -337,9 +360,9 @@ def create(
     """
     before = torchdist.registered() if spec.strategy == "enumerate" else set()
     try:
-        return STRATEGIES[spec.strategy].create(spec, name, turn, former)
+        return STRATEGIES[spec.strategy].create(spec, name, current, former)
     except BaseException as error:
-        with contextlib.suppress(Exception):  # the error at hand matters more
+        with contextlib.suppress(Exception):  # the original error is raised
             torchdist.destroy(_left_by(spec, name, before))
         torchdist.forget_non_members()
         known = (HyperCommError, dist.DistNetworkError, torchdist.ConnectionFailedError)
@@ -352,20 +375,20 @@ def create(
 
 
 def _left_by(spec: GroupSpec, name: str, before: set[ProcessGroup]) -> set[ProcessGroup]:
-    """Return what a failed creation has registered; other threads may have registered theirs."""
+    """Return the groups that a failed creation has registered, without groups of other threads."""
     if spec.strategy != "enumerate":
         return torchdist.registered_as(f"{name}/{spec.own[0]}") if spec.own else set()
-    new = torchdist.registered() - before - torchdist.kept()  # torch has named it
+    new = torchdist.registered() - before - torchdist.kept()  # with a name that torch has chosen
     if spec.own is None:
         return new
     return {one for one in new if tuple(dist.get_process_group_ranks(one)) == spec.own[1]}
 
 
 def discard(groups: Iterable[ProcessGroup | None], stay: Collection[ProcessGroup] = ()) -> None:
-    """Destroy the groups of a call that fails on other ranks, the last one first.
+    """Destroy the groups of a call that has failed, the last one first.
 
     Args:
         groups: The groups, in the order of creation.
-        stay: Groups among them that are not destroyed.
+        stay: Groups that are not destroyed.
     """
     torchdist.destroy(reversed([group for group in groups if group and group not in stay]))

@@ -1,7 +1,7 @@
-"""The process groups of one grid, by key: reserved, live, or ended.
+"""The process groups of one grid, by key. An entry is reserved, live or ended.
 
-An entry of the table has a communicator, which is a process group with its users. Entries with
-`share="identical"` may have one communicator; it is destroyed with the last of them.
+Each entry has a communicator, which is a process group with its users. Entries with
+`share="identical"` may use the same communicator. It is destroyed with its last user.
 """
 
 from __future__ import annotations
@@ -57,10 +57,11 @@ class Communicator:
     Attributes:
         spec: The spec that it is created from.
         pg: The process group, or None before it is created and if the rank is not a member.
-        is_created: Whether it exists, on the ranks that are members.
-        is_owned: Whether it is destroyed with its last user; else another object owns it.
-        users: The entries that use it, the one that it was created for first.
-        former: An existing process group that is given these members; None creates a new one.
+        is_created: Whether its members have created it.
+        is_owned: Whether it is destroyed with its last user. If not, another object owns it.
+        users: The entries that use it. It was created for the first of them.
+        former: An existing process group that is reconfigured for these members, or None to create
+            a new one.
     """
 
     spec: GroupSpec
@@ -71,20 +72,20 @@ class Communicator:
     former: ProcessGroup | None = None
 
     def is_only_of(self, table: GroupTable) -> bool:
-        """Return whether no other table uses it."""
+        """Return whether all its users are entries of one table."""
         return all(user.table is table for user in self.users)
 
 
 @attrs.define(eq=False)
 class Entry:
-    """A key of a table, with what was asked for, and its communicator.
+    """A key of a table, with its spec and its communicator.
 
     Attributes:
         table: The table.
-        spec: The request, resolved.
+        spec: The resolved request.
         communicator: The communicator.
-        settled: Set once the entry is not reserved any more.
-        state: "reserved" while it is created, then "live"; "ended" once `end_groups` has ended it.
+        settled: An event that is set once the creation has succeeded or failed.
+        state: "reserved" during the creation, "live" after it, and "ended" after `end_groups`.
     """
 
     table: GroupTable = attrs.field(repr=False)
@@ -98,17 +99,17 @@ class GroupTable:
     """The process groups of one grid.
 
     Args:
-        identity: The layout of the grid, and what its ranks agree on.
+        identity: The layout of the grid, and the keys of its calls in the store.
         creation: The strategy: "auto", "local", "split" or "enumerate".
         is_verified: Whether all ranks of the grid agree on each creation, not only the members.
-        world: The world that the grid was given; None: the default one, whichever that is.
-        lender: Returns the table whose communicators may serve this one's keys too.
+        world: The world of the grid, if the user has given one; default: the default world.
+        lender: Returns a table whose communicators may also serve the keys of this table.
 
     Attributes:
-        entries: The entries, by key; live ones in the order of creation.
-        given_world: The world that the grid was given; None: the default one.
+        entries: The entries, by key. The live ones are in the order of creation.
+        given_world: The joined world of the grid, or None for the default world.
         origin: The world whose ranks the layout numbers, or None before there is one.
-        is_reshaping: Whether a reshape is under way, which would lose what others create.
+        is_reshaping: Whether a thread reshapes the grid. Other threads must not change it.
     """
 
     def __init__(
@@ -144,18 +145,18 @@ class GroupTable:
         return self.given_world or current_or_none()
 
     def rank(self, explicit: int | None = None) -> int:
-        """Return the calling rank in the world of the grid, unless another one is given."""
+        """Return the calling rank in the world of the grid, or `explicit` if that is given."""
         return rank_in_world(explicit, self.given_world)
 
     def live_world(self, key: GroupKey | None = None) -> World:
         """Return the world of the grid, and check that the layout numbers its ranks.
 
         Args:
-            key: The key of the groups that are created, if any, for the error.
+            key: The key of the groups to create, if any, for the error.
 
         Raises:
             NotInitializedError: torch.distributed is not initialised.
-            CreationError: The grid has numbers from before the world was renewed.
+            CreationError: The layout numbers the ranks of WORLD before `renew_world`.
             WorldSizeError: The world is smaller than the grid.
         """
         world = self.given_world or current_or_none()
@@ -174,7 +175,7 @@ class GroupTable:
         if world is not self.origin and world.numbers_in(self.origin) is not None:
             raise CreationError(
                 f"this grid ({self.layout}) has numbers of ranks from before WORLD was renewed; "
-                f"call reshape(target, ranks=...) with those of the new one"
+                f"call reshape(target, ranks=...) with ranks of the new WORLD"
             )
         last = self.layout.last_rank
         if last >= world.size:
@@ -187,33 +188,21 @@ class GroupTable:
         """Return a request with its groups, options and strategy resolved.
 
         Raises:
-            GroupOptionsError: An option is wrong, or `derive` is.
-            CreationError: The strategy cannot work here.
+            GroupOptionsError: An option or `derive` is wrong.
+            CreationError: The strategy cannot create these groups.
             NotInitializedError, WorldSizeError: See `live_world`.
         """
         world = self.live_world(request.key)
         groups = request.find_groups()
-        options = request.options
         by_all = self.layout.size == world.size
-        known = plan(world, groups, options, self.creation, by_all=by_all)
-        title = str(request.key)
-        return GroupSpec(
-            request.key,
-            title,
-            request,
-            groups,
-            known.options,
-            options.group_desc or title,
-            known.strategy,
-            known.reason,
-            world,
-        )
+        known = plan(world, groups, request.options, self.creation, by_all=by_all)
+        return GroupSpec(request, groups, known.options, known.strategy, known.reason, world)
 
     def get(self, key: GroupKey) -> ProcessGroup | None:
         """Return the group of a key.
 
         Raises:
-            GroupMissingError: It was not created.
+            GroupMissingError: The group was not created, or has ended.
         """
         entry = self.entries.get(key)
         if entry is not None and entry.state == LIVE:
@@ -233,11 +222,11 @@ class GroupTable:
         return {key: entry for key, entry in entries if entry.state == LIVE}
 
     def find(self, spec: GroupSpec) -> Entry | None:
-        """Return the reserved or live entry of a key, which must have been created equally.
+        """Return the reserved or live entry of a spec's key, or None if there is none.
 
         Raises:
-            GroupMissingError: It has ended.
-            GroupOptionsError: It has other options or groups.
+            GroupMissingError: The group has ended.
+            GroupOptionsError: The entry has other options or groups than the spec.
             GridDestroyedError: The grid was destroyed.
         """
         self.check_alive()
@@ -249,7 +238,10 @@ class GroupTable:
         return entry
 
     def find_shared(self, spec: GroupSpec) -> Communicator | None:
-        """Return the communicator that can serve a spec that shares, the lender's first."""
+        """Return a communicator that can serve a spec with `share="identical"`, or None.
+
+        A communicator of the lender is preferred.
+        """
         lent = None if self.lender is None else self.lender().find_shared(spec)
         if lent is not None:
             return lent
@@ -261,13 +253,13 @@ class GroupTable:
         return None
 
     def adopt(self, dim: str, pg: ProcessGroup | None) -> None:
-        """Enter a group that a DeviceMesh owns."""
+        """Enter the group over a dim, which a DeviceMesh owns."""
         request = BoundRequest(GroupKey((dim,)), self.layout)
         options = GroupOptions(backend=None if pg is None else torchdist.backend_of(pg))
         world = self.live_world()
-        reason = "a DeviceMesh created it, and stays its owner"
+        reason = "a DeviceMesh created it, and remains its owner"
         groups = request.find_groups()
-        spec = GroupSpec(request.key, dim, request, groups, options, dim, "adopted", reason, world)
+        spec = GroupSpec(request, groups, options, "adopted", reason, world)
         communicator = Communicator(spec, pg, is_created=True, is_owned=False)
         entry = Entry(self, spec, communicator, system.event(), LIVE)
         communicator.users[entry] = None
@@ -292,7 +284,7 @@ class GroupTable:
     # ---- scopes ---------------------------------------------------------------------------------
 
     def scope_of(self, spec: GroupSpec) -> Scope | None:
-        """Return the ranks that create a group together, or None if this rank takes no part."""
+        """Return the ranks that must agree on a creation, or None if this rank takes no part."""
         world = spec.world
         if spec.strategy != "local":
             return self.identity.scope(world, f"{spec.title}/all", range(world.size))
@@ -308,10 +300,10 @@ class GroupTable:
         return self.identity.scope(world, "calls")
 
     def reshape_scope(self, world: World, ranks: Iterable[int] | None) -> Scope:
-        """Return the scope of a reshape, by all ranks of the grid or by the ranks that continue."""
+        """Return the scope of a reshape: all ranks of the grid, or the ranks that continue."""
         if ranks is None:
             return self.grid_scope(world)
-        # All lists of ranks use one record: the first one holds.
+        # All lists of ranks use the same record: agreement on one list excludes the other ranks.
         return self.identity.scope(world, "continues", tuple(sorted(ranks)), is_fenced=True)
 
     @cached_property
@@ -322,10 +314,14 @@ class GroupTable:
     # ---- changes --------------------------------------------------------------------------------
 
     def reserve(self, spec: GroupSpec, communicator: Communicator | None = None) -> Entry:
-        """Enter a key, with a communicator that can serve it or with a new one.
+        """Enter the key of a spec, in the state "reserved".
+
+        Args:
+            spec: The spec.
+            communicator: A communicator that can serve it; default: one to share, or a new one.
 
         Raises:
-            GroupExistsError: The key is taken.
+            GroupExistsError: The key has an entry.
             GroupOptionsError: The backend cannot run here.
             CreationError: Another thread reshapes the grid.
         """
@@ -370,7 +366,7 @@ class GroupTable:
         return unused
 
     def remove(self, key: GroupKey) -> None:
-        """Destroy one group, unless it serves other keys too."""
+        """Remove a key, and destroy its group unless the group also serves other keys."""
         self.get(key)
         self.check_steady()
         with _lock:
@@ -379,9 +375,9 @@ class GroupTable:
         torchdist.destroy(unused)
 
     def end_groups(self) -> None:
-        """Abort the groups that no other grid has, and keep their keys for a reshape.
+        """Abort the groups that no other grid uses, and keep their keys for a reshape.
 
-        Groups that can be reconfigured stay, with the calling rank as their only member.
+        Groups that can be reconfigured remain, with the calling rank as their only member.
         """
         unused: list[ProcessGroup] = []
         isolated: list[ProcessGroup] = []
@@ -399,20 +395,20 @@ class GroupTable:
                 else:
                     communicator.pg = None
                     unused.append(pg)
-        with contextlib.ExitStack() as endings:  # each is called, also after an error
+        with contextlib.ExitStack() as endings:  # calls each of them, also after an error
             endings.callback(torchdist.abort, list(dict.fromkeys(reversed(unused))))
             for pg in dict.fromkeys(isolated):
                 endings.callback(torchdist.isolate, pg)
 
     def end(self, ending: Callable[[Iterable[ProcessGroup]], None]) -> None:
-        """Destroy or abort the groups that no other grid has, the last one first."""
+        """Destroy or abort the groups that no other grid uses, the last one first."""
         self.is_destroyed = True
         unused = self._release_all()
         if os.getpid() == self._process:
             ending(unused)
 
     def forget(self) -> None:
-        """Abort all groups and release their keys: their world has another incarnation."""
+        """Abort all groups and release their keys, because their world begins again."""
         torchdist.abort(self._release_all())
 
     def _release_all(self) -> list[ProcessGroup]:
@@ -420,7 +416,7 @@ class GroupTable:
             return self.release(reversed(list(self.entries.values())))
 
     def leaked(self) -> list[GroupKey]:
-        """Return the keys of the groups that exist and that only this table will end."""
+        """Return the keys of the groups that exist and that the grid should have destroyed."""
         if os.getpid() != self._process or torchdist.is_other_world():
             return []
         found = []
@@ -448,14 +444,14 @@ class GroupTable:
     # ---- checks ---------------------------------------------------------------------------------
 
     def check_steady(self) -> None:
-        """Raise if another thread's reshape would lose a change."""
+        """Raise if another thread reshapes the grid, which would lose a change."""
         if self.is_reshaping:
             raise CreationError(
-                "another thread reshapes this grid; wait until it is done, and use its new dims"
+                "another thread reshapes this grid; wait until it is done, and use the new dims"
             )
 
     def check_alive(self) -> None:
-        """Raise if the grid was destroyed, or belongs to the process that forked this one."""
+        """Raise if the grid was destroyed, or was made in the parent of this forked process."""
         if os.getpid() != self._process:
             raise GridDestroyedError(
                 f"this grid ({self.layout}) was made in process {self._process}, which forked this "
@@ -466,11 +462,12 @@ class GroupTable:
             raise GridDestroyedError(f"this grid ({self.layout}) was destroyed; build a new one")
 
     def check_usable(self) -> None:
-        """Raise if the grid is not alive, or if the job that it was made in has ended.
+        """Raise if the grid is not alive, or if its job has ended.
 
         Raises:
             GridDestroyedError: See `check_alive`.
-            NotInitializedError: torch.distributed was initialised when the grid was made.
+            NotInitializedError: torch.distributed was initialised when the grid was made, and is
+                not any more.
         """
         if self.is_destroyed or os.getpid() != self._process:
             self.check_alive()  # raises
@@ -488,26 +485,29 @@ class GroupTable:
         if waiting:
             raise CreationError(
                 f"other threads are creating the process groups over {', '.join(waiting)}; reshape "
-                f"the grid once they are done"
+                f"the grid after these calls"
             )
 
     def check_outlasts(self, timeout: timedelta) -> None:
-        """Raise unless a timeout is longer than the timeout of each group: peers may wait in it.
+        """Raise unless a timeout is longer than the timeout of each live group.
+
+        Other ranks may wait in a collective of a group until its timeout.
 
         Raises:
-            GroupOptionsError: Names the longest one.
+            GroupOptionsError: Names the group with the longest timeout.
         """
         limits: dict[GroupKey, float] = {}
         for key, entry in self.live().items():
             spec = entry.communicator.spec
-            if not spec.options.enable_reconfigure:  # else peers fail as soon as one calls this
+            # Groups that can be reconfigured end their collectives as soon as one member leaves.
+            if not spec.options.enable_reconfigure:
                 limits[key] = limit_of(spec.options.timeout, spec.world)
         longest = max(limits, key=lambda key: limits[key], default=None)
         if longest is None or timeout.total_seconds() > limits[longest] or limits[longest] == inf:
             return
         raise GroupOptionsError(
             f"timeout={timeout} is too short: other ranks may wait in the process groups over "
-            f"{longest} for {timedelta(seconds=limits[longest])}, and would be left behind; pass "
+            f"{longest} for {timedelta(seconds=limits[longest])}, and would count as lost; pass "
             f"more than timedelta(seconds={limits[longest]:g}), or create groups with a shorter "
             f"timeout"
         )
@@ -521,19 +521,26 @@ def reserved(
     wanted: Sequence[tuple[GroupTable, GroupSpec]],
     kept: Mapping[GroupKey, Communicator] | None = None,
 ) -> Iterator[list[Entry]]:
-    """Reserve keys within a `with` block, all of them or none; release those not live at its end.
+    """Reserve keys for a `with` block, all of them or none.
+
+    At the end of the block, the keys that have not become live are released.
 
     Args:
-        wanted: The keys, with their tables.
-        kept: Communicators that serve keys, by key.
+        wanted: The specs of the keys, with their tables.
+        kept: Existing communicators that serve keys, by key.
+
+    Yields:
+        The entries, in the order of `wanted`.
 
     Raises:
-        GroupExistsError: A key is taken.
+        GroupExistsError: A key has an entry.
     """
     entries: list[Entry] = []
     try:
-        while (under_way := _reserve(wanted, kept or {}, entries)) is not None:
-            under_way.settled.wait()
+        other = _reserve(wanted, kept or {}, entries)
+        while other is not None:
+            other.settled.wait()
+            other = _reserve(wanted, kept or {}, entries)
         yield entries
     finally:
         with _lock:
@@ -548,11 +555,11 @@ def _reserve(
     kept: Mapping[GroupKey, Communicator],
     entries: list[Entry],
 ) -> Entry | None:
-    """Reserve all keys, unless another thread creates a group that one of them will share.
+    """Reserve all keys, unless another thread is creating a group that one of them will share.
 
     Args:
-        wanted: The keys, with their tables.
-        kept: Communicators that serve keys, by key.
+        wanted: The specs of the keys, with their tables.
+        kept: Existing communicators that serve keys, by key.
         entries: Receives the entries.
 
     Returns:
@@ -569,12 +576,17 @@ def _reserve(
     return None
 
 
-def enter(entries: Iterable[Entry], made: Mapping[Communicator, ProcessGroup | None]) -> None:
-    """Make reserved entries live, and destroy groups whose entries were removed in the meantime.
+def enter(
+    entries: Iterable[Entry], made: Mapping[Communicator, ProcessGroup | None]
+) -> list[ProcessGroup]:
+    """Make reserved entries live.
 
     Args:
-        entries: The entries, in order.
-        made: The process groups that were created for them.
+        entries: The entries, in the order of creation.
+        made: The process groups that were created for their communicators.
+
+    Returns:
+        The process groups that have no entry, because another thread removed it in the meantime.
     """
     with _lock:
         for communicator, pg in made.items():
@@ -586,9 +598,11 @@ def enter(entries: Iterable[Entry], made: Mapping[Communicator, ProcessGroup | N
             if known.get(key) is entry:
                 entry.state = LIVE
                 known[key] = known.pop(key)
-        unused = [pg for one, pg in made.items() if pg is not None and not one.users]
-    if unused:
-        torchdist.destroy(unused)
+        unused = []
+        for communicator, pg in made.items():
+            if pg is not None and not communicator.users:
+                unused.append(pg)
+        return unused
 
 
 # ---- the texts of errors -----------------------------------------------------------------------

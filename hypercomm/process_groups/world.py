@@ -1,8 +1,8 @@
 """World: the ranks that grids number, and the store that they share.
 
-torch's default process group is the default world. `hypercomm.join_world` makes others, of the
-processes of several jobs. Size and rank of the default world come from an argument, else from
-torch.distributed, else from the variables of the launcher, as for `hypercomm.join`.
+torch's default process group is the default world. `hypercomm.join_world` makes other worlds, from
+the processes of several jobs. Before torch.distributed is initialised, the size and the rank of the
+default world come from an argument, or from the environment variables of the launcher.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from hypercomm.process_groups import torch_internals as torchdist
 
 @attrs.frozen(eq=False, slots=False)
 class World:
-    """The ranks that grids number, as the calling one sees them.
+    """The ranks that grids number, as the calling rank sees them.
 
     Attributes:
         rank: The calling rank.
         size: The number of ranks.
         backend: The default backend of process groups.
-        has_store: Whether ranks share a store; a fake world has none.
-        name: The name that it was joined by; "" for the default world.
-        parts: The number of ranks of each part, by its name; the ranks of a world are numbered
-            part by part. Empty for the default world.
-        timeout: How long calls wait for other ranks by default; None: as torch says.
-        before: The world that `renew_world` made this one from; None without one.
-        numbers: The number in that world of each of its ranks.
-        choices: The strategies that were chosen, by what the choice depends on.
-        served: The store and the process that serves it, in words for errors.
-        if_lost: The advice of the error if the store is lost.
-        owners: The owners of process groups in a world that was joined.
+        has_store: Whether the ranks share a store. A fake world has none.
+        name: The name of a joined world, or "" for the default world.
+        parts: The number of ranks of each part of a joined world, by the name of the part. The
+            ranks are numbered part by part. Empty for the default world.
+        timeout: The default limit for calls to wait for other ranks, or None for torch's default.
+        before: The world from which `renew_world` made this one, or None.
+        numbers: The number of each rank in the world `before`.
+        choices: A cache of `strategies.plan`.
+        served: The subject of errors about the store: the store, and the process that serves it.
+        if_lost: The advice of errors about a lost store.
+        owners: The tables of process groups in a joined world.
     """
 
     rank: int
@@ -71,16 +71,16 @@ class World:
 
     @property
     def serves(self) -> bool:
-        """Whether this process may serve the store: it waits a little after a failure."""
+        """Whether this process may serve the store. It then waits a little after a failure."""
         return self.rank == 0
 
     @property
     def pg(self) -> ProcessGroup | None:
-        """The process group of all ranks, which torch takes for None in the default world."""
+        """The process group of all ranks, or None for torch's default process group."""
         return None
 
     def title(self, rank: int) -> str:
-        """Return how errors name a rank.
+        """Return the name of a rank in errors.
 
         >>> World(0, 12, "gloo", True, parts={"trainer": 8, "engine": 4}).title(9)
         'engine rank 1 of 4'
@@ -93,17 +93,19 @@ class World:
         return f"rank {rank}"
 
     def why_ended(self) -> Generator[Any, Any, str]:
-        """Return why calls under way cannot end in this world any more; "" while they can.
+        """Return the reason why calls in this world cannot succeed any more, or "".
 
-        A generator that yields operations of the agreement on the store, and is sent the replies.
+        A generator, like the steps of the agreement: it yields operations on the store, and is sent
+        the replies.
         """
         return ""
         yield
 
     def timeout_of(self, backend: str) -> timedelta | None:
-        """Return the timeout of the world; of WORLD that of its part that runs `backend`, if any.
+        """Return the timeout of the world.
 
-        None if torch does not show it: a fake backend has no options.
+        If WORLD has parts with different backends, the part that runs `backend` is preferred. The
+        result is None if torch does not show the timeout: a fake backend has no options.
         """
         if self.timeout is not None:
             return self.timeout
@@ -113,12 +115,14 @@ class World:
         return timeout
 
     def numbers_in(self, other: World | None) -> tuple[int, ...] | None:
-        """Return the number of each rank in an earlier world; None if this one is not from it."""
-        numbers, at = tuple(range(self.size)), self
-        while at is not other:
-            if at.before is None:
+        """Return the number of each rank in a world from which this one was renewed, or None."""
+        numbers = tuple(range(self.size))
+        world = self
+        while world is not other:
+            if world.before is None:
                 return None
-            numbers, at = tuple(at.numbers[number] for number in numbers), at.before
+            numbers = tuple(world.numbers[number] for number in numbers)
+            world = world.before
         return numbers
 
 
@@ -127,12 +131,12 @@ _worlds: WeakKeyDictionary[ProcessGroup, World] = WeakKeyDictionary()
 
 
 def note(world: World, group: ProcessGroup) -> None:
-    """Register `world` as the world of default group `group`."""
+    """Register `world` as the world of the default process group `group`."""
     _worlds[group] = world
 
 
 def current_or_none() -> World | None:
-    """Return the default world; None before torch.distributed is initialised."""
+    """Return the default world, or None before torch.distributed is initialised."""
     default = dist.group.WORLD
     return None if default is None else _worlds.get(default) or current()
 
@@ -146,8 +150,8 @@ def current() -> World:
     default = torchdist.world_group()
     world = _worlds.get(default)
     if world is None:
-        backend, has_store = torchdist.default_backend(), torchdist.has_ranks()
-        world = World(dist.get_rank(), dist.get_world_size(), backend, has_store)
+        backend = torchdist.default_backend()
+        world = World(dist.get_rank(), dist.get_world_size(), backend, torchdist.has_ranks())
         with _lock:  # another thread may have been faster
             return _worlds.setdefault(default, world)
     return world
@@ -157,11 +161,15 @@ def current() -> World:
 
 
 def size_of_world(explicit: int | None = None, world: World | None = None) -> int:
-    """Return the number of ranks of a world, by default that of the job.
+    """Return the number of ranks of a world.
+
+    Args:
+        explicit: The number, if the user has given it.
+        world: The world; default: the default world.
 
     Raises:
-        NotInitializedError: Neither torch.distributed nor the environment has it.
-        WorldSizeError: The variables of a launcher hold no number, or contradict each other.
+        NotInitializedError: Neither torch.distributed nor the environment has the number.
+        WorldSizeError: The variables of a launcher are not numbers, or contradict each other.
     """
     if explicit is not None:
         return explicit
@@ -171,10 +179,14 @@ def size_of_world(explicit: int | None = None, world: World | None = None) -> in
 
 
 def rank_in_world(explicit: int | None = None, world: World | None = None) -> int:
-    """Return the rank of this process in a world, by default that of the job.
+    """Return the rank of this process in a world.
+
+    Args:
+        explicit: The rank, if the user has given it.
+        world: The world; default: the default world.
 
     Raises:
-        NotInitializedError, WorldSizeError: As for `size_of_world`.
+        NotInitializedError, WorldSizeError: See `size_of_world`.
     """
     if explicit is not None:
         return explicit

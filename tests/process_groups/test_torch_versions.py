@@ -111,7 +111,7 @@ def test_too_old_torch_is_reported():
     older = "2.9.1"
     message = (
         f"torch {older} is installed, and hypercomm needs 2.10 or newer: pip install "
-        "'torch>=2.10'; hypercomm.layout, and hypercomm.RankLayout, need none"
+        "'torch>=2.10'; hypercomm.layout and hypercomm.RankLayout work without torch"
     )
     # The library is loaded again: its first import reads the version.
     begin = (

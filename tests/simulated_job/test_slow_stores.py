@@ -8,7 +8,16 @@ import torch.distributed as dist
 
 from hypercomm import HyperCommGrid
 from simulated_job.cases import GRACE_S, T
-from simulated_job.job import Fault, attempt, gate, mark, simulate_job, sleep, this_rank
+from simulated_job.job import (
+    Fault,
+    attempt,
+    gate,
+    interrupt_in,
+    mark,
+    simulate_job,
+    sleep,
+    this_rank,
+)
 
 LATE_S = 1.0
 """How much later the last rank arrives, so that the others publish that they wait."""
@@ -70,3 +79,58 @@ def test_calls_after_a_slow_store_succeed(kind, next_name, last, lazily, step):
             assert job.kinds(1) == [""] * 3, (fault, job)
     assert happened > 2
     assert timed_out > 0
+
+
+# A rank with a wrong argument fails the call of the others, but the store replies late to it, and
+# it has begun its next call. Unless the store has performed its request, that call succeeds.
+@pytest.mark.parametrize("kind", ["waits for a request", "waits for a reply"])
+def test_a_refusal_that_is_late(kind):
+    def program():
+        rank, grid = this_rank(), HyperCommGrid([3], ["tp"])
+        grid.verify()
+        gate("all have verified")
+        if rank.number == 0:
+            mark()
+            attempt(grid.create_pgs, ["pp"])
+            rank.points, rank.link = -math.inf, None
+        else:
+            sleep(4.0)
+        return attempt(grid.verify).kind
+
+    late = at = 0
+    happened = True
+    while happened:
+        at += 1
+        fault = Fault(0, at, kind, 3.0)
+        job = simulate_job(program, 3, seed=at, faults=[fault], timeout_s=T)
+        happened = job.happened
+        refusal = job.ranks[0].calls[0]
+        assert refusal.kind == "UnknownDimError", job
+        if refusal.took_s > 1.0:
+            late += 1
+            was_performed = kind == "waits for a reply" and at > 1
+            ended = ["GroupCreationTimeout", *["CreationError"] * 2] if was_performed else [""] * 3
+            assert job.values() == ended, (at, job)
+    assert late > 0
+
+
+# The store is silent for all. A rank is interrupted, and begins the next call before the store
+# replies again: that call succeeds.
+@pytest.mark.parametrize("seed", range(8))
+def test_an_interrupt_that_is_late(seed):
+    def program():
+        rank, grid = this_rank(), HyperCommGrid([3], ["tp"])
+        grid.verify()
+        gate("all have verified")
+        if rank.number == 0:
+            mark()
+            interrupt_in(1.0)
+            attempt(grid.verify)
+        else:
+            sleep(6.0)
+        return attempt(grid.verify).kind
+
+    fault = Fault(0, 1, "is cut off", 5.0)
+    job = simulate_job(program, 3, seed=seed, faults=[fault], timeout_s=T)
+    assert job.ranks[0].calls[0].kind == "KeyboardInterrupt", job
+    assert job.values() == [""] * 3, job

@@ -1,1 +1,1 @@
-"""How the ranks of a job agree: one primitive, its driver, and calls of all ranks."""
+"""Agreement between the ranks of a job: the protocol, its driver, and the calls of a grid."""

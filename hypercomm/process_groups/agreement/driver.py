@@ -1,8 +1,9 @@
-"""Calls that ranks make together: all of them succeed, or all fail and keep what they had.
+"""Calls that ranks make together: all of them succeed, or all fail and change nothing.
 
 `agree` makes one. The steps of the protocol run in a worker thread, because an operation on the
 store can hang for a quarter of an hour when a link is cut, whatever its timeout (seen in torch
-2.13). The calling thread waits for the worker, and changes state only when it has the outcome.
+2.13). The calling thread waits for the worker. Once all ranks have agreed, the worker commits the
+result, where Ctrl-C cannot interrupt it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import attrs
@@ -55,38 +57,43 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 V = TypeVar("V")
-Entries = Callable[[], Sequence[str]]
 
 _BEAT_S = 1.0
-"""How often the calling thread checks whether the process was stopped."""
+"""Interval at which the calling thread checks whether the process was stopped, in seconds."""
 
 _STUCK_S = 1.2
-"""How long after the deadline the calling thread waits for its worker."""
+"""Time after the deadline for which the calling thread waits for its worker, in seconds."""
 
 _INTERRUPTED_S = 0.6
-"""How long the calling thread waits for its worker once it was interrupted."""
+"""Time for which an interrupted calling thread waits for its worker, in seconds."""
 
 _LAST_S = 0.5
-"""How long a rank whose worker is stuck tries to end the round."""
+"""Limit for ending the round without the workers, in seconds."""
 
 _REFUSAL_S = 1.9
-"""How long a rank with an error of its own tries to end the round on the others."""
+"""Limit of `refuse`, in seconds."""
 
 _LINGER_S = 0.25
-"""How long the process that serves the store lets the others read how a call has failed."""
+"""Time for which the process that serves the store stays after a failure, in seconds."""
 
 _SLICE_S = 10.0
-"""The longest wait in one request, and a second more for each 1,000 ranks, as torch's barrier."""
+"""Longest wait in one request, in seconds; plus one second per 1,000 ranks, as torch's barrier."""
 
 
 # ---- operations ---------------------------------------------------------------------------------
 
 
-def run(steps: Steps[V], store: Any) -> V:
-    """Run steps that neither wait nor work on a store in this thread, and return their result.
+def run(steps: Steps[V], store: Any, until: float = math.inf) -> V:
+    """Run steps without `Wait` and `Work` on a store, in this thread, and return their result.
+
+    Args:
+        steps: The steps.
+        store: A client of the store.
+        until: When to stop: no operation begins later.
 
     Raises:
-        RuntimeError: torch's error, such as DistNetworkError: the store is gone.
+        LateError: The time `until` has passed.
+        RuntimeError: The store is gone; an error of torch, such as DistNetworkError.
     """
     reply: Any = None
     while True:
@@ -94,7 +101,10 @@ def run(steps: Steps[V], store: Any) -> V:
             operation = steps.send(reply)
         except StopIteration as stop:
             return stop.value  # type: ignore[no-any-return]
-        reply = Moment(system.now()) if isinstance(operation, Now) else perform(operation, store)
+        now = system.now()
+        if now > until:
+            raise LateError("the time is over")
+        reply = Moment(now) if isinstance(operation, Now) else perform(operation, store)
 
 
 def perform(operation: Operation, store: Any) -> Any:
@@ -113,13 +123,14 @@ def perform(operation: Operation, store: Any) -> Any:
             for key in keys:
                 store.delete_key(key)
             return None
-    raise TypeError(f"{operation} is no operation of a store")
+    raise TypeError(f"{operation} is not an operation on a store")
 
 
 def _wait(store: Any, key: str, until: float, slice_s: float) -> str | None:
-    """Wait for a key, and return what it holds; None if it is not set in time.
+    """Wait for a key, and return its value, or None if it is not set in time.
 
-    Other threads of the process may use the same client: a long wait ends now and then for them.
+    A request occupies the client of the store. It ends after `slice_s` seconds, so that other
+    threads of the process can use the client in between.
     """
     while True:
         left_s = until - system.now()
@@ -139,15 +150,16 @@ def _wait(store: Any, key: str, until: float, slice_s: float) -> str | None:
 
 @attrs.frozen
 class Round:
-    """The round of a call, for the work in it.
+    """The round of a call, as the work in it sees it.
 
     Attributes:
-        name: A name for what the work creates, the same on all ranks and new in each round.
+        name: A name for the objects that the work creates: the same on all ranks, and new in
+            each round.
         number: The number of the round.
         store: A client of the world's store which no other call uses.
-        stale: Receives keys of the store that no rank needs any more; a later call deletes them.
-        left_s: How many seconds are left until the deadline.
-        has_failed: Returns whether the call has failed meanwhile.
+        stale: Receives keys of the store that no rank needs any more. A later call deletes them.
+        left_s: Seconds until the deadline.
+        has_failed: Returns whether the call has failed since the work began.
     """
 
     name: str
@@ -158,10 +170,10 @@ class Round:
     has_failed: Callable[[], bool] = lambda: False
 
     def check(self) -> None:
-        """Raise if the call has failed meanwhile: work of several steps checks before each.
+        """Raise if the call has failed. Work of several steps calls this before each step.
 
         Raises:
-            CreationError: The call has failed, which another thread reports.
+            CreationError: The call has failed; the calling thread raises the reason.
         """
         if self.has_failed():
             raise CreationError("the call has failed on this or another rank")
@@ -172,15 +184,16 @@ class Result(Generic[T]):
     """The result of a call that all ranks have made.
 
     Attributes:
-        value: What the work of this rank returned.
-        pending: What interrupted this rank although all agreed; raised once state is changed.
+        value: The return value of this rank's work.
+        pending: The exception, such as KeyboardInterrupt, that interrupted this rank although all
+            ranks agreed. The caller raises it once its state is complete.
     """
 
     value: T
     pending: BaseException | None = None
 
     def get(self) -> T:
-        """Return the value, or raise what is pending."""
+        """Return the value, or raise the pending exception."""
         if self.pending is not None:
             raise self.pending
         return self.value
@@ -194,10 +207,10 @@ class _Blocked:
     """An operation that blocks a worker.
 
     Attributes:
-        operation: The operation, as it was yielded last.
-        changed: Set when the operation is over, or the call was interrupted.
+        operation: The operation, as the steps have yielded it last.
+        changed: Set when the operation is complete, or the call was interrupted.
         is_continued: Whether another worker continues the steps.
-        is_over: Whether the operation is over.
+        is_over: Whether the operation is complete.
         reply: Its reply.
         error: The error that it raised.
     """
@@ -210,7 +223,7 @@ class _Blocked:
     error: BaseException | None = None
 
     def is_same(self, operation: Wait | Work) -> bool:
-        """Return whether an operation is this one, with another limit."""
+        """Return whether another operation differs from this one at most in its limit."""
         return attrs.evolve(operation, until=self.operation.until) == self.operation
 
     def result(self) -> Any:
@@ -221,35 +234,43 @@ class _Blocked:
 
 
 class _LeftError(BaseException):
-    """This worker continues the steps no longer: another one does, or the call is over."""
+    """Another worker continues the steps, or the call has ended: this worker stops."""
 
 
 class Driver(Generic[T]):
     """The threads of one call of this rank.
 
-    A worker runs the steps of the protocol. When it blocks for longer than the steps ask for,
-    another worker continues them, with a client of the store of its own. The first worker stays
-    blocked: a rank that waits for long has still sent one request.
+    A worker runs the steps of the protocol. If an operation blocks it for longer than the steps
+    ask for, a second worker continues the steps with its own client of the store. The first
+    worker stays blocked, so that a rank which waits for long has still sent one request.
 
     Args:
         member: The protocol of this rank.
         work: The work of this rank.
-        undo: Undoes the work, as much of it as was done, if the call fails.
+        undo: Undoes the work, or the part of it that was done, if the call fails.
+        commit: Changes the state of this rank once all ranks have agreed. It does not wait for
+            other ranks.
     """
 
     def __init__(
-        self, member: Member, work: Callable[[Round], T], undo: Callable[[], None]
+        self,
+        member: Member,
+        work: Callable[[Round], T],
+        undo: Callable[[], None],
+        commit: Callable[[], None],
     ) -> None:
         self._member = member
         self._work = work
         self._undo = undo
+        self._commit = commit
         self._steps = member.call()
         self._store = member.scope.world.store
         self._device = torchdist.current_device()
-        self._lock = threading.Lock()  # never held while this thread waits
+        self._lock = threading.Lock()  # no thread waits for another rank while it holds this
         self._undoing = system.lock()
         self._ended = system.event()
         self._blocked: _Blocked | None = None
+        self._is_started = False
         self._is_interrupted = False
         self._is_over = False
         self._has_failed = False
@@ -258,51 +279,59 @@ class Driver(Generic[T]):
         self._result: T | None = None
         self._outcome: Outcome | None = None
         self._error: BaseException | None = None
+        self._end = member.deadline + _STUCK_S
         self._beat = member.began
         self._was_stopped = False
 
     # ---- in the calling thread ------------------------------------------------------------------
 
     def make(self) -> Result[T]:
-        """Make the call; the errors are those of `agree`."""
-        member = self._member
+        """Make the call, and return its result. It raises the errors that `agree` documents."""
         pending: BaseException | None = None
-        end = member.deadline + _STUCK_S
-        until = member.began + member.slow_s
-        is_started = False
         _active.add(self)
         try:
             while True:
                 try:
-                    if not is_started:
-                        is_started = True
-                        self._start(None, None)
-                    now = self._note_time()
-                    if self._ended.wait(max(0.0, min(until, now + _BEAT_S, end) - now)):
-                        break
-                    if self._note_time() >= end:
-                        break
-                    until = self._continue_elsewhere()
-                except BaseException as error:  # noqa: BLE001 - raised once the others know
+                    self._wait_for_end(is_interrupted=pending is not None)
+                    break
+                except BaseException as error:  # noqa: BLE001 - raised once other ranks know
+                    # Nothing is called here: a second Ctrl-C is raised in the `try` block.
                     pending = pending or error
-                    self._is_interrupted = True
-                    end = min(end, system.now() + _INTERRUPTED_S)
-                    until = 0.0
         finally:
             _active.discard(self)
         if not self._ended.is_set():
             self._abandon(pending)
         return self._conclude(pending)
 
+    def _wait_for_end(self, *, is_interrupted: bool) -> None:
+        """Start a worker if there is none, and wait until the call has ended or its time is over.
+
+        An interrupted thread calls this again. It then waits for a short time only.
+        """
+        until = self._member.began + self._member.slow_s
+        if is_interrupted:
+            self._is_interrupted = True
+            self._end = min(self._end, system.now() + _INTERRUPTED_S)
+            until = 0.0
+        if not self._is_started:
+            self._is_started = True
+            self._start(None, None)
+        while True:
+            now = self._note_time()
+            wake = min(until, now + _BEAT_S, self._end)
+            if self._ended.wait(max(0.0, wake - now)) or self._note_time() >= self._end:
+                return
+            until = self._continue_elsewhere()
+
     def _note_time(self) -> float:
-        """Return the time, and note whether the process was stopped at its deadline."""
+        """Return the time, and note whether the process was stopped when its deadline passed."""
         now = system.now()
         self._was_stopped |= self._is_stopped_until(now)
         self._beat = now
         return now
 
     def _is_stopped_until(self, now: float) -> bool:
-        """Return whether the process was stopped since the last beat, beyond its deadline."""
+        """Return whether the process was stopped between the last beat and its deadline."""
         return now - self._beat > 2 * _BEAT_S and now >= self._member.deadline
 
     def _moment(self) -> Moment:
@@ -310,17 +339,17 @@ class Driver(Generic[T]):
         return Moment(now, self._was_stopped or self._is_stopped_until(now))
 
     def _continue_elsewhere(self) -> float:
-        """Have another worker continue the steps if theirs is blocked beyond its limit.
+        """Start another worker for the steps if their worker is blocked beyond its limit.
 
         Returns:
-            When to call this again.
+            The time at which to call this again.
         """
         now = system.now()
         with self._lock:
             blocked = self._blocked
             if blocked is None or blocked.is_over:
                 return math.inf
-            if blocked.is_continued:  # a worker observes the limit
+            if blocked.is_continued:  # that worker observes the limit
                 if self._is_interrupted:
                     blocked.changed.set()
                 return math.inf
@@ -334,7 +363,7 @@ class Driver(Generic[T]):
         return math.inf
 
     def is_of(self, world: World) -> bool:
-        """Return whether ranks of a world make the call."""
+        """Return whether the call is one of ranks of a world."""
         return self._member.scope.world is world
 
     def interrupt(self) -> None:
@@ -344,7 +373,8 @@ class Driver(Generic[T]):
 
     def _abandon(self, pending: BaseException | None) -> None:
         """End the round without the workers, which are stuck in the store or in a backend."""
-        member, moment = self._member, self._moment()
+        member = self._member
+        moment = self._moment()
         with self._lock:
             if self._outcome is not None or self._error is not None:
                 return  # a worker has ended the steps just now
@@ -352,21 +382,39 @@ class Driver(Generic[T]):
         steps = member.time_out(moment)
         if pending is not None:
             steps = member.interrupt(f"{member.scope.name} was interrupted")
+        # If the store replies after the limit, the thread still ends the round of this rank. If the
+        # rank has joined no round, it stops, because it might end a later call.
+        until = system.now() + _LAST_S if member.ticket is None else math.inf
+        outcome = failure = None
         try:
-            last = member.give_up(steps)  # once the store answers, even after the limit
-            self._outcome = in_time(lambda: _run_once(last, self._store), _LAST_S)
+            last = member.end_by(steps)
+            outcome = in_time(lambda: _run_once(last, self._store, until), _LAST_S)
         except BaseException as error:  # noqa: BLE001 - also a second Ctrl-C
-            self._error = self._explain(error)
-        member.leave(self._outcome)
+            failure = self._explain(error)
+        member.leave(outcome)
         with self._lock:
-            self._has_failed = self._outcome is None or self._outcome.kind != "agreed"
+            self._note_end(outcome, failure)
         system.start(self._roll_back, lambda: None)
+
+    def _note_end(self, outcome: Outcome | None, error: BaseException | None) -> None:
+        """Note how the call has ended, and commit if all ranks agreed; the caller holds the lock.
+
+        The calling thread returns after the commit, because it needs the lock or `_ended`.
+        """
+        self._outcome = outcome
+        self._error = error
+        self._has_failed = outcome is None or outcome.kind != "agreed"
+        if not self._has_failed:
+            try:
+                self._commit()
+            except BaseException as raised:  # noqa: BLE001 - raised in the calling thread
+                self._error = raised
 
     def _conclude(self, pending: BaseException | None) -> Result[T]:
         """Return the result of a call that has ended, or raise its error."""
         outcome = self._outcome
         if outcome is not None and outcome.kind == "agreed":
-            return Result(self._result, pending)  # type: ignore[arg-type]
+            return Result(self._result, pending or self._error)  # type: ignore[arg-type]
         if outcome is not None:
             _linger(self._member.scope.world)
         if pending is not None:
@@ -375,12 +423,15 @@ class Driver(Generic[T]):
 
     def _failure(self) -> BaseException:
         """Return the error of a call that has failed."""
-        member, outcome, world = self._member, self._outcome, self._member.scope.world
-        title, own = member.title, member.error or self._error
+        member = self._member
+        title = member.title
+        outcome = self._outcome
+        own = member.error or self._error
         if outcome is None or (own is not None and outcome.kind == "failed"):
             return own or CreationError(f"{title} failed")
-        waited = timedelta(seconds=system.now() - member.began)
+        world = member.scope.world
         name = world.title(world.rank)
+        waited = timedelta(seconds=system.now() - member.began)
         if outcome.kind == "missing" and world.rank in outcome.absent:
             return LateRankError(
                 f"{title} timed out on the other ranks before {name} arrived; call it again on all "
@@ -399,7 +450,7 @@ class Driver(Generic[T]):
         return error
 
     def _explain(self, error: BaseException) -> BaseException:
-        """Return the error of a rank whose store is gone or silent; others as they are."""
+        """Return an error; an error of torch as one that states that the store is lost."""
         cause = error.__cause__ if isinstance(error, StoreLostError) else error
         if isinstance(cause, HyperCommError) or not isinstance(cause, RuntimeError):
             return error
@@ -411,7 +462,7 @@ class Driver(Generic[T]):
     # ---- in the workers -------------------------------------------------------------------------
 
     def _start(self, reply: object, error: BaseException | None) -> None:
-        """Have a worker send a reply or an error to the steps, and continue them."""
+        """Start a worker, which sends a reply or an error to the steps and continues them."""
 
         def note_idle() -> None:
             if self._is_over:
@@ -431,9 +482,8 @@ class Driver(Generic[T]):
         with self._lock:
             if self._is_over:
                 return
-            self._outcome, self._error = outcome, failure
-            self._has_failed = outcome is None or outcome.kind != "agreed"
-        if self._is_working:  # its groups may hold what the roll-back needs, such as the store
+            self._note_end(outcome, failure)
+        if self._is_working:  # the work may hold what the roll-back needs, such as the store
             system.start(self._roll_back, lambda: None)
         else:
             self._roll_back()
@@ -464,7 +514,7 @@ class Driver(Generic[T]):
                 error = raised
 
     def _block(self, operation: Wait | Work, client: Any) -> Any:
-        """Perform an operation that blocks, or wait for the worker that performs it."""
+        """Perform a blocking operation, or wait for the worker that already performs it."""
         with self._lock:
             if self._is_interrupted:
                 raise InterruptedCallError
@@ -490,7 +540,8 @@ class Driver(Generic[T]):
 
     def _perform_blocking(self, blocked: _Blocked, client: Any) -> None:
         """Perform an operation, and note its result for the worker that continues the steps."""
-        member, operation = self._member, blocked.operation
+        member = self._member
+        operation = blocked.operation
         try:
             if isinstance(operation, Work):
                 blocked.reply = False
@@ -502,33 +553,36 @@ class Driver(Generic[T]):
                     reply = _wait(client, operation.key, member.deadline + _STUCK_S, slice_s)
             error = None
         except BaseException as raised:  # noqa: BLE001 - raised where the steps continue
-            reply, error = None, raised
+            reply = None
+            error = raised
         with self._lock:
-            blocked.reply, blocked.error, blocked.is_over = reply, error, True
+            blocked.reply = reply
+            blocked.error = error
+            blocked.is_over = True
             blocked.changed.set()
 
     def _do_work(self, client: Any) -> None:
-        """Do the work of this rank; undo it if the call has failed meanwhile."""
+        """Do the work of this rank, and undo it if the call has failed before its end."""
         member = self._member
         if member.ticket is None:
             raise RuntimeError(f"{member.title} has not proposed anything")
         left_s = member.deadline - system.now()
         ticket = member.ticket
         stale = member.scope.memory.stale
-        turn = Round(ticket.name, ticket.round, client, stale, left_s, lambda: self._has_failed)
+        current = Round(ticket.name, ticket.round, client, stale, left_s, lambda: self._has_failed)
         self._is_working = self._is_to_undo = True
         try:
             with torchdist.on_device(self._device):
-                self._result = self._work(turn)
+                self._result = self._work(current)
         finally:
             with self._lock:
                 self._is_working = False
             self._roll_back()
 
     def _roll_back(self) -> None:
-        """Undo the work if the call has failed; also what is done so far, while it goes on.
+        """Undo the work if the call has failed. Work that has not ended is undone so far.
 
-        A worker that is stuck in a backend undoes the rest once it returns from there.
+        A worker that is stuck in a backend undoes the rest once the backend returns.
         """
         with self._undoing:
             with self._lock:
@@ -551,7 +605,7 @@ def _as_lost_store() -> Iterator[None]:
 
 
 def _linger(world: World) -> None:
-    """Let the others read how a call has failed: the process that serves the store may end."""
+    """Keep the process that serves the store alive, so that other ranks can read the outcome."""
     if world.serves and world.size > 1:
         system.sleep(_LINGER_S)
 
@@ -575,14 +629,20 @@ def _store_failed(
 
 
 def limit_of(timeout: timedelta | None, world: World | None) -> float:
-    """Return for how many seconds ranks wait for each other; None is the timeout of the world."""
+    """Return a timeout in seconds; None stands for the timeout of the world, if it has one."""
     if timeout is None and world is not None:
         timeout = world.timeout_of(world.backend)
     return timeout.total_seconds() if timeout else math.inf
 
 
 def ask(world: World, title: str, question: Callable[[], V], limit_s: float) -> V:
-    """Return what `question` reads from the store of a world, within a time limit.
+    """Call a function that reads the store of a world, and return its result.
+
+    Args:
+        world: The world.
+        title: The call, as users know it, for the error.
+        question: The function. It runs in another thread.
+        limit_s: Its limit in seconds.
 
     Raises:
         CreationError: The store is gone, or does not answer.
@@ -598,10 +658,11 @@ def ask(world: World, title: str, question: Callable[[], V], limit_s: float) -> 
 def agree(
     scope: Scope,
     title: str,
-    entries: Entries,
+    entries: Callable[[], Sequence[str]],
     limit_s: float,
     work: Callable[[Round], T] | None = None,
     undo: Callable[[], None] = lambda: None,
+    commit: Callable[[], None] = lambda: None,
     *,
     is_connecting: bool = False,
 ) -> Result[T]:
@@ -610,39 +671,56 @@ def agree(
     Args:
         scope: The ranks that take part.
         title: The call, as users know it.
-        entries: Returns what this rank proposes, which must be equal on all ranks.
-        limit_s: Within how many seconds all ranks must have finished.
-        work: The work of this rank; default: none, the ranks only compare their proposals.
-        undo: Undoes the work, as much of it as was done, if the call fails.
-        is_connecting: Whether the work needs the other ranks: it begins once all have arrived.
+        entries: Returns the proposal of this rank, which must be equal on all ranks.
+        limit_s: The limit for all ranks to finish, in seconds.
+        work: The work of this rank. Default: none, the ranks only compare their proposals.
+        undo: Undoes the work, or the part of it that was done, if the call fails.
+        commit: Changes the state of this rank once all ranks have agreed. If there are other
+            ranks, it runs in another thread, where Ctrl-C cannot interrupt it.
+        is_connecting: Whether the work needs the other ranks. It then begins once all ranks have
+            arrived.
+
+    Returns:
+        The value of the work, and the exception that interrupted this rank after the agreement.
 
     Raises:
         PlanMismatchError: Ranks propose different things, or have built different grids.
         GroupCreationTimeout: Ranks are missing; names them.
-        LateRankError: The other ranks have timed out on this one.
+        LateRankError: The other ranks timed out before this one arrived.
         CreationError: A rank failed, or the store is gone.
         OutcomeUnknownError: The store is gone, and the other ranks may have agreed.
     """
     do = work or _do_nothing
-    memory, world = scope.memory, scope.world
+    memory = scope.memory
+    world = scope.world
     if scope.is_alone:
         key = f"{memory.namespace}/{scope.path}"
         if memory.namespace is None and world.has_store:
             key = ask(world, title, lambda: run(scope.read_key(), world.store), limit_s)
         number = memory.next_number(scope.path)
         try:
-            return Result(do(Round(f"{key}/{number}", number, world.store, memory.stale)))
+            value = do(Round(f"{key}/{number}", number, world.store, memory.stale))
+            commit()
         except BaseException:
             undo()
             raise
-    lock, began = memory.lock_of(scope.path), system.now()
+        return Result(value)
+    lock = memory.lock_of(scope.path)
+    began = system.now()
     if not lock.acquire(timeout=min(limit_s, system.longest_s)):
         raise CreationError(f"{title} failed: another thread of this rank waits in the same call")
     try:
         now = system.now()
-        threads = lambda: max(1, sum(one.is_of(world) for one in list(_active)))  # noqa: E731
-        member = Member(scope, title, entries, now, began + limit_s, is_connecting, threads)
-        return Driver(member, do, undo).make()
+        member = Member(
+            scope,
+            title,
+            entries,
+            now,
+            began + limit_s,
+            is_connecting,
+            partial(_count_threads, world),
+        )
+        return Driver(member, do, undo, commit).make()
     finally:
         lock.release()
 
@@ -651,9 +729,14 @@ def _do_nothing(_: Round) -> Any:
     return None
 
 
+def _count_threads(world: World) -> int:
+    """Return how many threads of this process make calls of a world."""
+    return max(1, sum(one.is_of(world) for one in list(_active)))
+
+
 @contextlib.contextmanager
 def refusing(scope: Scope | None) -> Iterator[None]:
-    """On an error within a `with` block, fail the next call on the ranks that wait for this one."""
+    """On an error within a `with` block, call `refuse`."""
     try:
         yield
     except BaseException as error:
@@ -662,42 +745,45 @@ def refusing(scope: Scope | None) -> Iterator[None]:
         raise
 
 
-def refuse(scope: Scope, error: BaseException, data: str = "") -> None:
-    """Fail the next call on the ranks that wait for this one; raises nothing.
+def refuse(scope: Scope, error: BaseException) -> None:
+    """Fail the next call of a scope on the other ranks, because this one cannot take part.
+
+    They do not wait for this rank. This function raises nothing: the caller raises its error.
 
     Args:
         scope: The ranks.
-        error: The error of this rank, which the others raise as a CreationError.
-        data: What the other ranks find as `data` of that error.
+        error: The error of this rank. The other ranks raise a CreationError with its text.
     """
     if scope.is_alone:
         return
-    lock, world = scope.memory.lock_of(scope.path), scope.world
+    lock = scope.memory.lock_of(scope.path)
+    world = scope.world
     if not lock.acquire(timeout=_REFUSAL_S):
-        return  # another thread is in such a call: it must not fail for this one
+        return  # the call of another thread must not fail because of this error
     try:
         now = system.now()
         member = Member(scope, "refuse()", list, now, now)
-        steps = member.refuse(failure_of(scope.name, error), data)
+        steps = member.refuse(failure_of(scope.name, error))
+        until = now + _REFUSAL_S  # later, the other ranks may be in their next attempt
         with contextlib.suppress(RuntimeError):
-            in_time(lambda: _run_once(steps, world.store), _REFUSAL_S)
+            in_time(lambda: _run_once(steps, world.store, until), _REFUSAL_S)
             _linger(world)
     finally:
         lock.release()
 
 
-def _run_once(steps: Steps[V], store: Any) -> V:
-    """Run steps on a client of a store that no other call uses."""
+def _run_once(steps: Steps[V], store: Any, until: float = math.inf) -> V:
+    """Call `run` with a client of a store that no other call uses."""
     with client_of(store) as client:
-        return run(steps, client)
+        return run(steps, client, until)
 
 
 _active: set[Driver[Any]] = set()
-"""The calls that threads of this process make now."""
+"""The calls that threads of this process are making."""
 
 
 def _end_all() -> None:
-    """End all waits: a worker in gloo while the interpreter ends would abort the process."""
+    """Interrupt all calls: a worker inside gloo at interpreter exit would abort the process."""
     for call in list(_active):
         with contextlib.suppress(RuntimeError):  # no thread starts any more
             call.interrupt()

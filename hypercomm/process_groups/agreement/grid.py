@@ -1,4 +1,4 @@
-"""What the ranks of one grid agree on, and the ranks that it continues with after a loss."""
+"""The identity of a grid, which its ranks agree on, and its survivors after a loss of ranks."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _MOST_LISTED = 64
 class GridAgreement:
     """The identity of one grid, and the scopes of the calls that its ranks make together.
 
-    Ranks that build the same grid derive the same name. Grids of one layout and name share their
-    records, also one after the other: their calls meet those of other ranks in order. So the store
-    holds one record for each group, however often a grid is built.
+    Ranks that build the same grid derive the same keys. Grids with the same layout, name and
+    backend use the same records: the n-th call of one rank joins the n-th call of the others. The
+    store therefore has one record for each group, however often a grid is built.
 
     Args:
-        layout: The grid's.
-        label: The name that the grid was given, if any.
-        backend: The backend that it was given, if any.
+        layout: The layout of the grid.
+        label: The name of the grid, if the user has given one.
+        backend: The backend of the grid, if the user has given one.
     """
 
     def __init__(self, layout: RankLayout, label: str | None, backend: str | None) -> None:
@@ -40,7 +40,7 @@ class GridAgreement:
 
     @cached_property
     def text(self) -> str:
-        """What must be equal on all ranks of the grid, as JSON."""
+        """The properties of the grid that must be equal on all ranks, as JSON."""
         layout = self.layout
         given = layout.to_dict()
         listed = given.get("ranks")
@@ -71,7 +71,14 @@ class GridAgreement:
         *,
         is_fenced: bool = False,
     ) -> Scope:
-        """Return the scope of calls at one record, by all ranks of the grid or by some."""
+        """Return the scope of the calls that use one record.
+
+        Args:
+            world: The world of the grid.
+            record: The name of the record.
+            ranks: The ranks that make the calls; default: all ranks of the grid.
+            is_fenced: See `Scope`.
+        """
         label = f".{self._label}" if self._label else ""
         path = f"{self._digest}{label}/{record}"
         ranks = self.layout.ranks if ranks is None else ranks
@@ -80,18 +87,19 @@ class GridAgreement:
     def find_survivors(
         self, world: World | None, limit_s: float, min_ranks: int
     ) -> tuple[int, ...]:
-        """Return the ranks of the grid that arrive within a time; the same on all of them.
+        """Return the ranks of the grid that arrive in time; all of them return the same ranks.
 
-        The first rank whose time is over decides, by the outcome of a round of all ranks. The ranks
-        that it names confirm with each other that they are there.
+        The first rank that times out decides which ranks are missing, by the outcome of a round.
+        The other ranks then confirm in a further round that all of them are present.
 
         Args:
-            world: The world of the grid; None before there is one.
-            limit_s: How long to wait, for the first and for each further round.
+            world: The world of the grid, or None before there is one.
+            limit_s: The limit of each round, in seconds.
             min_ranks: The fewest ranks that may continue.
 
         Raises:
-            CreationError: The others continue without this rank, or too few are left.
+            CreationError: The others continue without this rank, or fewer ranks are left than
+                `min_ranks`.
         """
         ranks = tuple(self.layout.ranks)
         while world is not None:

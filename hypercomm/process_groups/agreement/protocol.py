@@ -4,20 +4,20 @@ Three laws hold:
 
 1. A round has one outcome, written by one compare-and-set. Every rank adopts it.
 2. A rank leaves a round only after it has read or written its outcome.
-3. The next round is read from the record, never counted: ranks that failed or were late join the
-   same one.
+3. The next round is read from the record, never counted. Ranks that failed or were late therefore
+   join the same round.
 
-`Member.call` yields operations and is sent the replies. `driver.Driver` performs them in a job, the
-simulated job and the search of all schedules perform them in tests.
+`Member.call` yields operations and is sent the replies. `driver.Driver` performs the operations in
+a job. In tests, the simulated job and the search of all schedules perform them.
 
-Without a fault a rank sends three requests and waits for one key: it joins the round, it sets its
-bit among those that have finished, and it waits for the end of the round. If the work connects
-ranks, a rank first sets its bit among those that have arrived and waits until all have, so that the
-backend never waits for a rank that is missing.
+Without a fault a rank sends three requests. It joins the round, it sets its bit in the tree of
+finished ranks, and it waits for the end of the round. If the work connects ranks, a rank first sets
+its bit in the tree of arrived ranks and waits until all bits are set, so that the backend never
+waits for a missing rank.
 
-A rank that waits for long reports where and for whom, so that errors name the rank that is missing,
-and deadlocks. The report stays after a failure until the next call of the rank, so that ranks that
-time out together find the one that none of them has seen.
+A rank that waits for long publishes its status: the call, and the ranks that it waits for. Errors
+can then name the missing ranks, and describe deadlocks. After a failure the status stays until the
+next call of the rank, so that ranks which time out together can still read it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 
 import attrs
@@ -60,25 +60,25 @@ from hypercomm.process_groups.agreement.scope import MOST, Scope, this_host
 from hypercomm.process_groups.torch_internals import ConnectionFailedError
 
 _SLOW_S = 0.2
-"""How long a rank waits before it reports that it does, and checks whether it waits in vain."""
+"""Delay before a waiting rank publishes its status and checks the round, in seconds."""
 
 _SLOW_RANKS = 4000
-"""The delay grows with the world, by a second for so many ranks."""
+"""Number of ranks of the world per second of that delay; `_SLOW_S` is its minimum."""
 
 _FINISHED_S = 0.6
-"""Extra wait of ranks that have finished, so that the others name who is missing."""
+"""Extra wait of finished ranks, in seconds, so that unfinished ranks name the missing ones."""
 
 _FOLLOW_S = 0.3
-"""Extra wait of ranks that do not search, so that few ranks read who is missing at once."""
+"""Extra wait of ranks that do not search, in seconds, so that few ranks read the trees."""
 
 _SEARCHERS = 16
-"""How many ranks of a scope of one block search; in a larger scope one of each block does."""
+"""Number of ranks that search in a scope of one block. A larger scope has one per block."""
 
 _STUCK_S = 1.0
-"""How long a rank that could not connect waits for members to connect or fail."""
+"""Time for which a rank that could not connect waits for members to connect or fail, in seconds."""
 
 _FIRST_S = 1.0
-"""How long a rank whose proposal differs waits for the text of the first one."""
+"""Time for which a rank with another proposal waits for the text of the first one, in seconds."""
 
 SAME_CALLS = "every rank must make the same calls in one order"
 
@@ -89,11 +89,11 @@ _CONNECTING = "members connect at the creation"
 
 
 class EndedCallError(Exception):
-    """The call ends on this rank, which leaves its round as it is.
+    """The call ends on this rank, without a further change of its round.
 
     Args:
-        outcome: How the call ends.
-        ends_own: Whether this rank ends the round with the outcome if it has begun it.
+        outcome: The outcome of the call.
+        ends_own: Whether this rank also ends the round, if it has begun it.
     """
 
     def __init__(self, outcome: Outcome, *, ends_own: bool = False) -> None:
@@ -105,69 +105,15 @@ class EndedCallError(Exception):
 # ---- one round ----------------------------------------------------------------------------------
 
 
-def propose(
-    key: str,
-    first: Proposer,
-    size: int,
-    *,
-    left: int = -1,
-    entered: int = -1,
-    reported: Container[str] = (),
-    refusal: Outcome | None = None,
-    is_claimed: bool = False,
-) -> Steps[Ticket]:
-    """Join the open round of a record, or begin the next one; the caller compares proposals.
-
-    If a round has failed before this rank arrived, return it with its outcome. After a timeout a
-    late rank joins the next round, where the others join it.
-
-    Args:
-        key: The key of the record.
-        first: This rank, which may be the first one.
-        size: The number of ranks of the scope.
-        left: The last round that this rank has left; -1 for none.
-        entered: The last round that this rank has arrived in; -1 for none.
-        reported: The tokens of outcomes that this rank has raised already.
-        refusal: The outcome of a round that this rank begins and cannot take part in.
-        is_claimed: As for `Scope`.
-    """
-    record = Record(0, first, refusal)
-    own = record.encode()
-    text = yield Exchange(key, "", own)
-    while text != own:
-        found = Record.decode(key, text)
-        missed = found.failed_since(left)
-        if missed is not None and missed.outcome and missed.outcome.token not in reported:
-            return Ticket(key, missed, size)
-        if found.outcome is None:
-            is_own = found.first.is_same_rank(first, in_process=is_claimed)
-            is_adopted = found.first.is_same_call(first) and found.round != entered
-            if refusal is not None or is_adopted or not (is_own or found.round == entered):
-                return Ticket(key, found, size)
-            # This rank was in the round, and left it because of an error of the store.
-            again = Outcome("failed", f"{first.name} began the call again")
-            yield from decide(Ticket(key, found, size), again)
-            left = found.round
-            text = (yield Read(key)) or ""
-            continue
-        if refusal is not None and found.round > left and first.rank in found.outcome.absent:
-            return Ticket(key, found, size)  # the others do not wait for this rank any more
-        record = attrs.evolve(found.next(first), outcome=refusal)
-        own = record.encode()
-        text = yield Exchange(key, text, own)
-        if text == own:
-            yield from _delete_before(Ticket(key, found, size))
-    return Ticket(key, record, size)
-
-
 def _delete_before(ended: Ticket) -> Steps[None]:
-    """Delete the keys of the round before one that has ended: all ranks have left that."""
+    """Delete the keys of the round before one that has ended, because all ranks have left it."""
     if ended.round == 0:
         return
     before = ended.before
     is_agreed = ended.record.outcome == AGREED
-    keys = [] if is_agreed else [before.end]  # the last rank of a round that agreed has deleted it
-    if ended.record.failed:  # else its ranks have deleted the others
+    # Ranks of an agreed round have deleted its keys except `end`, and `end` of the round before.
+    keys = [] if is_agreed else [before.end]
+    if ended.record.failed:
         trees = (before.arrived, before.done, before.stuck)
         keys += [before.first, before.go, *(key for tree in trees for key in tree.all_keys())]
     if keys:
@@ -175,7 +121,7 @@ def _delete_before(ended: Ticket) -> Steps[None]:
 
 
 def decide(ticket: Ticket, outcome: Outcome) -> Steps[Outcome]:
-    """End a round, unless another rank has; return the outcome that holds, and wake all ranks."""
+    """End a round and wake its ranks, unless it has ended already; return the outcome it has."""
     record = ticket.record
     while True:
         expected = record.encode()
@@ -198,13 +144,13 @@ def decide(ticket: Ticket, outcome: Outcome) -> Steps[Outcome]:
 
 
 def read_record(key: str) -> Steps[Record | None]:
-    """Return the record that a key holds; None if there is none."""
+    """Return the record that a key holds, or None if it is not set."""
     text = yield Read(key)
     return None if text is None else Record.decode(key, text)
 
 
 def read_outcome(ticket: Ticket) -> Steps[Outcome | None]:
-    """Return how a round has ended; None while it is open."""
+    """Return the outcome of a round, or None while it is open."""
     record = yield from read_record(ticket.key)
     return None if record is None else record.outcome_of(ticket.round)
 
@@ -213,7 +159,7 @@ def read_outcome(ticket: Ticket) -> Steps[Outcome | None]:
 
 
 def as_entry(headline: str, options: dict[str, object]) -> str:
-    r"""Return what a rank proposes as one text, for comparison.
+    r"""Return one entry of a proposal as text, which ranks compare.
 
     >>> as_entry("tp over 2 groups", {"timeout": "0:00:20", "share": "never"})
     'tp over 2 groups\ntimeout: 0:00:20\nshare: never'
@@ -227,7 +173,7 @@ def digest_of(lines: Iterable[str]) -> str:
 
 
 def first_difference(own: Sequence[str], theirs: Sequence[str], here: str, there: str) -> str:
-    """Describe the first entry that the proposals of two ranks differ in.
+    """Describe the first entry in which the proposals of two ranks differ.
 
     Args:
         own: The entries of this rank.
@@ -252,7 +198,7 @@ def first_difference(own: Sequence[str], theirs: Sequence[str], here: str, there
 
 
 def differing(pairs: Iterable[tuple[str, str]], here: str, there: str) -> str:
-    """Describe the options of two ranks that differ.
+    """Describe the options that differ between two ranks.
 
     >>> differing([("share: a", "share: a"), ("timeout: 1", "timeout: 2")], "rank 0", "rank 1")
     'timeout: 1 on rank 0, 2 on rank 1'
@@ -273,10 +219,10 @@ def status_key(namespace: str, rank: int) -> str:
 
 
 def read_status(namespace: str, rank: int) -> Steps[Status | None]:
-    """Return the status of a rank; None if it has not waited for long, or has continued since.
+    """Return the status of a rank, or None if it has not waited for long or has continued since.
 
     Raises:
-        CreationError: The key holds something else.
+        CreationError: The key does not hold a status.
     """
     key = status_key(namespace, rank)
     text = yield Read(key)
@@ -286,11 +232,11 @@ def read_status(namespace: str, rank: int) -> Steps[Status | None]:
 def find_circle(
     namespace: str, own: Status, known: dict[int, Status | None]
 ) -> Steps[list[Status]]:
-    """Return one waiting rank of each round that waits for the next one; [] without a circle.
+    """Return a circle of rounds that wait for each other, or [] if there is none.
 
-    The circle contains the round of this rank. A rank with several waiting threads is in none:
-    another thread may end the wait. All is read twice, so that a rank that was about to continue
-    is not in it.
+    The circle has one rank of each round, which waits for the next one. It begins with this rank.
+    A rank with several waiting threads is not part of a circle, because another of its threads may
+    end the wait. Every status is read twice, to leave out a rank that was about to continue.
 
     Args:
         namespace: The prefix of all keys.
@@ -313,6 +259,7 @@ def find_circle(
 def _find_way_back(
     namespace: str, path: list[Status], known: dict[int, Status | None]
 ) -> Steps[list[Status]]:
+    """Return a circle that begins with a path of waiting ranks, or [] if there is none."""
     for rank in path[-1].waits_for[:MOST]:
         if rank not in known:
             known[rank] = yield from read_status(namespace, rank)
@@ -330,18 +277,19 @@ def _find_way_back(
 
 
 def explain_circle(circle: Sequence[Status]) -> Outcome:
-    """Return the outcome for the rounds of all ranks of a circle."""
+    """Return the outcome of all rounds of a circle."""
     own, *others = circle
     waits = "; ".join(
         f"{status.name} waits in {status.call} for {ahead.title}"
         for status, ahead in zip(circle, [*others, own], strict=True)
     )
     token = min(f"{status.key}#{status.round}" for status in circle)
-    different = [one for one in others if one.grid and own.grid and one.grid != own.grid]
-    if not different:
+    different = [one for one in others if one.grid not in ("", own.grid)]
+    if not different or not own.grid:
         text = f"ranks wait for each other in different calls: {waits}; {SAME_CALLS}"
         return Outcome("differs", text, token=token)
-    mine, theirs = json.loads(own.grid), json.loads(different[0].grid)
+    mine = json.loads(own.grid)
+    theirs = json.loads(different[0].grid)
     fields = [(f"{name}: {mine[name]}", f"{name}: {theirs.get(name)}") for name in mine]
     text = (
         f"{differing(fields, own.name, different[0].name)}; ranks have built different grids; "
@@ -361,17 +309,18 @@ class Member:
     Args:
         scope: The ranks that make the call together.
         title: The call, as users know it.
-        entries: Returns what this rank proposes, which must be equal on all ranks.
-        began: When the call began.
-        deadline: When this rank stops to wait.
-        is_connecting: Whether the work needs the other ranks, so that all must have arrived.
+        entries: Returns the proposal of this rank, which must be equal on all ranks.
+        began: The time at which the call began.
+        deadline: The time at which this rank stops waiting.
+        is_connecting: Whether the work needs the other ranks. It then begins once all ranks have
+            arrived.
         threads: Returns how many threads of this process wait for other ranks of the world.
 
     Attributes:
-        ticket: The round; None before this rank has proposed.
-        is_working: Whether all ranks that the work needs have arrived, so that this rank works.
+        ticket: The round, or None before this rank has proposed.
+        is_working: Whether this rank has begun its work.
         is_finished: Whether this rank has finished its work.
-        error: The error of this rank itself, which it raises in place of the outcome.
+        error: An error of this rank, which it raises in place of the outcome.
     """
 
     scope: Scope
@@ -390,7 +339,7 @@ class Member:
     _peers: dict[int, Status] = attrs.field(factory=dict)
 
     def call(self) -> Steps[Outcome]:
-        """Make the call: join the round, do the work, and return the outcome of all ranks."""
+        """Join the round, do the work, and return the outcome, which is the same on all ranks."""
         try:
             yield from self._join()
             if self.is_connecting:
@@ -413,8 +362,9 @@ class Member:
         return outcome
 
     def leave(self, outcome: Outcome | None) -> None:
-        """Remember that this rank has left the round with an outcome; None: it is unknown."""
-        memory, path = self.scope.memory, self.scope.path
+        """Remember that this rank has left the round. The outcome is None if it is unknown."""
+        memory = self.scope.memory
+        path = self.scope.path
         if outcome is not None and outcome.token:
             memory.reported.add(outcome.token)
         if self.ticket is not None:
@@ -423,35 +373,46 @@ class Member:
                 memory.agreed[path] = self.ticket.round
 
     def interrupt(self, reason: str) -> Steps[Outcome]:
-        """End the round with an error; also from another thread, if that of this rank is stuck."""
+        """End the round because this rank was interrupted.
+
+        If the steps of `call` are stuck, another thread may run these steps.
+        """
         if self.ticket is None:
             return (yield from self.refuse(reason))
         return (yield from self._decide(Outcome("failed", reason)))
 
-    def give_up(self, steps: Steps[Outcome]) -> Steps[Outcome]:
-        """End the round by other steps, and the report that this rank waits, without its worker."""
+    def end_by(self, steps: Steps[Outcome]) -> Steps[Outcome]:
+        """End the round by other steps than `call`, whose worker is stuck, and report the end."""
         outcome = yield from steps
         yield from self._report_end(outcome)
         return outcome
 
     def time_out(self, moment: Moment) -> Steps[Outcome]:
-        """End the round at the deadline; also from another thread, if this rank's own is stuck."""
-        scope, entered = self.scope, self.scope.memory.entered.get(self.scope.path)
-        if moment.was_stopped and (self.ticket is None or self.ticket.round != entered):
-            return self._late(scope.world.rank)  # the others do not wait any more
-        if self.ticket is None:  # the others time out themselves; a refusal would end their retry
-            return Outcome("failed", f"{scope.name} failed: the store did not answer")
-        key = self.ticket.end if self.is_working else self.ticket.go
-        tree = self.ticket.done if self.is_working else self.ticket.arrived
+        """End the round at the deadline.
+
+        If the steps of `call` are stuck, another thread may run these steps.
+        """
+        scope = self.scope
+        ticket = self.ticket
+        entered = scope.memory.entered.get(scope.path)
+        if moment.was_stopped and (ticket is None or ticket.round != entered):
+            return self._late(scope.world.rank)  # the others have stopped waiting
+        no_reply = Outcome("failed", f"{scope.name} failed: the store did not answer")
+        if ticket is None:
+            return no_reply  # the others time out too; `refuse` might fail their next call
+        key = ticket.end if self.is_working else ticket.go
+        tree = ticket.done if self.is_working else ticket.arrived
         outcome = yield from self._find_missing(tree, key, moment)
-        return (yield from self._decide(outcome or AGREED))
+        return (yield from self._decide(outcome or no_reply))
 
     def refuse(self, reason: str, data: str = "") -> Steps[Outcome]:
-        """Fail the next round that is open on other ranks, or that they begin; wait for nobody."""
+        """Fail the open round, or the next one that the other ranks begin, without waiting."""
         scope = self.scope
         key = yield from scope.read_key()
-        refusal = Outcome("failed", reason, data=data)
-        ticket = yield from self._propose(key, self._proposer(""), refusal)
+        first = self._proposer("")
+        refusal = Outcome("failed", reason, data=data, token=first.token)
+        scope.memory.reported.add(first.token)  # also if the reply of the store is lost
+        ticket = yield from self._propose(key, first, refusal)
         outcome = ticket.record.outcome
         if outcome is None:
             outcome = yield from decide(ticket, refusal)
@@ -474,31 +435,65 @@ class Member:
     # ---- joining --------------------------------------------------------------------------------
 
     def _proposer(self, digest: str) -> Proposer:
-        world, memory = self.scope.world, self.scope.memory
+        world = self.scope.world
+        memory = self.scope.memory
         token = f"{memory.process}-{memory.next_number('proposals')}"
         return Proposer(world.rank, world.title(world.rank), this_host(), digest, token)
 
     def _propose(self, key: str, first: Proposer, refusal: Outcome | None = None) -> Steps[Ticket]:
-        memory, path = self.scope.memory, self.scope.path
-        return (
-            yield from propose(
-                key,
-                first,
-                len(self.scope.ranks),
-                left=memory.left.get(path, -1),
-                entered=memory.entered.get(path, -1),
-                reported=memory.reported,
-                refusal=refusal,
-                is_claimed=self.scope.is_claimed,
-            )
-        )
+        """Join the open round of a record, or begin the next one.
+
+        If a round has failed before this rank arrived, the ticket has that round, with its outcome.
+        After a timeout, the late rank and the other ranks join the next round.
+
+        Args:
+            key: The key of the record.
+            first: This rank, which may be the first one of the round.
+            refusal: The outcome of the round, if this rank cannot take part.
+
+        Returns:
+            The ticket. The caller compares the proposal of this rank with the first one.
+        """
+        scope = self.scope
+        memory = scope.memory
+        size = len(scope.ranks)
+        left = memory.left.get(scope.path, -1)
+        entered = memory.entered.get(scope.path, -1)
+        record = Record(0, first, refusal)
+        own = record.encode()
+        text = yield Exchange(key, "", own)
+        while text != own:
+            found = Record.decode(key, text)
+            missed = found.failed_since(left, memory.reported)
+            if missed is not None:
+                return Ticket(key, missed, size)
+            if found.outcome is None:
+                is_own = found.first.is_same_rank(first, in_process=scope.is_claimed)
+                is_adopted = found.first.is_same_call(first) and found.round != entered
+                if refusal is not None or is_adopted or not (is_own or found.round == entered):
+                    return Ticket(key, found, size)
+                # This rank was in the round, and left it because of an error of the store.
+                again = Outcome("failed", f"{first.name} began the call again")
+                yield from decide(Ticket(key, found, size), again)
+                left = found.round
+                text = (yield Read(key)) or ""
+                continue
+            if refusal is not None and found.round > left and first.rank in found.outcome.absent:
+                return Ticket(key, found, size)  # the others have stopped waiting for this rank
+            record = attrs.evolve(found.next(first), outcome=refusal)
+            own = record.encode()
+            text = yield Exchange(key, text, own)
+            if text == own:
+                yield from _delete_before(Ticket(key, found, size))
+        return Ticket(key, record, size)
 
     def _join(self) -> Steps[None]:
         """Join the round, and compare the proposal of this rank with the first one."""
-        scope, memory = self.scope, self.scope.memory
+        scope = self.scope
+        memory = scope.memory
         key = yield from scope.read_key()
         lines = tuple(self.entries())
-        if self.is_connecting:  # ranks that differ in this would wait for each other
+        if self.is_connecting:  # ranks that differ in this would wait for each other for ever
             lines = (*lines, _CONNECTING)
         if memory.is_reporting:
             memory.is_reporting = False
@@ -519,14 +514,14 @@ class Member:
             late = self._late(scope.world.rank)
             if self._is_first:
                 yield from self._end(late)
-            raise EndedCallError(late)  # this rank may join the others at its next call
+            raise EndedCallError(late)  # this rank may join the others in its next call
         if first.is_same_call(own):
             yield Write(ticket.first, Entries(lines).encode())
         elif first.digest != own.digest:
             yield from self._differ(lines, own, moment)
 
     def _differ(self, lines: Sequence[str], own: Proposer, moment: Moment) -> Steps[None]:
-        """End the round, because the proposal of this rank is not the first one."""
+        """End the round, because the proposal of this rank differs from the first one."""
         ticket = self._round
         text = yield Wait(ticket.first, moment.seconds + _FIRST_S)
         theirs = () if text is None else Entries.decode(ticket.first, text).lines
@@ -536,12 +531,17 @@ class Member:
     # ---- waiting for the others -----------------------------------------------------------------
 
     def _gather(self, tree: Tree, key: str) -> Steps[None]:
-        """Set the bit of this rank, and wait until all ranks have set theirs.
+        """Set the bit of this rank in a tree, and wait until all bits are set.
+
+        Args:
+            tree: The ranks that have arrived, or the ranks that have finished.
+            key: The key that is written once all bits are set, or the round has failed.
 
         Raises:
             EndedCallError: The round has failed.
         """
-        scope, ticket = self.scope, self._round
+        scope = self.scope
+        ticket = self._round
         scope.memory.entered[scope.path] = ticket.round
         is_end = key == ticket.end
         try:
@@ -562,16 +562,18 @@ class Member:
             outcome = yield from self._decide(AGREED)
             if outcome.kind != "agreed":
                 raise EndedCallError(outcome)
-            rest = [ticket.first, *([ticket.go] if self.is_connecting else [])]
+            unneeded = [*complete, ticket.first]
+            if self.is_connecting:
+                unneeded.append(ticket.go)
             if ticket.round > 0:
-                rest.append(ticket.before.end)  # all ranks have left that round
-            yield Delete([*complete, *rest, *scope.memory.take_stale()])
+                unneeded.append(ticket.before.end)  # all ranks have left that round
+            yield Delete([*unneeded, *scope.memory.take_stale()])
         else:
             yield Write(key, _GO)
             yield Delete(complete)
 
     def _wait(self, tree: Tree, key: str) -> Steps[str]:
-        """Wait for a key that is written when all bits of a tree are set; return what it holds."""
+        """Wait for the key that is written once all bits of a tree are set; return its value."""
         slow_s = self.slow_s
         end = self.deadline + (_FINISHED_S if self.is_finished else 0.0)
         moment = yield Now()
@@ -585,29 +587,30 @@ class Member:
                 outcome = yield from self._find_missing(tree, key, moment)
                 if outcome is not None:
                     yield from self._end(outcome)
-                until = moment.seconds + slow_s  # all are there: the key is about to be set
+                until = moment.seconds + slow_s  # all bits are set: the key will be written soon
                 continue
             searches = yield from self._check(tree)
             if searches:
-                until = min(
-                    end, moment.seconds + max(slow_s / 2, (moment.seconds - self.began) / 4)
-                )
+                waited_s = moment.seconds - self.began
+                until = min(end, moment.seconds + max(slow_s / 2, waited_s / 4))
             else:
-                until = end = max(end, self.deadline + _FOLLOW_S)
+                end = max(end, self.deadline + _FOLLOW_S)
+                until = end
 
     @property
     def slow_s(self) -> float:
-        """How long this rank waits before it reports that it does, in seconds."""
+        """The delay before this rank publishes its status, in seconds."""
         size = self.scope.world.size
         return min((self.deadline - self.began) / 4, max(_SLOW_S, size / _SLOW_RANKS))
 
     def _check(self, tree: Tree) -> Steps[bool]:
-        """Report that this rank waits, and end the round if it waits in vain.
+        """Publish the status of this rank, and end the round if it cannot succeed any more.
 
         Returns:
-            Whether this rank is one of the few that check again.
+            Whether this rank is one of the few that search, and check again.
         """
-        scope, ticket, world = self.scope, self._round, self.scope.world
+        scope = self.scope
+        ticket = self._round
         outcome = yield from read_outcome(ticket)
         if outcome is not None:
             raise EndedCallError(outcome)
@@ -616,33 +619,47 @@ class Member:
             missing = yield from tree.unmarked(MOST)
         waits_for = tuple(scope.ranks[position] for position in missing[:MOST])
         own = yield from self._report(waits_for)
-        if before >= (_SEARCHERS if ticket.size <= WIDTH else 1):
+        searchers = _SEARCHERS if ticket.size <= WIDTH else 1
+        if before >= searchers:
             return False
-        reason = "" if scope.is_claimed else (yield from world.why_ended())
+        reason = "" if scope.is_claimed else (yield from scope.world.why_ended())
         if reason:
             yield from self._end(Outcome("restarted", reason))
-        namespace = scope.memory.namespace or ""
+        yield from self._find_deadlock(own)
+        return True
+
+    def _find_deadlock(self, own: Status) -> Steps[None]:
+        """End the round if this rank is in a deadlock, or a rank that it waits for was in one.
+
+        Args:
+            own: The status of this rank.
+        """
+        memory = self.scope.memory
+        namespace = memory.namespace or ""
         known: dict[int, Status | None] = {}
         circle = yield from find_circle(namespace, own, known)
-        self._peers |= {rank: one for rank, one in known.items() if one and one.outcome is None}
+        for rank, status in known.items():
+            if status is not None and status.outcome is None:
+                self._peers[rank] = status
         if circle:
             outcome = explain_circle(circle)
-            for status in circle[1:]:
-                record = yield from read_record(status.key)
-                if record is not None and record.round == status.round:
-                    yield from decide(Ticket(status.key, record, 0), outcome)
+            for other in circle[1:]:
+                record = yield from read_record(other.key)
+                if record is not None and record.round == other.round:
+                    yield from decide(Ticket(other.key, record, 0), outcome)
             yield from self._end(outcome)
-        for rank in own.waits_for if own.grid else ():
+        if not own.grid:
+            return
+        for rank in own.waits_for:
             peer = yield from read_status(namespace, rank)
             found = None if peer is None else peer.outcome
-            if found and own.grid in found.grids and found.token not in scope.memory.reported:
+            if found and own.grid in found.grids and found.token not in memory.reported:
                 yield from self._end(found)
-        return True
 
     # ---- the work -------------------------------------------------------------------------------
 
     def _do_work(self) -> Steps[None]:
-        """Do the work of this rank, and stop to wait for it if the round ends meanwhile."""
+        """Do the work of this rank, unless the round ends before it is done."""
         moment = yield Now()
         began = moment.seconds
         until = began + self.slow_s
@@ -659,12 +676,12 @@ class Member:
     # ---- failures -------------------------------------------------------------------------------
 
     def _fail(self, error: BaseException) -> Steps[Outcome]:
-        """End the round, because of an error of this rank."""
+        """End the round because of an error of this rank."""
         name = self.scope.name
         if isinstance(error, InterruptedCallError):
             return (yield from self.interrupt(f"{name} was interrupted"))
         if isinstance(error, StoreLostError):
-            reason = f"{name} failed: it has lost an operation of the store ({error.__cause__})"
+            reason = f"{name} failed: an operation on the store was lost ({error.__cause__})"
             if self.ticket is not None:  # the store may be back
                 return (yield from self._decide(Outcome("failed", reason)))
             with contextlib.suppress(HyperCommError, StoreLostError):
@@ -681,8 +698,9 @@ class Member:
         return outcome
 
     def _could_not_connect(self, error: Exception) -> Steps[Outcome]:
-        """Return the outcome if a backend could not connect: names the members that are silent."""
-        scope, ticket = self.scope, self._round
+        """Return the outcome if the backend could not connect. It names the silent members."""
+        scope = self.scope
+        ticket = self._round
         yield from ticket.stuck.mark(scope.position)
         moment = yield Now()
         until = moment.seconds + _STUCK_S
@@ -690,9 +708,9 @@ class Member:
             outcome = yield from read_outcome(ticket)
             if outcome is not None:
                 return outcome
-            stuck = yield from ticket.stuck.unmarked()
+            not_stuck = {*(yield from ticket.stuck.unmarked())}
             unfinished = yield from ticket.done.unmarked()
-            silent = [scope.ranks[one] for one in unfinished if one in {*stuck}]
+            silent = [scope.ranks[one] for one in unfinished if one in not_stuck]
             moment = yield Now()
             if not silent or moment.seconds >= until:
                 break
@@ -706,14 +724,19 @@ class Member:
         return Outcome("failed", f"members could not connect ({error}); call it again on all ranks")
 
     def _find_missing(self, tree: Tree, key: str, moment: Moment) -> Steps[Outcome | None]:
-        """Return the outcome at the deadline; None if all ranks are there, and `key` is set."""
-        scope, ticket = self.scope, self._round
+        """Return the outcome at the deadline.
+
+        Returns:
+            The outcome, or None if `go` is set: all ranks have arrived, or the round has failed.
+        """
+        scope = self.scope
+        ticket = self._round
         positions = yield from tree.unmarked()
         if key == ticket.go and (yield Read(key)) is not None:
             return None
         if not positions:
             if key == ticket.end:
-                return AGREED  # the rank that has set the last bit has died before it wrote so
+                return AGREED  # the rank that set the last bit died before it wrote the outcome
             yield Write(key, _GO)
             return None
         absent = [scope.ranks[position] for position in positions]
@@ -722,21 +745,22 @@ class Member:
             text = f"timed out: {scope.name} did not finish its own part"
             return Outcome("unfinished", text, (own,), (own,))
         if key == ticket.go or not self.is_connecting:
-            before = (ticket.record.failed or (None,))[-1]
-            here = {*scope.ranks} - {*absent} if before else set()
-            if before is not None and here and here <= {*before.absent}:
-                return self._late(*sorted(here))  # the others wait for none of these any more
+            if ticket.record.failed:
+                here = {*scope.ranks} - {*absent}
+                if here and here <= {*ticket.record.failed[-1].absent}:
+                    return self._late(*sorted(here))  # the others have stopped waiting for these
             return (yield from self._missing(absent, "missing", "did not join"))
         if moment.was_stopped:
             return self._late(own)
         silent = yield from self._silent_of(absent)
-        if not silent and not self.is_finished:  # all of them still wait for each other
+        if not silent and not self.is_finished:  # all of them still wait in this round
             return Outcome("unfinished", "timed out before all ranks had finished; call it again")
         return (yield from self._missing(silent or absent, "unfinished", "did not finish"))
 
     def _silent_of(self, ranks: Sequence[int]) -> Steps[list[int]]:
-        """Return the ranks that do not report that they wait in this round."""
-        silent, ticket = [], self._round
+        """Return the ranks whose status is not that they wait in this round."""
+        ticket = self._round
+        silent = []
         for rank in ranks:
             status = yield from read_status(self.scope.memory.namespace or "", rank)
             if status is None or status.place != (ticket.key, ticket.round):
@@ -753,11 +777,10 @@ class Member:
         return Outcome(kind, text, causes, tuple(ranks))
 
     def _name_missing(self, missing: Sequence[int]) -> Steps[tuple[tuple[int, ...], str]]:
-        """Return the ranks that are the cause of a timeout, and their names; raises nothing.
+        """Return the ranks that caused a timeout, and a text that names the first of them.
 
-        A missing rank that itself waits elsewhere, or that was seen to wait and has timed out just
-        now, is not the cause, but the ranks that it waits for are. The first ones are named with
-        coordinates, host and call.
+        A missing rank may itself wait elsewhere, or have timed out there just now. It is then not
+        the cause, but the ranks that it waits for are. The text has coordinates, host and call.
         """
         here = {*self.scope.ranks} - {*missing}
         known: dict[int, Status | None] = {}
@@ -765,17 +788,19 @@ class Member:
         def status_of(rank: int) -> Steps[Status | None]:
             if rank not in known:
                 known[rank] = None
-                with contextlib.suppress(CreationError, StoreLostError):  # only the text suffers
+                # Without the status, the text has less information.
+                with contextlib.suppress(CreationError, StoreLostError):
                     known[rank] = yield from read_status(self.scope.memory.namespace or "", rank)
             return known[rank]
 
         causes: dict[int, None] = {}
         for rank in missing[:MOST]:
-            at, passed = rank, {rank}
+            at = rank
+            passed = {rank}
             for _ in range(MOST):
                 status = yield from status_of(at)
                 ahead = status.waits_for if status is not None and self._waits(status) else ()
-                others = [one for one in ahead if one not in passed and one not in here]
+                others = [one for one in ahead if not (one in here or one in passed)]
                 if not others:
                     break
                 at = others[0]
@@ -787,10 +812,11 @@ class Member:
             status = yield from status_of(rank)
             names.append(self._describe(rank, status))
         more = len(causes) - len(names)
-        return tuple(causes), ", ".join(names) + (f" and {more} more" if more else "")
+        text = ", ".join(names)
+        return tuple(causes), f"{text} and {more} more" if more else text
 
     def _waits(self, status: Status) -> bool:
-        """Return whether a rank waits, or was seen to wait until it timed out just now."""
+        """Return whether a rank waits, or was found waiting before it timed out just now."""
         if status.outcome is None:
             return True
         waited = self._peers.get(status.rank)
@@ -798,7 +824,8 @@ class Member:
         return is_same and status.outcome.kind in ("missing", "unfinished")
 
     def _describe(self, rank: int, status: Status | None) -> str:
-        layout, notes = self.scope.layout, []
+        layout = self.scope.layout
+        notes = []
         if layout is not None and rank in layout:
             notes.append(format_coords(layout.coords(rank)))
         if status is not None:
@@ -807,12 +834,14 @@ class Member:
                 others = ", ".join(map(str, status.waits_for))
                 ahead = f" for rank {others}" if others else ""
                 notes.append(f"it waits in {status.call}{ahead}")
-        return self.scope.world.title(rank) + (f" ({'; '.join(notes)})" if notes else "")
+        title = self.scope.world.title(rank)
+        return f"{title} ({'; '.join(notes)})" if notes else title
 
     # ---- reports --------------------------------------------------------------------------------
 
     def _status(self, waits_for: tuple[int, ...], outcome: Outcome | None = None) -> Status:
-        scope, ticket = self.scope, self._round
+        scope = self.scope
+        ticket = self._round
         rank = scope.world.rank
         return Status(
             rank,
@@ -828,8 +857,9 @@ class Member:
         )
 
     def _report(self, waits_for: tuple[int, ...]) -> Steps[Status]:
-        """Report for which ranks this one waits, unless it has done so; return the report."""
-        memory, rank = self.scope.memory, self.scope.world.rank
+        """Publish the status of this rank, unless it has done so before; return the status."""
+        memory = self.scope.memory
+        rank = self.scope.world.rank
         own = self._status(waits_for)
         if waits_for != self._reports:
             self._reports = waits_for
@@ -838,10 +868,14 @@ class Member:
         return own
 
     def _report_end(self, outcome: Outcome) -> Steps[None]:
-        """Replace the report of this rank, if there is one, by how its call has ended."""
+        """Add the outcome of the call to the status of this rank, or clear the status.
+
+        A rank that has not published a status does so only if the grids of ranks differ.
+        """
         if self.ticket is None or not (self._reports is not None or outcome.grids):
             return
-        memory, has_failed = self.scope.memory, outcome.kind != "agreed"
+        memory = self.scope.memory
+        has_failed = outcome.kind != "agreed"
         memory.is_reporting = has_failed
         text = self._status(self._reports or (), outcome).encode() if has_failed else ""
         key = status_key(memory.namespace or "", self.scope.world.rank)
@@ -850,6 +884,6 @@ class Member:
 
 
 def failure_of(name: str, error: BaseException) -> str:
-    """Describe the failure of a rank for the others."""
+    """Return the text of a rank's failure, for the errors of the other ranks."""
     text = " ".join(str(error).split())[:500]
     return f"{name} failed: {type(error).__name__}: {text}"

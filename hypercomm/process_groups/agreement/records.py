@@ -1,10 +1,10 @@
-"""What the store holds for an agreement, and the operations on it that the protocol yields.
+"""The keys of the store that an agreement uses, and the operations that the protocol yields.
 
-Ranks agree in *rounds* of a *record*, one key of the store. These are the keys of round 7 of the
-record `R`, in a scope of up to 60 ranks:
+Ranks agree in *rounds* of a *record*, which is one key of the store. Round 7 of the record `R` has
+these keys, in a scope of up to 60 ranks:
 
     R                the round, a digest of the first proposal, and the outcome
-    R/7/first        the first proposal, which a rank reads only if its own digest differs
+    R/7/first        the first proposal; a rank reads it only if its own digest differs
     R/7/arrived/0.0  one bit for each rank that has arrived
     R/7/done/0.0     one bit for each rank that has finished
     R/7/go           written once, when all ranks have arrived, or the round has failed
@@ -14,7 +14,7 @@ record `R`, in a scope of up to 60 ranks:
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Container, Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class Exchange:
-    """Set a key that holds `expected` ("": nothing); the reply is what it then holds."""
+    """Compare and set: a key that has the value `expected` gets the value `text`.
+
+    If `expected` is "", the key must not be set. The reply is the value of the key afterwards.
+    """
 
     key: str
     expected: str
@@ -38,14 +41,14 @@ class Exchange:
 
 @attrs.frozen
 class Read:
-    """The reply is what a key holds; None if it is not set."""
+    """Read a key. The reply is its value, or None if it is not set."""
 
     key: str
 
 
 @attrs.frozen
 class Add:
-    """Add to the number in a key; the reply is the sum."""
+    """Add to the number in a key. The reply is the sum."""
 
     key: str
     amount: int
@@ -53,7 +56,7 @@ class Add:
 
 @attrs.frozen
 class Write:
-    """Set a key; the store sends no reply."""
+    """Set a key. The store sends no reply."""
 
     key: str
     text: str
@@ -68,9 +71,9 @@ class Delete:
 
 @attrs.frozen
 class Wait:
-    """Wait for a key; the reply is what it holds, or None if it is not set at the time `until`.
+    """Wait for a key. The reply is its value, or None if it is not set at the time `until`.
 
-    A rank that waits sends one request and blocks. An interruption raises `InterruptedCallError`.
+    A rank that waits sends one request and blocks. An interrupt raises `InterruptedCallError`.
     """
 
     key: str
@@ -79,9 +82,9 @@ class Wait:
 
 @attrs.frozen
 class Work:
-    """Do the work of this rank; the reply is whether it is done at the time `until`.
+    """Do the work of this rank. The reply is whether it is done at the time `until`.
 
-    A repeated operation continues to wait for it. The error of the work is raised.
+    If it is not, the same operation continues to wait. An error of the work is raised.
     """
 
     until: float
@@ -89,12 +92,12 @@ class Work:
 
 @attrs.frozen
 class Now:
-    """The reply is a `Moment`."""
+    """Read the clock. The reply is a `Moment`."""
 
 
 @attrs.frozen
 class Moment:
-    """The time in seconds, and whether the process was stopped while its deadline passed."""
+    """The time in seconds, and whether the process was stopped when its deadline passed."""
 
     seconds: float
     was_stopped: bool = False
@@ -104,7 +107,7 @@ Operation = Exchange | Read | Add | Write | Delete | Wait | Work | Now
 
 T = TypeVar("T")
 Steps = Generator[Operation, Any, T]
-"""Yields operations, is sent the replies, and returns a result."""
+"""A generator that yields operations, is sent the replies, and returns a result."""
 
 
 class InterruptedCallError(Exception):
@@ -116,7 +119,7 @@ class MarkedTwiceError(Exception):
 
 
 class StoreLostError(Exception):
-    """The store did not perform an operation; the cause is the error of torch."""
+    """The store did not perform an operation. The cause is an error of torch."""
 
 
 # ---- values -------------------------------------------------------------------------------------
@@ -131,10 +134,10 @@ class Stored:
 
     @classmethod
     def decode(cls, key: str, text: str) -> Self:
-        """Read a text that `encode` returned.
+        """Return the value that `encode` returned as `text`.
 
         Raises:
-            CreationError: The key holds something else.
+            CreationError: The text is not a value of this class.
         """
         try:
             found = cls(**json.loads(text))
@@ -148,13 +151,13 @@ class Stored:
 
 def _not_ours(key: str, text: str) -> CreationError:
     return CreationError(
-        f"the store's key {key!r} holds {text[:80]!r}, which hypercomm did not write; something "
-        f"else writes there, or the ranks have different versions of hypercomm"
+        f"the store's key {key!r} holds {text[:80]!r}, which hypercomm did not write; another "
+        f"program uses the key, or the ranks have different versions of hypercomm"
     )
 
 
 def _has_types(value: object) -> bool:
-    """Return whether the fields of a value, and of the values in it, have the right types."""
+    """Return whether the fields of a value have the right types, also in nested values."""
     for name, kinds in _TYPES.get(type(value), {}).items():
         found = getattr(value, name)
         for one in found if isinstance(found, tuple) else (found,):
@@ -164,7 +167,7 @@ def _has_types(value: object) -> bool:
 
 
 def as_tuple(found: Iterable[Any]) -> tuple[Any, ...]:
-    """Convert a field that was read as JSON."""
+    """Convert a list that was read from JSON."""
     return tuple(found)
 
 
@@ -173,18 +176,18 @@ _KINDS = ("agreed", "differs", "failed", "missing", "unfinished", "restarted")
 
 @attrs.frozen
 class Outcome(Stored):
-    """How a round has ended.
+    """The outcome of a round.
 
     Attributes:
-        kind: "agreed", "differs", "failed", "missing" (ranks did not arrive), "unfinished", or
-            "restarted" (a rank has joined the world again).
+        kind: "agreed", "differs", "failed", "missing" (ranks did not arrive), "unfinished" (ranks
+            did not finish), or "restarted" (a rank has joined the world again).
         text: The reason, for the error that ranks raise.
         missing: The ranks that caused a timeout.
-        absent: The ranks that had not arrived or finished: the missing ones, and ranks that wait
-            for them elsewhere.
-        grids: The grids that differ, where ranks have built different ones.
-        token: Identifies an outcome that is reported in more than one record.
-        data: What the rank that failed adds for the other ranks.
+        absent: The ranks that had not arrived or finished: the missing ranks, and ranks that wait
+            for them in other calls.
+        grids: The different grids, if ranks have built grids that differ.
+        token: Identifies the outcome, if a rank may find it twice and must raise it once only.
+        data: Data of the rank that failed, for the errors of the other ranks.
     """
 
     kind: str = attrs.field(validator=attrs.validators.in_(_KINDS))
@@ -198,7 +201,7 @@ class Outcome(Stored):
 
 AGREED = Outcome("agreed")
 _MOST_FAILED = 16
-"""How many rounds that failed a record holds, for ranks that have not seen them."""
+"""The number of failed rounds that a record keeps, for ranks that have not seen them."""
 
 
 @attrs.frozen
@@ -207,10 +210,10 @@ class Proposer:
 
     Attributes:
         rank: The rank.
-        title: How errors name it.
+        title: Its name in errors.
         host: Its host.
         digest: The digest of its proposal.
-        token: Distinguishes the attempts of one rank, whose other fields may be equal.
+        token: Distinguishes attempts of one rank that are otherwise equal.
     """
 
     rank: int
@@ -225,7 +228,7 @@ class Proposer:
         return f"{self.title} (host {self.host})"
 
     def is_same_rank(self, other: Proposer, *, in_process: bool) -> bool:
-        """Return whether one rank has made both proposals, in one process or in any."""
+        """Return whether one rank has made both proposals, with `in_process` in one process."""
         process, others = (one.token.partition("-")[0] for one in (self, other))
         is_same = (self.rank, self.title) == (other.rank, other.title)
         return is_same and (process == others or not in_process)
@@ -233,13 +236,13 @@ class Proposer:
     def is_same_call(self, other: Proposer) -> bool:
         """Return whether one process has made both proposals, and they are equal.
 
-        A call that was given up may have begun a round, once the store has answered.
+        If the store replies late, an earlier attempt of this rank may have begun the round.
         """
         return self.is_same_rank(other, in_process=True) and self.digest == other.digest
 
 
 def as_outcome(found: Any) -> Outcome | None:
-    """Convert a field that was read as JSON."""
+    """Convert an outcome that was read from JSON."""
     return Outcome(**found) if isinstance(found, dict) else found
 
 
@@ -258,9 +261,9 @@ class Record(Stored):
     Attributes:
         round: The number of the round.
         first: The rank that began it.
-        outcome: How the round has ended; None while it is open.
-        failed: How the rounds before have ended, since the last one that ranks agreed in.
-        agreed_before: The last round before this one that all ranks agreed in; -1 for none.
+        outcome: The outcome of the round, or None while it is open.
+        failed: The outcomes of the rounds since the last one in which ranks agreed.
+        agreed_before: The last earlier round in which all ranks agreed, or -1.
     """
 
     round: int
@@ -271,12 +274,12 @@ class Record(Stored):
 
     @property
     def agreed(self) -> int:
-        """The last round that all ranks agreed in; -1 for none."""
+        """The last round in which all ranks agreed, or -1."""
         is_agreed = self.outcome is not None and self.outcome.kind == "agreed"
         return self.round if is_agreed else self.agreed_before
 
     def next(self, first: Proposer) -> Record:
-        """Return the record once the next round has begun."""
+        """Return the record of the next round."""
         failed: tuple[Outcome, ...] = ()
         if self.outcome is not None and self.outcome.kind != "agreed":
             failed = (*self.failed, self.outcome)
@@ -285,7 +288,7 @@ class Record(Stored):
         )
 
     def outcome_of(self, number: int) -> Outcome | None:
-        """Return how a round has ended, as far as this record shows; None while it is open."""
+        """Return the outcome of a round, or None while it is open."""
         if number == self.round:
             return self.outcome
         begin = self.round - len(self.failed)
@@ -295,30 +298,37 @@ class Record(Stored):
             return AGREED
         return Outcome("failed", "the other ranks have made further calls since")
 
-    def failed_since(self, left: int) -> Record | None:
-        """Return the first round after `left` that has failed, except for a timeout."""
+    def failed_since(self, left: int, reported: Container[str]) -> Record | None:
+        """Return the record of the first failed round that a rank must report, or None.
+
+        Args:
+            left: The last round that the rank has left.
+            reported: The tokens of outcomes that it must not raise again.
+        """
         for number in range(max(left + 1, self.round - len(self.failed)), self.round + 1):
             outcome = self.outcome_of(number)
-            if outcome is not None and outcome.kind in ("differs", "failed"):
+            if outcome is None or outcome.kind not in ("differs", "failed"):
+                continue  # after a timeout, all ranks join the next round
+            if outcome.token not in reported:
                 return attrs.evolve(self, round=number, outcome=outcome)
         return None
 
 
 @attrs.frozen
 class Status(Stored):
-    """What a rank that waits for long reports.
+    """The status of a rank that has waited for long.
 
     Attributes:
         rank: The rank.
-        title: How errors name it.
+        title: Its name in errors.
         host: Its host.
-        call: The call that it waits in, as users know it.
-        grid: The grid of the call, as text that is compared; "" for calls without one.
-        key: The record that it waits at.
+        call: The call in which it waits, as users know it.
+        grid: The grid of the call, as text that ranks compare, or "" for a call without a grid.
+        key: The key of the record.
         round: The round.
         waits_for: The first ranks that it waits for.
-        threads: How many threads of the process wait for other ranks.
-        outcome: How the call failed; None while the rank waits.
+        threads: The number of threads of the process that wait for other ranks.
+        outcome: The outcome of the call if it has failed, or None while the rank waits.
     """
 
     rank: int
@@ -339,7 +349,7 @@ class Status(Stored):
 
     @property
     def place(self) -> tuple[str, int]:
-        """The record and the round that the rank waits in."""
+        """The record and the round in which the rank waits."""
         return self.key, self.round
 
 
@@ -357,7 +367,7 @@ class Claim(Stored):
     Attributes:
         host: Its host.
         pid: Its process id there.
-        token: Distinguishes it from all others.
+        token: Distinguishes it from all other processes.
     """
 
     host: str
@@ -404,7 +414,7 @@ _TYPES: dict[type, dict[str, tuple[type, ...]]] = {
     Entries: {"lines": (str,)},
     Claim: {"host": (str,), "pid": (int,), "token": (str,)},
 }
-"""The types of the fields of each value; of a tuple, the types of its items."""
+"""The types of the fields of each value. For a tuple, the types of its items."""
 
 
 def _fields_of(value: object) -> dict[str, Any]:
@@ -414,7 +424,7 @@ def _fields_of(value: object) -> dict[str, Any]:
 _encoder = json.JSONEncoder(separators=(",", ":"), default=_fields_of)
 
 AGREED_TEXT = AGREED.encode()
-"""What the `end` key of a round holds that all ranks agreed in."""
+"""The value of the key `end` of a round in which all ranks agreed."""
 
 
 # ---- the keys of a round -------------------------------------------------------------------------
@@ -426,7 +436,7 @@ class Ticket:
 
     Attributes:
         key: The key of the record.
-        record: The record as this rank has seen it.
+        record: The record as this rank has read it.
         size: The number of ranks of the scope.
     """
 
@@ -441,12 +451,12 @@ class Ticket:
 
     @property
     def name(self) -> str:
-        """The record and the round: the prefix of the keys, and of the names of what is created."""
+        """The record and the round: a prefix for keys, and for names of created objects."""
         return f"{self.key}/{self.round}"
 
     @property
     def before(self) -> Ticket:
-        """The round before this one, for its keys."""
+        """The ticket of the previous round, for its keys."""
         return attrs.evolve(self, record=attrs.evolve(self.record, round=self.round - 1))
 
     @property
@@ -483,15 +493,16 @@ class Ticket:
 # ---- who has arrived ----------------------------------------------------------------------------
 
 WIDTH = 60
-"""The ranks of one block: the bits of a number that every store can add to."""
+"""The number of ranks per block: the bits of a number that every store can add to."""
 
 
 @attrs.frozen
 class Tree:
-    """Which ranks of a scope have reached a point of a round: one bit for each, in blocks of 60.
+    """The ranks of a scope that have reached a point of a round: one bit each, in blocks of 60.
 
-    The rank that completes a block sets the bit of the block, one level up. So a rank learns by one
-    request on average whether all others are there, and finds those that are not along one path.
+    The rank that completes a block sets the bit of the block, one level up. A rank therefore sends
+    one request on average to learn whether all bits are set, and missing ranks are found without
+    reading every block.
 
     Args:
         prefix: The first part of the keys.
@@ -505,7 +516,7 @@ class Tree:
         return f"{self.prefix}/{level}.{block}"
 
     def _children(self) -> list[int]:
-        """Return the number of ranks, of blocks of ranks, of blocks of blocks, ..., down to 2."""
+        """Return the number of bits in each level: of ranks, of blocks, of blocks of blocks, ..."""
         counts = [self.size]
         while counts[-1] > WIDTH:
             counts.append(-(-counts[-1] // WIDTH))
@@ -515,7 +526,8 @@ class Tree:
         """Set the bit of a rank.
 
         Returns:
-            Whether all bits are set now, and the keys of complete blocks, which the caller deletes.
+            Whether all bits are set now, and the keys of the blocks that this rank has completed,
+            which the caller deletes.
 
         Raises:
             MarkedTwiceError: The bit was set before.
@@ -523,9 +535,10 @@ class Tree:
         complete: list[str] = []
         for level, count in enumerate(self._children()):
             block, bit = divmod(position, WIDTH)
-            key, width = self._key(level, block), min(WIDTH, count - block * WIDTH)
+            key = self._key(level, block)
+            width = min(WIDTH, count - block * WIDTH)
             bits = yield Add(key, 1 << bit)
-            if not bits >> bit & 1:  # it was set: the sum has carried
+            if not bits >> bit & 1:  # the bit was set before, and the sum has carried
                 raise MarkedTwiceError(key)
             if bits != (1 << width) - 1:
                 return False, complete
@@ -536,7 +549,8 @@ class Tree:
     def unmarked(self, most: int | None = None) -> Steps[list[int]]:
         """Return the positions whose bits are not set, or the first `most` of them.
 
-        A key of the root that is not set reads as if no bit were: it is also deleted once all are.
+        If the key of the root is not set, no bit counts as set. The key is also deleted once all
+        bits are set: the caller must know that they are not.
         """
         found: list[int] = []
         most = self.size if most is None else most
@@ -546,11 +560,20 @@ class Tree:
     def _search(
         self, level: int, block: int, found: list[int], most: int, *, is_in_set: bool = False
     ) -> Steps[None]:
-        """Append the positions below a block; `is_in_set`: whether its parent has a key."""
+        """Append the positions below a block whose bits are not set.
+
+        Args:
+            level: The level of the block.
+            block: Its number.
+            found: Receives the positions.
+            most: How many positions are enough.
+            is_in_set: Whether the key of its parent is set.
+        """
         text = yield Read(self._key(level, block))
         if text is None and is_in_set and (yield from self._is_complete(level + 1, block)):
-            return  # since its parent was read
-        bits, first = as_bits(self._key(level, block), text), block * WIDTH
+            return  # the block was completed after its parent was read
+        bits = as_bits(self._key(level, block), text)
+        first = block * WIDTH
         for child in range(first, min(first + WIDTH, self._children()[level])):
             if len(found) >= most:
                 return
@@ -572,13 +595,16 @@ class Tree:
         """Read the block of a rank.
 
         Returns:
-            The positions in it that are not marked, and how many ranks with lower positions are.
+            The positions in it whose bits are not set, and the number of lower positions in it
+            whose bits are set.
         """
         block, bit = divmod(position, WIDTH)
-        first, key = block * WIDTH, self._key(0, block)
+        first = block * WIDTH
+        key = self._key(0, block)
         width = min(WIDTH, self.size - first)
         text = yield Read(key)
-        bits = (1 << width) - 1 if text is None else as_bits(key, text)  # complete, and deleted
+        # The rank has set its bit: a block without a key was complete, and was deleted.
+        bits = (1 << width) - 1 if text is None else as_bits(key, text)
         missing = [first + one for one in range(width) if not bits >> one & 1]
         return missing, (bits & ((1 << bit) - 1)).bit_count()
 
@@ -592,10 +618,10 @@ class Tree:
 
 
 def as_bits(key: str, text: str | None) -> int:
-    """Read the number that a key holds; 0 if it is not set.
+    """Return the value of a key as a number, or 0 if the key is not set.
 
     Raises:
-        CreationError: The key holds something else.
+        CreationError: The value is not a number.
     """
     if text is None:
         return 0

@@ -1,4 +1,4 @@
-"""The ranks that agree, and what the calling rank remembers of their earlier calls."""
+"""The ranks that agree, and the calling rank's memory of their earlier calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WORLD_ADDRESS = "cpu//0/0"
 """The key, within WORLD's own store, of the address of rank 0 of a gloo WORLD."""
 
 MOST = 8
-"""How many missing ranks of a call are named, and followed to the ranks that they wait for."""
+"""The number of missing ranks that an error names, and whose own waits are followed."""
 
 
 @functools.cache
@@ -37,17 +37,17 @@ def this_host() -> str:
 
 @attrs.define(eq=False)
 class Memory:
-    """What the calling rank remembers of its calls in a world.
+    """The calling rank's memory of its calls in a world.
 
     Attributes:
-        namespace: The prefix of all keys; None before it is known.
+        namespace: The prefix of all keys, or None before the first call.
         process: Distinguishes this process from an earlier one of the same rank.
-        entered: The last round of each record that this rank has entered, by the record's path.
-        left: The last round of each record that this rank has left.
-        agreed: The last round of each record that this rank has agreed in.
-        reported: The tokens of the outcomes that this rank has raised.
-        is_reporting: Whether the store holds a report that this rank waits or has failed.
-        stale: Keys that no rank needs any more; the next call deletes them.
+        entered: The last round in which this rank has set a bit, for each record by its path.
+        left: The last round that this rank has left, for each record.
+        agreed: The last round in which this rank has agreed, for each record.
+        reported: The tokens of outcomes that this rank must not raise again.
+        is_reporting: Whether the store has a status of this rank.
+        stale: Keys that no rank needs any more. The next call deletes them.
     """
 
     namespace: str | None = None
@@ -68,7 +68,7 @@ class Memory:
             return self._locks.setdefault(path, system.lock())
 
     def next_number(self, path: str) -> int:
-        """Return how often this was called before: names what one rank creates alone."""
+        """Return the number of earlier calls with this path."""
         with self._lock:
             self._counts[path] += 1
             return self._counts[path] - 1
@@ -78,7 +78,7 @@ class Memory:
         self.left[path] = max(self.left.get(path, -1), number)
 
     def take_stale(self) -> list[str]:
-        """Return the keys in `stale`, and remove them there."""
+        """Clear `stale`, and return its keys."""
         with self._lock:
             keys = self.stale[:]
             del self.stale[: len(keys)]
@@ -86,7 +86,7 @@ class Memory:
 
 
 _busy: list[Any] = []
-"""The clients of stores that calls of this process use now, without the prefixes of their keys."""
+"""The clients of stores that calls of this process are using, without their prefixes."""
 
 _busy_lock = threading.Lock()
 
@@ -95,10 +95,11 @@ os.register_at_fork(after_in_child=_busy.clear)
 
 @contextlib.contextmanager
 def client_of(store: Any) -> Iterator[Any]:
-    """Use a client of a store that no other call of this process uses, within a `with` block.
+    """Yield a client of a store that no other call of this process uses.
 
-    A request that blocks, such as a wait, holds its client, and worlds may share one. A second call
-    at the same time gets a connection of its own, which is closed afterwards.
+    A request that blocks, such as a wait, occupies its client, and several worlds may have the same
+    client. A second call at the same time gets a new connection, which is closed at the end of the
+    `with` block.
     """
     own = torchdist.without_prefix(store)
     with _busy_lock:
@@ -116,7 +117,7 @@ def client_of(store: Any) -> Iterator[Any]:
 def _clone(store: Any) -> Any:
     try:
         return store.clone()
-    except (AttributeError, NotImplementedError):  # a store that has one client
+    except (AttributeError, NotImplementedError):  # a store with one client only
         return store
 
 
@@ -124,7 +125,7 @@ _memories: WeakKeyDictionary[World, Memory] = WeakKeyDictionary()
 
 
 def memory_of(world: World) -> Memory:
-    """Return what the calling rank remembers of its calls in a world."""
+    """Return the calling rank's memory of its calls in a world."""
     try:
         return _memories[world]
     except KeyError:
@@ -132,7 +133,7 @@ def memory_of(world: World) -> Memory:
 
 
 def forget(world: World) -> None:
-    """Forget all calls in a world: it begins anew."""
+    """Forget all calls in a world, because it begins again."""
     _memories.pop(world, None)
 
 
@@ -141,14 +142,15 @@ class Scope:
     """Ranks that make calls together, one after the other, and the record that they use.
 
     Attributes:
-        world: The world that the ranks are of.
-        path: The key of the record, within the world's part of the store.
+        world: The world of the ranks.
+        path: The key of the record, without the prefix of the world.
         ranks: The ranks, in the same order on all of them.
-        layout: The layout in whose coordinates errors name ranks.
-        grid: The grid, as text that is compared where ranks wait for each other; "" without one.
-        is_fenced: Whether ranks that agree continue without all others, whose next calls fail.
-        is_claimed: Whether processes claim their ranks before: a newer one may be in the round.
-        memory: What the calling rank remembers; default: of its calls in the world.
+        layout: The layout whose coordinates errors add to the names of ranks, if any.
+        grid: The grid, as text that is compared if ranks wait for each other, or "".
+        is_fenced: Whether a rank that misses a round in which ranks agreed is excluded: its next
+            calls fail.
+        is_claimed: Whether a rank may be taken over by a newer process, as in a joined world.
+        memory: The calling rank's memory; default: of its calls in the world.
     """
 
     world: World
@@ -164,7 +166,7 @@ class Scope:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the calling rank has nobody to agree with."""
+        """Whether the calling rank has no other rank to agree with."""
         is_one = len(self.ranks) < 2 and not self.is_fenced
         return not self.world.has_store or is_one or self.world.rank not in self.ranks
 
@@ -180,17 +182,17 @@ class Scope:
         return f"{world.title(world.rank)} (host {this_host()})"
 
     def read_namespace(self) -> Steps[str]:
-        """Return the prefix of all keys of the world; the first call of a job asks the store.
+        """Return the prefix of all keys of the world. The first call reads it from the store.
 
-        It holds the number of ranks, and a digest of the address that rank 0 of a gloo WORLD has
-        published, which is new in each job that uses the same store.
+        The prefix has the number of ranks, and a digest of the address that rank 0 of a gloo WORLD
+        has published. The address is different in each job that uses the same store.
         """
         if self.memory.namespace is None:
+            namespace = f"hypercomm/{self.world.size}"
             address = yield Read(_WORLD_ADDRESS)
-            token = (
-                "" if address is None else "/" + hashlib.sha256(address.encode()).hexdigest()[:8]
-            )
-            self.memory.namespace = f"hypercomm/{self.world.size}{token}"
+            if address is not None:
+                namespace += "/" + hashlib.sha256(address.encode()).hexdigest()[:8]
+            self.memory.namespace = namespace
         return self.memory.namespace
 
     def read_key(self) -> Steps[str]:

@@ -1,4 +1,4 @@
-"""The threads and the clock that the agreement uses; a simulated job replaces them in `system`."""
+"""The threads and the clock of the agreement. A simulated job replaces them in `system`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -17,13 +17,14 @@ _Inbox = queue.SimpleQueue[tuple[Callable[[], None], Callable[[], None]]]
 class System:
     """The clock and the threads of this process.
 
-    Threads come from a pool of daemon threads: on a busy machine a new thread is slow to start, and
+    Functions run in a pool of daemon threads. On a busy machine a new thread is slow to start, and
     `concurrent.futures` would wait at interpreter exit for a thread that hangs in the store. The
-    pool grows to the number of threads that were busy together; a forked child starts without any.
+    pool grows to the largest number of threads that were busy at a time. A forked child starts
+    with an empty pool.
     """
 
     longest_s = threading.TIMEOUT_MAX
-    """The longest time that a thread can wait for an event, in seconds."""
+    """The longest time for which a thread can wait for an event, in seconds."""
 
     def __init__(self) -> None:
         self._idle: list[_Inbox] = []
@@ -46,9 +47,12 @@ class System:
         return threading.Lock()
 
     def start(self, action: Callable[[], None], done: Callable[[], None]) -> None:
-        """Run a function that raises nothing in a thread; call `done` once that thread is idle.
+        """Run a function in a thread of the pool; it must not raise.
 
-        A caller that waits for `done` gets the same thread for its next function.
+        Args:
+            action: The function.
+            done: Called once the thread is idle. A caller that waits for this call gets the same
+                thread for its next function.
         """
         try:
             inbox = self._idle.pop()
@@ -65,52 +69,38 @@ class System:
             action()
             self._idle.append(inbox)
             done()
-            del action, done  # they hold the caller's objects
+            del action, done  # they keep objects of the caller alive
 
 
 system = System()
-"""Of this process."""
+"""The clock and the threads of this process."""
 
 
 class LateError(RuntimeError):
     """A function did not return in time."""
 
 
-class Task(Generic[T]):
-    """A function that runs in a thread of the pool, where it may hang."""
-
-    def __init__(self, action: Callable[[], T]) -> None:
-        self._results: list[T] = []
-        self._error: BaseException | None = None
-        self.done = system.event()
-
-        def run() -> None:
-            try:
-                self._results.append(action())
-            except BaseException as error:  # noqa: BLE001 - raised by `result`
-                self._error = error
-
-        system.start(run, self.done.set)
-
-    def result(self) -> T:
-        """Return the result of a function that has returned, or raise its error."""
-        if self._error is None:
-            return self._results[0]
-        try:
-            raise self._error
-        finally:
-            self._error = None  # it holds this frame
-
-
 def in_time(action: Callable[[], T], limit_s: float) -> T:
-    """Call a function in another thread, with a time limit in seconds, and return its result.
+    """Call a function in another thread, with a limit in seconds, and return its result.
 
-    A thread that exceeds the limit continues, and becomes idle when the function returns.
+    A function that exceeds the limit continues to run in its thread.
 
     Raises:
         LateError: The function did not return in time.
     """
-    task = Task(action)
-    if not task.done.wait(min(limit_s, system.longest_s)):
+    results: list[T] = []
+    errors: list[BaseException] = []
+    done = system.event()
+
+    def run() -> None:
+        try:
+            results.append(action())
+        except BaseException as error:  # noqa: BLE001 - raised in the calling thread
+            errors.append(error)
+
+    system.start(run, done.set)
+    if not done.wait(min(limit_s, system.longest_s)):
         raise LateError(f"not done within {limit_s:.1f} s")
-    return task.result()
+    if errors:
+        raise errors.pop()  # the traceback refers to this frame, which must not refer to the error
+    return results[0]

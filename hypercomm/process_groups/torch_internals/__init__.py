@@ -1,26 +1,27 @@
-"""torch.distributed as hypercomm uses it: the only folder that touches private names of torch.
+"""The functions of torch.distributed that hypercomm needs; no other folder uses its private names.
 
-Other rooms import this module, as `torchdist`, and none of its files but `debug_server`, which
-cannot be imported with every torch. It takes plain values: ranks, names, options and a store. Names
-of torch are looked up at call time, so that a patched torch.distributed is respected. Checked
-against the sources of torch 2.10, 2.12, 2.13, 2.14 and 2.15.
+Other packages import this module as `torchdist`, and not its files. The exception is
+`debug_server`, which cannot be imported with every torch. Functions take plain values: ranks,
+names, options and a store. Names of torch are looked up at call time, so that a patched
+torch.distributed is respected. Checked against the sources of torch 2.10, 2.12, 2.13, 2.14 and
+2.15.
 
-Attributes of torch are replaced while a group is created, each by a `Patch`, whose lock lets
-threads share a replacement. A replacement does what torch's own attribute does in every thread but
-the one that creates:
+Some attributes of torch are replaced while a group is created, each by a `Patch`. In the thread
+that creates the group, the replacement has this effect. In all other threads it does the same as
+the original:
 
-| attribute | what the creating thread gets |
+| attribute | effect in the creating thread |
 |---|---|
-| `ProcessGroup.bound_device_id` | None for WORLD, so that torch does not split it |
-| `ProcessGroupGloo.__init__` | the shared device of a batch, or one that connects lazily or not |
-| `distributed_c10d._process_group_name` | the name that all members of a split derive |
-| `distributed_c10d.PrefixStore` | one prefix for all groups that change their members |
+| `ProcessGroup.bound_device_id` | is None for WORLD, so that torch does not split it |
+| `ProcessGroupGloo.__init__` | uses the shared device of a batch, or one with another `lazy_init` |
+| `distributed_c10d._process_group_name` | returns the name that all members of a split derive |
+| `distributed_c10d.PrefixStore` | uses one prefix for all groups that can be reconfigured |
 
-While the last one is replaced, that name of the module is a function in all threads. torch only
-calls it there; `isinstance` with it would fail. `torch.distributed.PrefixStore` stays the class.
+While `distributed_c10d.PrefixStore` is replaced, it is a function in all threads. torch only calls
+it; `isinstance` would fail. `torch.distributed.PrefixStore` remains the class.
 
-One thing is shown to all threads, on request: the default process group, by `shown_as_default`. It
-is not a property of a thread in torch. A lock orders the blocks of several threads.
+`shown_as_default` changes torch's default process group, which torch does not keep per thread. All
+threads see the change.
 """
 
 from hypercomm.process_groups.torch_internals.capabilities import (

@@ -1,4 +1,4 @@
-"""The installed torch: its release, its backends, and the replacement of its attributes for a time.
+"""The installed torch: its release, its backends, and temporary replacements of its attributes.
 
 The private names that this folder uses exist in torch 2.10 to 2.15. The function that creates one
 group has a fallback, because every creation depends on it.
@@ -34,7 +34,7 @@ OLDEST = "2.10"
 
 
 def release_of(version: str) -> tuple[int, ...]:
-    """Return the major and minor number of a version; a pre-release counts as its release.
+    """Return the major and minor number of a version, also of a pre-release.
 
     Example:
         >>> release_of("2.10.0a0+ecf3bae40a.nv25.12"), release_of("2.15")
@@ -45,15 +45,15 @@ def release_of(version: str) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=16)
 def since(release: str) -> bool:
-    """Return whether the installed torch is this release or a newer one."""
+    """Return whether the installed torch is a release or a newer one."""
     return release_of(torch.__version__) >= release_of(release)
 
 
 def check_release(installed: str) -> None:
-    """Raise unless a version of torch is recent enough.
+    """Raise unless a version of torch is `OLDEST` or newer.
 
     Raises:
-        MissingPackageError: With the command that installs a newer one.
+        MissingPackageError: Has the command that installs a newer one.
 
     Example:
         >>> check_release("2.10.0+cu126")
@@ -64,7 +64,8 @@ def check_release(installed: str) -> None:
     if release_of(installed) < release_of(OLDEST):
         raise MissingPackageError(
             f"torch {installed} is installed, and hypercomm needs {OLDEST} or newer: "
-            f"pip install 'torch>={OLDEST}'; hypercomm.layout, and hypercomm.RankLayout, need none"
+            f"pip install 'torch>={OLDEST}'; hypercomm.layout and hypercomm.RankLayout work "
+            f"without torch"
         )
 
 
@@ -92,7 +93,7 @@ if not HAS_HELPER:
 
 
 def is_other_world() -> bool:
-    """Return whether torch.distributed shows a simulated or fake job."""
+    """Return whether torch.distributed is patched for a simulated or fake job."""
     return hasattr(_c10d._world, "is_of_another_world")
 
 
@@ -100,13 +101,13 @@ def is_other_world() -> bool:
 
 
 class Patch:
-    """Replaces an attribute for as long as a thread needs it.
+    """Replaces an attribute while a thread needs it.
 
-    Threads that want the same value share the replacement; a thread that wants another one waits.
+    Threads that set the same value share the replacement. A thread with another value waits.
 
     Args:
         name: The name of the attribute.
-        read: Reads it: `inspect.getattr_static` for a method of a class.
+        read: Reads it, as `getattr` does; `inspect.getattr_static` for a property of a class.
     """
 
     def __init__(self, name: str, read: Callable[..., Any] = getattr) -> None:
@@ -119,7 +120,7 @@ class Patch:
         self._ours: Any = None
 
     def original(self, owner: Any) -> Any:
-        """Return the value that `owner` has when it is not replaced, or None if it has none."""
+        """Return the original value of the attribute of `owner`, or None if it has none."""
         with self._changed:
             is_replaced = self._users and self._owner is owner
             return self._original if is_replaced else self._read(owner, self._name, None)
@@ -171,14 +172,15 @@ def world_group() -> ProcessGroup:
 
 
 def default_backend() -> str:
-    """Return the backend that torch gives a group when none is named: the backend of WORLD."""
+    """Return the default backend of groups, which is the backend of WORLD."""
     return backend_of(world_group())
 
 
 def backend_of(group: ProcessGroup) -> str:
     """Return the backend of a group.
 
-    If WORLD was created without a backend, torch calls it "undefined"; its parts have names.
+    If WORLD was created without a backend, torch returns "undefined" for it. The result is then
+    the backend string of its parts.
     """
     name = str(dist.get_backend(group))
     return dist.get_backend_config(group) if name == dist.Backend.UNDEFINED else name
@@ -186,21 +188,22 @@ def backend_of(group: ProcessGroup) -> str:
 
 @functools.lru_cache(maxsize=64)
 def pairs_of(backend: str) -> tuple[tuple[str, str], ...]:
-    """List device and backend of each part of a backend string; the device of "gloo" is ""."""
+    """Return device and backend of each part of a backend string. The device of "gloo" is ""."""
     pairs = (part.rpartition(":") for part in backend.lower().split(","))
     return tuple((device.strip(), single.strip()) for device, _, single in pairs)
 
 
 @functools.lru_cache(maxsize=64)
 def single_backends(backend: str) -> tuple[str, ...]:
-    """List the backends in a backend string: "gloo", or "cpu:gloo,cuda:nccl"."""
+    """Return the backends in a backend string, such as "gloo" or "cpu:gloo,cuda:nccl"."""
     return tuple(single for _, single in pairs_of(backend))
 
 
 def known_backends() -> list[str]:
-    """List the backends that the installed torch knows by name.
+    """Return the names of the backends that the installed torch knows.
 
-    From torch 2.14 a package may bring one as an entry point, which is loaded at its first use.
+    Since torch 2.14 a package can provide a backend as an entry point. torch loads it at its first
+    use.
     """
     names = [str(name) for name in dist.Backend.backend_list if name != "undefined"]
     return [*names, *(name for name in _entry_points() if name not in names)]
@@ -208,7 +211,7 @@ def known_backends() -> list[str]:
 
 def is_known(backend: str) -> bool:
     """Return whether the installed torch knows a single backend by name."""
-    # Entry points are read from disk, which takes milliseconds: last.
+    # Entry points are read from disk, which takes milliseconds, so they are checked last.
     listed = backend in dist.Backend.backend_list and backend != "undefined"
     return listed or backend in _entry_points()
 
@@ -222,14 +225,14 @@ def _entry_points() -> tuple[str, ...]:
 def why_unavailable(backend: str) -> str | None:
     """Return why torch cannot run a single backend on this host, or None if it can."""
     if is_other_world():
-        return None  # it will run elsewhere
-    # torch registers "fake" when its module is loaded, and calls it available before that too.
+        return None  # the backend is planned for another host
+    # torch registers "fake" when its module is loaded, but always reports it as available.
     if backend == "fake":
         loaded = "FAKE" in dist.Backend._plugins
         return None if loaded else "is not available outside of hypercomm.testing.fake_world"
     try:
         available = bool(dist.is_backend_available(backend))
-    except Exception as error:  # noqa: BLE001 - this loads the code of a third party
+    except Exception as error:  # noqa: BLE001 - this runs code of a third party
         return f"cannot be loaded ({error.__cause__ or error})"
     if available and backend in NCCL and not torch.cuda.device_count():
         return "needs a GPU, and torch sees none on this host"
@@ -242,11 +245,12 @@ def takes_options(backend: str) -> bool:
 
 
 def world_options(backend: str) -> Any:
-    """Return the options of WORLD that hold its timeout, preferably of its part with `backend`.
+    """Return options of WORLD that have its timeout, preferably of its part with `backend`.
 
-    None if torch does not show them: a fake backend has no options.
+    The result is None if torch does not show them: a fake backend has no options.
     """
-    parts, wanted = parts_of_world(), single_backends(backend)
+    parts = parts_of_world()
+    wanted = single_backends(backend)
     for device in sorted(parts, key=lambda device: parts[device] not in wanted):
         with contextlib.suppress(AttributeError, RuntimeError):
             options: Any = part_on(torch.device(device)).options
@@ -256,31 +260,31 @@ def world_options(backend: str) -> Any:
 
 
 def has_timeout(pg_options: Any) -> bool:
-    """Return whether an object can be options of a backend: all of those have a timeout."""
+    """Return whether an object can be options of a backend, which always have a timeout."""
     return hasattr(pg_options, "_timeout")
 
 
 def given_timeout(pg_options: Any) -> timedelta | None:
-    """Return the timeout that a caller has set in backend options, or None for the default."""
+    """Return the timeout of backend options, or None if it is the default of their class."""
     own: timedelta | None = getattr(pg_options, "_timeout", None)
     try:
         return None if own is None or own == type(pg_options)()._timeout else own
-    except (TypeError, AttributeError):  # their default is unknown if they need arguments
+    except (TypeError, AttributeError):  # the class needs arguments, so the default is unknown
         return None
 
 
 def with_timeout(pg_options: Any, timeout: timedelta | None) -> Any:
-    """Copy backend options that have a timeout, and set it to the one that torch will use anyway.
+    """Return a copy of backend options with the timeout of a group.
 
-    torch writes the timeout, the ranks and the name of the group into the object that it is
-    given; a copy lets a caller use one object for several groups. A copy of a Python subclass is
-    one of the class in C++: such an object serves one group.
+    torch writes the timeout, the ranks and the name of the group into the options. With a copy, a
+    caller can use one object for several groups. The copy of an object of a Python subclass is an
+    object of the C++ class, so such an object is returned unchanged, for one group.
     """
     if timeout is None or getattr(pg_options, "_timeout", None) is None:
         return pg_options
     try:
         options = copy.deepcopy(pg_options)
-    except TypeError:  # of a third party's backend
+    except TypeError:  # options of a third party may not support copies
         return pg_options
     if type(options) is not type(pg_options):
         return pg_options
@@ -313,7 +317,7 @@ def parts_of(backend: str) -> dict[str, str]:
 
 
 def backend_config(backend: str) -> str:
-    """Return the backend config that torch makes of a backend string."""
+    """Return torch's backend config for a backend string."""
     return str(dist.distributed_c10d.BackendConfig(dist.Backend(backend)))
 
 
@@ -323,19 +327,19 @@ def part_on(device: torch.device, group: ProcessGroup | None = None) -> Any:
 
 
 def device_type(group: ProcessGroup) -> str:
-    """Return the type of the devices whose tensors a group is made for: "cuda" with nccl."""
+    """Return the type of the devices that a group is made for, such as "cuda" with nccl."""
     return _made_for(dict(pairs_of(dist.get_backend_config(group))))
 
 
 def devices_made_for(backend: str) -> str:
-    """Return the type of the devices whose tensors groups of a backend are made for."""
+    """Return the type of the devices that groups of a backend are made for."""
     return _made_for(parts_of(backend))
 
 
 def _made_for(parts: dict[str, str]) -> str:
     if len(parts) == 1:
         return next(iter(parts))
-    backends = set(parts.values()) - {"fake"}  # it is for all devices
+    backends = set(parts.values()) - {"fake"}  # the fake backend is for all devices
     defaults: dict[str, str] = dist.Backend.default_device_backend_map
     made_for = [device for device, backend in defaults.items() if backend in backends]
     return next((device for device in made_for if device not in {"cpu", "mps"}), "cpu")
@@ -353,7 +357,7 @@ def set_timeout(timeout: timedelta, group: ProcessGroup | None) -> None:
 
 
 def has_ranks() -> bool:
-    """Return whether other ranks can be reached: not in a fake world, nor if each is simulated."""
+    """Return whether the ranks share a store: not in a fake world, nor in a simulated run."""
     world = dist.group.WORLD
     if world is None or not getattr(_c10d._world, "has_other_ranks", True):
         return False
@@ -361,12 +365,12 @@ def has_ranks() -> bool:
 
 
 def default_store() -> Any:
-    """Return the store that WORLD was made with."""
+    """Return the store of WORLD."""
     return dist.distributed_c10d._get_default_store()
 
 
 def without_prefix(store: Any) -> Any:
-    """Return the client of a store that prefixes its keys, or the store itself."""
+    """Return the store without prefixes of keys that a store uses."""
     while isinstance(store, _STORE_WITH_PREFIX):
         store = store.underlying_store
     return store
@@ -376,8 +380,8 @@ _STORE_WITH_PREFIX: Any = dist.PrefixStore  # type: ignore[attr-defined]
 
 
 def store_address() -> tuple[str, int] | None:
-    """Return address and port of the store of WORLD, or None if it is not known."""
-    place = without_prefix(default_store())
-    if isinstance(place, dist.TCPStore):  # type: ignore[attr-defined]
-        return str(place.host), int(place.port)
+    """Return host and port of the store of WORLD, or None if they are not known."""
+    store = without_prefix(default_store())
+    if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+        return str(store.host), int(store.port)
     return None

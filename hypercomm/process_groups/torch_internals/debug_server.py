@@ -1,6 +1,7 @@
-"""torch's debug server, a web page over all ranks: what pages for it are made of.
+"""The classes and functions of torch's debug server that a web page needs.
 
-Importing this fails where `start_debug_server` takes no `handlers=`, as in torch 2.10.
+The import fails if `start_debug_server` of the installed torch has no `handlers=`, as in torch
+2.10.
 """
 
 import ctypes
@@ -14,7 +15,8 @@ __all__ = ["DebugHandler", "NavLink", "Route", "fetch_all", "register_handler"]
 
 
 def register_handler(name: str, handler: Callable[[Any, Any], None]) -> None:
-    """Let this process answer a request of the debug server."""
+    """Register a handler of this process for a request of the debug server."""
     _register_handler(name, handler)
-    # torch releases it when Python has ended; if nothing else held it, that would abort the process
+    # torch releases the handler after Python has ended. To free the object then would abort the
+    # process, so its reference count stays above zero.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(handler))

@@ -1,4 +1,4 @@
-"""The addresses and devices of gloo groups, and when their members connect."""
+"""The addresses and devices of gloo groups, and the lazy connection of their members."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hypercomm.process_groups.torch_internals.capabilities import Patch
 
 
 def address_key(name: str, position: int) -> str:
-    """Return the key of the address that a member of a gloo group has published."""
+    """Return the key under which a member of a gloo group publishes its address."""
     return f"{name}//cpu//0/{position}"
 
 
 class ConnectionFailedError(RuntimeError):
-    """A backend could not connect the members of a group, although all of them are there.
+    """A backend could not connect the members of a group, although all of them create it.
 
     Attributes:
         ranks: The members.
@@ -41,14 +41,14 @@ _Options: Any = getattr(getattr(dist, "ProcessGroupGloo", None), "_Options", Non
 
 @contextlib.contextmanager
 def one_device(undo: Callable[[], None]) -> Iterator[None]:
-    """Let the gloo groups that this thread creates in a `with` block receive on one device.
+    """Use one device for all gloo groups that this thread creates in a `with` block.
 
     A device is a listening socket with a thread. torch opens one for each group, which takes about
-    as long as connecting the group.
+    as long as the connection of the group.
 
     Args:
-        undo: Destroys these groups. It is called at once if the block fails: as long as the device
-            exists, a late peer of the group that failed can connect, and crash gloo.
+        undo: Destroys these groups. It is called immediately if the block fails. Otherwise a late
+            peer of the group that failed could connect to the device, and crash gloo.
     """
     devices = _here.devices = []
     try:
@@ -56,7 +56,7 @@ def one_device(undo: Callable[[], None]) -> Iterator[None]:
     except BaseException:
         if devices:
             devices.clear()
-            with contextlib.suppress(Exception):  # the error at hand matters more
+            with contextlib.suppress(Exception):  # the original error is raised
                 undo()
         raise
     finally:
@@ -65,7 +65,10 @@ def one_device(undo: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_that_device() -> Iterator[None]:
-    """Create a gloo group on the device of `one_device`, if this thread is in such a block."""
+    """Create a gloo group on the device of `one_device`, if this thread is in such a block.
+
+    Use it as a `with` block around the creation of one group.
+    """
     devices = getattr(_here, "devices", None)
     is_shared = _Options and not os.environ.get("GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
     if devices is None or not is_shared:
@@ -80,13 +83,14 @@ def on_that_device() -> Iterator[None]:
 
 
 def _create(backend: Any, *args: Any, **given: Any) -> None:
-    """Replace `ProcessGroupGloo.__init__`, which other threads may call, too."""
-    devices, original = getattr(_here, "shared", None), _init.original(dist.ProcessGroupGloo)
+    """Replace `ProcessGroupGloo.__init__`, which other threads may also call."""
+    original = _init.original(dist.ProcessGroupGloo)
+    devices = getattr(_here, "shared", None)
     if devices and "timeout" in given:
         original(backend, *args, _options(devices, given["timeout"]))
         return
-    lazily, changes = getattr(_here, "lazily", None), given.get("enable_reconfigure", False)
-    if lazily is None or "timeout" not in given or changes:
+    lazily = getattr(_here, "lazily", None)
+    if lazily is None or "timeout" not in given or given.get("enable_reconfigure", False):
         original(backend, *args, **given)
     else:
         original(backend, *args, _options(_devices(lazily=lazily), given["timeout"]))
@@ -95,7 +99,7 @@ def _create(backend: Any, *args: Any, **given: Any) -> None:
 
 
 def _devices(*, lazily: bool) -> list[Any]:
-    """Return new devices on the interfaces that torch would choose."""
+    """Return new devices for the network interfaces that torch would choose."""
     gloo: Any = dist.ProcessGroupGloo
     names = os.environ.get("GLOO_SOCKET_IFNAME")
     if names is None:
@@ -105,7 +109,8 @@ def _devices(*, lazily: bool) -> list[Any]:
 
 def _options(devices: list[Any], timeout: timedelta) -> Any:
     options = _Options()
-    options._devices, options._timeout = devices, timeout
+    options._devices = devices
+    options._timeout = timeout
     options._threads = 2 * len(devices)  # as torch does
     return options
 
@@ -114,10 +119,10 @@ def _options(devices: list[Any], timeout: timedelta) -> Any:
 
 
 class LazyInit:
-    """Lets gloo connect each pair of members at their first message, rather than at the creation.
+    """Whether gloo connects a pair of members at its first message instead of at the creation.
 
-    This is a property of the device of a group. torch makes the device, as an environment variable
-    says, which all threads share; for another value the device is made here.
+    This is a property of the device of a group. torch creates the device, with the value of an
+    environment variable, which all threads share. For another value, this class creates it.
     """
 
     _SWITCH = "TORCH_GLOO_LAZY_INIT"
@@ -132,7 +137,10 @@ class LazyInit:
 
     @contextlib.contextmanager
     def set_to(self, lazily: bool | None) -> Iterator[bool]:
-        """Connect lazily or not while a group is created; None leaves it to the environment.
+        """Choose for the groups that this thread creates in a `with` block.
+
+        Args:
+            lazily: The choice; None uses the environment variable.
 
         Yields:
             Whether the group connects lazily.
@@ -150,4 +158,4 @@ class LazyInit:
 
 
 lazy_init = LazyInit()
-"""Of the calling thread."""
+"""The choice of the calling thread."""

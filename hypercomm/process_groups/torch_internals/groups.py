@@ -1,4 +1,4 @@
-"""Creating, finding, changing and ending process groups as torch does, under given names."""
+"""Creates, finds, changes and ends process groups, under names that the caller gives."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ _torch: Any = dist.distributed_c10d
 _defaults_lock = threading.Lock()
 
 _kept: WeakKeyDictionary[ProcessGroup, tuple[list[str], str]] = WeakKeyDictionary()
-"""The groups that `new_group` created: a list for keys to delete, and the key of an address."""
+"""The groups of `new_group`, each with the key of its address and a list for keys to delete."""
 
 
 def why_not_members() -> str | None:
-    """Return why members cannot create a group without the other ranks, or None if they can."""
+    """Return why members cannot create a group without other ranks, or None if they can."""
     if not capabilities.HAS_HELPER:
         return "this torch lacks the private name _new_process_group_helper, or it has changed"
     if uses_torchcomms() and not since("2.14"):
@@ -80,10 +80,10 @@ def new_group(
     is_default: bool = True,
     stale: list[str],
 ) -> ProcessGroup:
-    """Create the group of the calling rank, under `name`; only its members call this.
+    """Create the group of the calling rank. Only its members call this function.
 
-    torch's public functions derive the name from a count of groups, which can differ between
-    ranks; this name is the same on every member, whatever other groups a rank has created.
+    torch's public functions derive the name of a group from a count of groups, which can differ
+    between ranks. The name here is the same on every member.
 
     Args:
         name: The name of the group.
@@ -94,11 +94,11 @@ def new_group(
         timeout: Its timeout; None is torch's default.
         pg_options: Options of its backend.
         group_desc: Its description.
-        lazy_init: Whether members connect at their first message; None as torch does.
-        enable_reconfigure: Whether `reconfigure` will give it members.
-        is_default: Whether the ranks are ranks of WORLD. torch takes a group of other ranks for a
-            default process group, but does not make it that.
-        stale: Receives the key of the address of this rank, once no member needs it.
+        lazy_init: Whether members connect at their first message; None is torch's default.
+        enable_reconfigure: Whether `reconfigure` gives the group its members afterwards.
+        is_default: Whether the ranks are ranks of WORLD. If not, torch creates the group like a
+            default process group, but does not register it as the default one.
+        stale: Receives the key of this rank's address, once no member needs it.
 
     Raises:
         ConnectionFailedError: gloo could not connect the members, although all create the group.
@@ -114,7 +114,7 @@ def new_group(
     with (
         lazy_init_of_gloo.set_to(lazy_init) if "gloo" in singles else nothing as is_lazy,
         made_alone(backend, pg_options, timeout, lazy_init) as (backend_options, device),
-        in_one_place() if enable_reconfigure else nothing,
+        with_one_prefix() if enable_reconfigure else nothing,
     ):
         is_plain = not (is_lazy or enable_reconfigure or uses_torchcomms())
         connects = singles == ("gloo",) and is_plain
@@ -137,7 +137,7 @@ def new_group(
             if not connects or isinstance(error, dist.DistNetworkError):
                 raise
             if read_bytes(store, key) is None:
-                raise  # this rank has failed before it could connect to others
+                raise  # this rank failed before it published its address
             stale.append(key)
             raise ConnectionFailedError(error, members) from error
     _kept[group] = stale, key
@@ -146,7 +146,7 @@ def new_group(
 
 
 def _numbers(members: list[int]) -> dict[int, int]:
-    """Return the number of each member in a group; a group of all ranks has WORLD's own dict."""
+    """Return the position of each member, by rank; for all ranks, the dict of WORLD itself."""
     known: dict[int, int] = _torch._world.pg_group_ranks.get(dist.group.WORLD, {})
     if len(members) == len(known) and members == list(known):
         return known
@@ -162,18 +162,18 @@ def split_group(
     pg_options: Any = None,
     group_desc: str | None = None,
 ) -> ProcessGroup | None:
-    """Split a group off WORLD; every rank of WORLD calls this, each with the ranks of its group.
+    """Split a group off WORLD. Every rank of WORLD calls this function.
 
     Args:
-        name: The name of the group, the same on all members, or None if the rank is not a member.
-        ranks: Its ranks, or the ranks of any group that the calling rank is not in.
-        backend: Its backend, or that part of WORLD's.
+        name: The name of the group, the same on all members. None on other ranks.
+        ranks: The members. Other ranks pass any group in which they are not members.
+        backend: The backend of the group: the backend of WORLD, or a part of it.
         timeout: Its timeout; None is torch's default.
         pg_options: Options of its backend.
         group_desc: Its description.
 
     Returns:
-        The group, or None if the calling rank is not in it.
+        The group, or None if the calling rank is not a member.
     """
     only: dict[str, Any] = {} if parts_of(backend) == parts_of_world() else {"backend": backend}
     with named(name):
@@ -197,21 +197,21 @@ def current_device() -> torch.device | None:
 
 @contextlib.contextmanager
 def on_device(device: torch.device | None) -> Iterator[None]:
-    """Use a CUDA device in this thread within a `with` block; None changes nothing."""
+    """Use a CUDA device in this thread within a `with` block. None changes nothing."""
     with contextlib.nullcontext() if device is None else torch.cuda.device(device):
         yield
 
 
 _defaults: list[ProcessGroup | None] = []
-"""torch's own default process group, and those shown in its place by blocks that have not ended."""
+"""torch's default process group, followed by the groups that open blocks show in its place."""
 
 
 @contextlib.contextmanager
 def shown_as_default(group: ProcessGroup) -> Iterator[None]:
-    """Show a group to torch as its default process group within a `with` block, to all threads.
+    """Make a group torch's default process group within a `with` block, in all threads.
 
-    Blocks of several threads may end in any order: torch has the group of the last that goes on. A
-    default process group that was destroyed or created within a block stays as it is.
+    Blocks of several threads may end in any order. torch has the group of the open block that began
+    last. If the default process group was destroyed or created within a block, it is not changed.
     """
     with _defaults_lock:
         if not _defaults or _defaults[-1] is not dist.group.WORLD:
@@ -226,7 +226,7 @@ def shown_as_default(group: ProcessGroup) -> Iterator[None]:
 
 
 def _end_block(group: ProcessGroup) -> None:
-    """Show the group of the last block that goes on, if torch has not been given another one."""
+    """Show the group of the last open block, unless another default group was set since."""
     is_ours = bool(_defaults) and _defaults[-1] is dist.group.WORLD
     if group in _defaults:
         del _defaults[len(_defaults) - 1 - _defaults[::-1].index(group)]
@@ -258,12 +258,12 @@ def registered() -> set[ProcessGroup]:
 
 
 def is_registered(group: ProcessGroup | None) -> bool:
-    """Return whether torch knows a group; it forgets all of them when WORLD is destroyed."""
+    """Return whether torch has registered a group. It has none after WORLD is destroyed."""
     return group in _torch._world.pg_map
 
 
 def as_member(group: ProcessGroup | int | None) -> ProcessGroup | None:
-    """Return a group; None in place of torch's marker for "not a member"."""
+    """Return a group, or None in place of torch's marker for "not a member"."""
     return None if isinstance(group, int) else group
 
 
@@ -281,42 +281,43 @@ def destroy(groups: Iterable[ProcessGroup]) -> None:
 
 
 def _destroy(group: ProcessGroup) -> None:
-    """Destroy a group, and the empty tag that torch leaves for it."""
-    tag, tagged = _torch._world.pg_to_tag.get(group), _torch._world.tags_to_pg
+    """Destroy a group, and the empty list of its tag, which torch keeps."""
+    tag = _torch._world.pg_to_tag.get(group)
+    tagged = _torch._world.tags_to_pg
     stale, key = _kept.get(group, ([], ""))
     if key:
         stale.append(key)
     dist.destroy_process_group(group)
     if not tagged.get(tag, True):
-        del tagged[tag]  # torch leaves an empty list for every group that ever was
+        del tagged[tag]
 
 
 def abort(groups: Iterable[ProcessGroup]) -> None:
-    """End groups without waiting for other ranks: abort NCCL groups, destroy the rest.
+    """End groups without waiting for other ranks: abort NCCL groups, and destroy the others.
 
-    The groups of NCCL are aborted together, as torch does for a whole job: one by one they would
-    wait for each other (pytorch issue 119797).
+    The NCCL groups are aborted together, as torch does for all groups of a job. One after the
+    other, they would wait for each other (pytorch issue 119797).
     """
     pending = [group for group in groups if is_registered(group)]
     nccl = [group for group in pending if is_nccl(backend_of(group))]
-    with contextlib.ExitStack() as ends:  # the last one first, and each also after an error
+    with contextlib.ExitStack() as ends:  # runs the last callback first, and each after an error
         ends.callback(_end_each, [one for one in pending if one not in nccl], _destroy)
         ends.callback(_end_each, nccl, _torch._abort_process_group)
         if nccl:
-            with _at_once(nccl[0]):
+            with _nccl_calls_together(nccl[0]):
                 for group in nccl:
                     group.abort()
 
 
 def _end_each(groups: Iterable[ProcessGroup], end: Callable[[ProcessGroup], None]) -> None:
-    """End groups that torch still has, and raise the first error once all have ended."""
+    """End the groups that torch has, and raise the first error once all have ended."""
     errors: list[Exception] = []
     for group in groups:
         if not is_registered(group):
-            continue  # torch destroyed it together with WORLD
+            continue  # torch has destroyed it together with WORLD
         try:
             end(group)
-        except Exception as error:  # noqa: BLE001 - the other groups must go too
+        except Exception as error:  # noqa: BLE001 - the other groups must also end
             errors.append(error)
     if errors:
         raise errors[0]
@@ -326,7 +327,7 @@ def end_world() -> None:
     """End WORLD and every group of this process, without waiting for other ranks."""
     world = dist.group.WORLD
     nccl = [group for group in registered() if is_nccl(backend_of(group))]
-    with contextlib.suppress(Exception):  # they go all the same
+    with contextlib.suppress(Exception):  # `destroy_world` ends them too
         abort(sorted(nccl, key=lambda group: group is world))
     destroy_world()
 
@@ -337,11 +338,12 @@ def destroy_world() -> None:
         dist.destroy_process_group()
 
 
-def _at_once(group: ProcessGroup) -> contextlib.ExitStack:
+def _nccl_calls_together(group: ProcessGroup) -> contextlib.ExitStack:
     """Group the NCCL calls of a `with` block, so that they take effect together."""
-    device: Any = bound_device() or next(
-        (device for device in group._device_types if device.type != "cpu"), None
-    )
+    device: Any = bound_device()
+    if device is None:
+        others = [device for device in group._device_types if device.type != "cpu"]
+        device = others[0] if others else None
     part: Any = None if device is None else part_on(device, group)
     end = contextlib.ExitStack()
     if hasattr(part, "_group_start"):
@@ -353,17 +355,17 @@ def _at_once(group: ProcessGroup) -> contextlib.ExitStack:
     return end
 
 
-# ---- groups whose members change while the object stays (torch 2.14) ----------------------------
+# ---- groups that can be reconfigured (torch 2.14) -----------------------------------------------
 
 # Such a group is created without members. Each member publishes its handle, reads the handles of
-# the others, and connects: at the creation, and again with other members after a loss. gloo
-# publishes addresses below the name of the group, so that members of several groups could not
-# connect: all groups that may be reconfigured have one prefix there, and each set of members has a
+# the others, and connects. This happens at the creation, and again with other members after a loss.
+# gloo publishes addresses under the name of the group, and members whose groups have different
+# names could not connect. All these groups therefore use one prefix, and each set of members has a
 # number.
 
 
 def why_not_reconfigured(backend: str) -> str | None:
-    """Return why groups of a backend cannot get other members, or None if they can."""
+    """Return why groups of a backend cannot be reconfigured, or None if they can."""
     if not since("2.14"):
         return "torch has it since 2.14"
     if uses_torchcomms():
@@ -373,16 +375,16 @@ def why_not_reconfigured(backend: str) -> str | None:
 
 
 _SLICE_S = 5.0
-"""The longest request that waits for the handles of members."""
+"""The longest request that waits for the handles of members, in seconds."""
 
-_PLACE = "hypercomm/reconfigure/"
+_ONE_PREFIX = "hypercomm/reconfigure/"
 _prefix = Patch("PrefixStore")
 _here = threading.local()
 
 
 @contextlib.contextmanager
-def in_one_place() -> Iterator[None]:
-    """Let members of groups that this thread creates in a `with` block meet in one place."""
+def with_one_prefix() -> Iterator[None]:
+    """Use one store prefix for the groups that this thread creates in a `with` block."""
     with _prefix.applied(_torch, _prefixed):
         _here.is_set = True
         try:
@@ -393,7 +395,7 @@ def in_one_place() -> Iterator[None]:
 
 def _prefixed(prefix: str, store: Any) -> Any:
     is_ours = getattr(_here, "is_set", False)
-    return _prefix.original(_torch)(_PLACE if is_ours else prefix, store)
+    return _prefix.original(_torch)(_ONE_PREFIX if is_ours else prefix, store)
 
 
 def reconfigure(
@@ -407,17 +409,17 @@ def reconfigure(
     stale: list[str],
     left_s: float,
 ) -> None:
-    """Give a group these members; each of them calls this.
+    """Give a group new members. Each of them calls this function.
 
     Args:
         group: The group of the calling rank.
         name: A new name for the group with these members, the same on all of them.
-        ranks: The members, in the order of their numbers in the group.
+        ranks: The members, in the order of their positions in the group.
         rank: The calling rank, which is one of them.
         store: A client of the store of these ranks.
-        timeout: How long they may take to connect; None is torch's default.
+        timeout: The limit for the connection; None is torch's default.
         stale: Receives the keys of the store that no member needs any more.
-        left_s: How long to wait for the handles of the others, in seconds.
+        left_s: The limit for the wait for handles, in seconds.
     """
     if not _any(group).supports_reconfigure:
         raise GroupOptionsError(
@@ -432,12 +434,12 @@ def reconfigure(
         number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
         _reconfigure(group, number, handles, timeout)
     finally:
-        stale.append(own)  # all members have read it, or the creation fails
+        stale.append(own)  # all members have read the handle, or the creation fails
     _torch._world.pg_group_ranks[group] = _numbers([*ranks])
 
 
 def _wait_for(store: Any, keys: list[str], left_s: float) -> None:
-    """Wait for keys; end each request after some seconds, as others may use the same client."""
+    """Wait for keys, in requests of some seconds, so that other threads can use the client."""
     until = time.monotonic() + left_s
     while True:
         slice_s = min(_SLICE_S, max(0.01, until - time.monotonic()))
@@ -451,7 +453,7 @@ def _wait_for(store: Any, keys: list[str], left_s: float) -> None:
 
 
 def isolate(group: ProcessGroup) -> None:
-    """Leave the calling rank alone in its group; collectives of the others in it fail."""
+    """Make the calling rank the only member of its group. Collectives of the others fail."""
     handle = _any(group).get_reconfigure_handle()
     _reconfigure(group, uuid4().int >> 72, [handle], None)
 
@@ -460,11 +462,13 @@ def _reconfigure(
     group: ProcessGroup, number: int, handles: list[str], timeout: timedelta | None
 ) -> None:
     options = _torch.ReconfigureOptions()
-    options.uuid, options.handles = number, handles
+    options.uuid = number
+    options.handles = handles
     if timeout is not None:
         options.timeout = timeout
     _any(group).reconfigure(options).wait()
 
 
-def _any(thing: Any) -> Any:
-    return thing  # torch before 2.14 has no types for it
+def _any(group: Any) -> Any:
+    """Return a group without a type: torch before 2.14 has no types for these methods."""
+    return group

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def forget_meshes() -> None:
-    """Clear what DTensor remembers of the meshes that it has seen.
+    """Clear the caches of DTensor's sharding propagation, which refer to meshes.
 
-    It caches the results of operations with the mesh of their first use, and takes meshes with
-    equal ranks and names for the same: once the groups of that mesh are destroyed, its results are
-    useless. Each thread has a cache; this clears the one of the calling thread.
+    The cached results have the mesh of their first use, and DTensor uses them for every mesh with
+    equal ranks and names. Once the groups of the first mesh are destroyed, the results are
+    unusable. Each thread has a cache. This function clears the cache of the calling thread.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
@@ -31,12 +31,12 @@ def forget_meshes() -> None:
 
 
 def keeps_mesh_order(mesh: Any) -> bool:
-    """Return whether the groups of a DeviceMesh have its ranks in its order (torch 2.15)."""
+    """Return whether the groups of a DeviceMesh keep the order of its ranks (torch 2.15)."""
     return bool(getattr(mesh, "_preserve_rank_order", False))
 
 
 def keep_mesh_order(mesh: Any) -> None:
-    """Mark a DeviceMesh, before it is compared, as one whose groups have its order."""
+    """Mark a DeviceMesh whose groups keep the order of its ranks, before it is compared."""
     if "_preserve_rank_order" in type(mesh).__annotations__:
         mesh._preserve_rank_order = True
 
@@ -82,9 +82,10 @@ def flatten_mesh(mesh: DeviceMesh, dims: Sequence[str], name: str, group: Proces
 def part_of_mesh(
     mesh: DeviceMesh, dims: Sequence[str], name: str, group: ProcessGroup
 ) -> DeviceMesh:
-    """Return adjacent dims of a mesh as a mesh of one dim; arguments as for `flatten_mesh`.
+    """Return adjacent dims of a mesh as a mesh of one dim.
 
-    It equals `mesh[dims]._flatten(name)`, which asks the default process group for the rank.
+    It equals `mesh[dims]._flatten(name)`, which asks the default process group for the rank. The
+    arguments are the arguments of `flatten_mesh`.
     """
     ranks = torch.tensor(dist.get_process_group_ranks(group))
     part: Any = mesh_of([group], mesh.device_type, ranks, (name,))

@@ -1,8 +1,8 @@
-"""The device that WORLD is bound to, groups that its members create alone, and splits of WORLD.
+"""The device that WORLD is bound to, groups that only their members create, and splits of WORLD.
 
 If WORLD is bound to a device, torch splits a group on that device off WORLD's communicator, and
-every rank of WORLD must take part. Members that create a group alone prevent the split: with NCCL's
-option `lazy_init` if torch has it (2.15), otherwise by hiding the device from torch.
+every rank of WORLD must take part. If only its members create a group, they prevent the split: with
+NCCL's option `lazy_init` if torch has it (2.15), and otherwise by hiding the device from torch.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from hypercomm.process_groups.torch_internals.capabilities import (
 from hypercomm.process_groups.torch_internals.gloo import lazy_init
 
 _NEVER_SPLIT = {"gloo", "fake"}
-"""Backends that torch creates anew on a bound WORLD, too."""
+"""Backends whose groups torch does not split off a bound WORLD."""
 
 _bound = Patch("bound_device_id", inspect.getattr_static)
 _hides: ContextVar[bool] = ContextVar("hides", default=False)
 
 
 def bound_device() -> torch.device | None:
-    """Return the device that WORLD is bound to, hidden or not; None if it is bound to none."""
+    """Return the device that WORLD is bound to, also if it is hidden, or None."""
     token = _hides.set(False)
     try:
         return getattr(dist.group.WORLD, "bound_device_id", None)
@@ -71,11 +71,11 @@ def _set_device(group: ProcessGroup, device: torch.device | None) -> None:
 
 
 _hideable = property(_shown_device, _set_device)
-"""Replaces the attribute of the class, so that only the thread that creates sees a difference."""
+"""Replaces the attribute of the class. Only the thread that hides the device sees a difference."""
 
 
 def split_device() -> torch.device | None:
-    """Return the device that WORLD is bound to, if its backend there can be split."""
+    """Return the device that WORLD is bound to, if the backend of that device can be split."""
     device = bound_device()
     return device if device is not None and _can_split(device) else None
 
@@ -85,25 +85,27 @@ def connects_as_told(backend: str) -> bool:
     options = getattr(getattr(dist, "ProcessGroupNCCL", None), "Options", None)
     if not hasattr(options, "lazy_init"):
         return False
-    legacy = {"nccl-legacy", *({"nccl"} if os.environ.get("TORCH_DIST_USE_NCCL2") == "0" else ())}
+    legacy = {"nccl-legacy"}
+    if os.environ.get("TORCH_DIST_USE_NCCL2") == "0":
+        legacy.add("nccl")
     return any(single in NCCL - legacy for single in single_backends(backend))
 
 
 def uses_torchcomms() -> bool:
-    """Return whether torch creates groups through TorchComms, with their members only."""
+    """Return whether torch creates groups through TorchComms, which needs their members only."""
     enabled = getattr(dist.distributed_c10d, "_use_torchcomms_enabled", None)  # torch 2.13
     return enabled is not None and bool(enabled())
 
 
 def is_nccl(backend: str) -> bool:
-    """Return whether NCCL runs a group, or a part of it."""
+    """Return whether NCCL is the backend, or a part of it."""
     return any(single in NCCL for single in single_backends(backend))
 
 
 def lazy_options(backend: str, pg_options: Any, timeout: timedelta | None) -> Any:
-    """Return options by which the members of an NCCL group connect at their first message.
+    """Return options with which members of an NCCL group connect at their first message.
 
-    The options as given if torch has no such switch.
+    If torch has no such option, the result is `pg_options`.
     """
     if not connects_as_told(backend):
         return pg_options
@@ -117,7 +119,7 @@ def lazy_options(backend: str, pg_options: Any, timeout: timedelta | None) -> An
 
 
 def connects_at_creation(backend: str, lazily: bool | None) -> bool:
-    """Return whether members of a group connect when they create it."""
+    """Return whether the members of a group connect when they create it."""
     if is_nccl(backend):
         return lazily is False or (bound_device() is not None and not lazily)
     is_lazy = lazy_init.is_set if lazily is None else lazily
@@ -128,21 +130,22 @@ def connects_at_creation(backend: str, lazily: bool | None) -> bool:
 def made_alone(
     backend: str, pg_options: Any, timeout: timedelta, lazily: bool | None
 ) -> Iterator[tuple[Any, torch.device | None]]:
-    """Make the creation in a `with` block independent of ranks that are not members.
+    """Create a group in a `with` block without ranks that are not members.
 
     Args:
-        backend: The group's.
+        backend: The backend of the group.
         pg_options: Its options.
         timeout: Its timeout.
-        lazily: Whether members of an NCCL group connect at their first message; None: as torch
-            does, which on a bound WORLD connects them at the creation unless it has that option.
+        lazily: Whether members of an NCCL group connect at their first message. None is the
+            default of torch. If WORLD is bound to a device and torch has no option `lazy_init`,
+            the members then connect at the creation.
 
     Yields:
-        The options, and the device to connect on, with which torch is to create the group.
+        The options, and the device to connect, which the caller passes to torch.
     """
     device = bound_device()
     is_bound = device is not None and parts_of(backend).get(device.type, "gloo") not in _NEVER_SPLIT
-    if device is not None and uses_torchcomms():  # it never splits, and needs the index
+    if device is not None and uses_torchcomms():  # TorchComms never splits, and needs the device
         yield pg_options, device if device.type in parts_of(backend) else None
     elif lazily is not False and (is_bound or lazily) and connects_as_told(backend):
         yield lazy_options(backend, pg_options, timeout), device
@@ -155,7 +158,7 @@ def made_alone(
         yield pg_options, None
 
 
-# ---- what a split makes ------------------------------------------------------------------------
+# ---- groups that are split off WORLD -----------------------------------------------------------
 
 
 def why_not_split(backend: str) -> str | None:
@@ -163,17 +166,19 @@ def why_not_split(backend: str) -> str | None:
     device = split_device()
     if device is None:
         return "WORLD is not bound to a device: init_process_group(device_id=...) binds it"
-    for single in single_backends(backend):  # one that is not loaded has no devices
-        if (reason := why_unavailable(single)) is not None:
+    for single in single_backends(backend):
+        reason = why_unavailable(single)
+        if reason is not None:  # torch does not know the devices of a backend that is not loaded
             return f"{single!r} {reason}"
-    world, wanted = parts_of_world(), parts_of(backend)
+    world = parts_of_world()
+    wanted = parts_of(backend)
     bound = world[device.type]
     if wanted.get(device.type) != bound or not wanted.items() <= world.items():
         return f"WORLD is bound to {device} with {bound!r}, and has no {backend!r} to split off"
     if wanted != world and not since("2.13"):
         return f"WORLD is bound to {device} with {bound!r}, and a split keeps all of its backends"
     if len(set(wanted.values())) > 1 and not since("2.14"):
-        return "before torch 2.14 a split gives each part of WORLD the options of its bound one"
+        return "before torch 2.14 a split gives every backend the options of the bound one"
     whole = [name for part, name in wanted.items() if not _can_split(part)]
     return f"WORLD's {whole[0]!r} cannot be split" if whole else None
 
@@ -183,14 +188,14 @@ def _can_split(device: torch.device | str) -> bool:
 
 
 def keeps_order() -> bool:
-    """Return whether a split keeps the given order of ranks (torch 2.15)."""
+    """Return whether a split keeps the order of ranks (torch 2.15)."""
     return since("2.15")
 
 
 def split_colors(groups: NDArray[np.int64]) -> list[int]:
-    """Return the colour that torch gives each group, a row of ranks, when it splits WORLD.
+    """Return the colour of each group, a row of ranks, with which torch splits it off WORLD.
 
-    It is a hash of the ranks: boost's `hash_combine`, computed in C++.
+    torch computes a hash of the ranks in C++, boost's `hash_combine`.
     """
     colors = np.zeros(len(groups), np.uint64)
     for ranks in groups.astype(np.uint64).T:
@@ -200,7 +205,7 @@ def split_colors(groups: NDArray[np.int64]) -> list[int]:
     return (np.abs(colors.view(np.int64)) % (2**31 - 1)).tolist()  # type: ignore[no-any-return]
 
 
-# ---- the names of what a split makes -----------------------------------------------------------
+# ---- their names -------------------------------------------------------------------------------
 
 _name: ContextVar[str | None] = ContextVar("name", default=None)
 _naming = Patch("_process_group_name")
@@ -210,10 +215,11 @@ _naming = Patch("_process_group_name")
 def named(name: str | None) -> Iterator[None]:
     """Name the group that this thread splits off WORLD within a `with` block.
 
-    torch salts the name of a group that is split off. Before 2.14 the salt is the number of groups
-    that a rank has, which differs between ranks once a split has left some out: they then name
-    later groups differently, and as `destroy_process_group` ends groups in the order of their
-    names, NCCL waits for ever (pytorch issue 190396). These names are the same on all members.
+    torch adds a salt to the name of such a group. Before 2.14 the salt is the number of groups of
+    the calling rank. It differs between ranks once a split has left some of them out, and their
+    later groups then have different names. `destroy_process_group` ends groups in the order of
+    their names, so that NCCL waits for ever (pytorch issue 190396). The name that is given here is
+    the same on all members.
     """
     token = _name.set(name)
     try:
@@ -225,5 +231,6 @@ def named(name: str | None) -> Iterator[None]:
 
 def _process_group_name(ranks: Any, use_hashed_name: bool) -> str:
     """Replace torch's function."""
-    torchs_name: str = _naming.original(dist.distributed_c10d)(ranks, use_hashed_name)  # counts it
+    # torch's function also counts the group.
+    torchs_name: str = _naming.original(dist.distributed_c10d)(ranks, use_hashed_name)
     return _name.get() or torchs_name

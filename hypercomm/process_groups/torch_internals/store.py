@@ -8,6 +8,6 @@ _ABSENT = "absent"
 
 
 def read_bytes(store: Any, key: str) -> bytes | None:
-    """Return the bytes of a key of a store, in one operation; None if it is not set."""
-    found: bytes = store.compare_set(key, _ABSENT, _ABSENT)  # sets nothing
+    """Return the value of a key, or None if it is not set, in one request."""
+    found: bytes = store.compare_set(key, _ABSENT, _ABSENT)  # changes nothing
     return None if found == _ABSENT.encode() else found
