@@ -318,7 +318,7 @@ def test_transfer_between_modules():
         assert grids.transfer("train", "train", rows, along=None).tolist() == rows.tolist()
         with pytest.raises(UnknownDimError, match="no grid 'x'"):
             grids.transfer("train", "x", rows)
-        with pytest.raises(LayoutError, match="must be a multiple of 2"):
+        with pytest.raises(LayoutError, match="is not a multiple of 2"):
             grids.transfer("train", "infer", torch.zeros(3))
 
 
