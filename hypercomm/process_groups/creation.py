@@ -18,7 +18,7 @@ from datetime import timedelta
 import attrs
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import GroupExistsError
+from hypercomm.errors import CreationError, GroupExistsError
 from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.agreement.driver import Result, Round, agree, limit_of, refusing
 from hypercomm.process_groups.agreement.protocol import as_entry
@@ -89,11 +89,33 @@ def create_all(
         with refusing(scope):
             wanted = [(table, table.resolve(request)) for table, request in find()]
             _check_once(wanted)
+            for _, spec in wanted:
+                check_strategy(spec, len(scope.ranks))
             entries = stack.enter_context(reserved(wanted))
         if entries:
             limits = [limit_of(spec.options.timeout, spec.world) for _, spec in wanted]
             Creation(scope, title, entries, max(limits), labels or {}).run().get()
     return entries
+
+
+def check_strategy(spec: GroupSpec, ranks: int) -> None:
+    """Raise if the strategy of a spec needs ranks that do not take part in a call.
+
+    Args:
+        spec: The spec.
+        ranks: The number of ranks that take part.
+
+    Raises:
+        CreationError: Names a strategy that works.
+    """
+    size = spec.world.size
+    if spec.strategy != "local" and ranks < size:
+        raise CreationError(
+            f"the process groups over {spec.key} would be created with "
+            f"creation={spec.strategy!r}, in which every rank of the world must take part, and "
+            f"{size - ranks} of its {size} ranks do not; creation='local' creates groups without "
+            f"them"
+        )
 
 
 def _check_once(wanted: Sequence[tuple[GroupTable, GroupSpec]]) -> None:

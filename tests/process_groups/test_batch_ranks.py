@@ -10,7 +10,7 @@ import torch.distributed as dist
 from group_checks import sum_over, threads_and_files, wait_for_release
 
 from hypercomm import HyperCommGrid
-from hypercomm.errors import PlanMismatchError
+from hypercomm.errors import CreationError, PlanMismatchError
 
 
 # If the rank that serves the store finds a difference and exits, the other ranks raise it, too.
@@ -71,3 +71,15 @@ def test_groups_of_one_call_share_a_device():
     with HyperCommGrid([2], ["dp"]) as grid, pytest.raises(PlanMismatchError):
         grid.create_pgs([*plan, odd])
     assert wait_for_release(before) == before
+
+
+# Enumeration needs every rank of the world. A grid that leaves one out cannot create several groups
+# with it in one call, which only its own ranks agree on; each group alone is created by all ranks.
+@pytest.mark.ranks(3)
+def test_enumeration_needs_all_ranks():
+    grid = HyperCommGrid("tp=2", cover="any", creation="enumerate")
+    with pytest.raises(CreationError, match=r"tp .*'enumerate'.* 1 of its 3 ranks"):
+        grid.create_pgs(["tp"])
+    assert len(grid.pgs) == 0
+    pg = grid.create_pg("tp", timeout=timedelta(seconds=20))
+    assert (pg is None) == (dist.get_rank() == 2)
