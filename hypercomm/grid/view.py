@@ -424,9 +424,9 @@ class GridView:
     ) -> list[ProcessGroup | None]:
         """Create several process groups in one call, in the order given: all of them or none.
 
-        Every rank of the grid must call this with the same list; ranks outside may call it. The
-        strategies "split" and "enumerate" need a grid with all ranks of the world. The lists are
-        compared before anything is created. If the creation of one group fails, all
+        Every rank of the grid must call this with the same list; ranks outside may call it. With
+        the strategies "split" and "enumerate", every rank of the world must call this. The lists
+        are compared before anything is created. If the creation of one group fails, all
         ranks of the grid destroy the groups that the call has created.
 
         Args:

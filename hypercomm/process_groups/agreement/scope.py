@@ -164,6 +164,13 @@ class Scope:
         default=attrs.Factory(lambda self: memory_of(self.world), takes_self=True), repr=False
     )
 
+    def of_all_ranks(self) -> Scope:
+        """Return the scope of the same calls when every rank of the world makes them."""
+        size = self.world.size
+        if len(self.ranks) == size:
+            return self
+        return attrs.evolve(self, path=f"{self.path}/all", ranks=range(size))
+
     @property
     def is_alone(self) -> bool:
         """Whether the calling rank has no other rank to agree with."""
