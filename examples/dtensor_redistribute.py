@@ -23,7 +23,7 @@ def multiply() -> tuple[float, int]:
         left, right = torch.randn(16, 12), torch.randn(12, 8)
         rows = distribute_tensor(left, mesh, [Shard(0), Shard(1)])  # rows over dp_cp, k over tp
         columns = distribute_tensor(right, mesh, [Replicate(), Shard(0)])
-        product = (rows @ columns).redistribute(mesh, [Shard(1), Replicate()])
+        product = (rows @ columns).redistribute(mesh, [Shard(1), Replicate()])  # type: ignore[attr-defined]
         wanted = (left @ right).chunk(mesh.size(0), dim=1)[mesh.get_local_rank("dp_cp")]
         difference = (product.to_local() - wanted).abs().max().item()
         return difference, len(registered_groups() - before)
