@@ -372,12 +372,12 @@ def without_prefix(store: Any) -> Any:
     return store
 
 
-_STORE_WITH_PREFIX: Any = dist.PrefixStore  # type: ignore[attr-defined]
+_STORE_WITH_PREFIX: Any = dist.PrefixStore
 
 
 def store_address() -> tuple[str, int] | None:
     """Return address and port of the store of WORLD, or None if it is not known."""
     place = without_prefix(default_store())
-    if isinstance(place, dist.TCPStore):  # type: ignore[attr-defined]
+    if isinstance(place, dist.TCPStore):
         return str(place.host), int(place.port)
     return None
