@@ -54,7 +54,7 @@ def train(victim: int = -1) -> tuple[str, list[float]]:
                 return "leaves", []
             del parallel  # it holds the old WORLD
             job = renew_world(ranks)
-            steps = [None] * job.size
+            steps = [0] * job.size
             dist.all_gather_object(steps, len(losses))
             if len(set(steps)) > 1:  # some took the step whose last collective failed for others
                 raise RuntimeError(f"ranks are at steps {steps}: use a checkpoint") from error
