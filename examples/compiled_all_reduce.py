@@ -15,14 +15,14 @@ from hypercomm.testing import registered_groups
 
 def multiply() -> tuple[float, int, int]:
     """Multiply with a matrix that is split by rows over tp; count the graphs and groups made."""
-    graphs = []
+    graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
         graphs.append(graph)
         return graph
 
     with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
-        tp = grid.create_pg("tp")
+        tp = grid["tp"].group
         before = registered_groups()
 
         @torch.compile(backend=backend, fullgraph=True)

@@ -24,7 +24,7 @@ def model_of(tp: int) -> nn.Module:
 def train(model: nn.Module, inputs: Tensor) -> list[Tensor]:
     """Take some steps; return the loss before each."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    losses = []
+    losses: list[Tensor] = []
     for x in inputs:
         loss = (model(x) - x.sum(dim=1, keepdim=True)).square().mean()
         loss.backward()

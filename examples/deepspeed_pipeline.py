@@ -45,7 +45,8 @@ def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def alone() -> list[float]:
     """Train with plain Adam on whole batches."""
-    whole, losses = nn.Sequential(*layers()), []
+    whole = nn.Sequential(*layers())
+    losses: list[float] = []
     optimizer = torch.optim.Adam(whole.parameters(), lr=RATE)
     for x, target in data():
         loss = loss_of(whole(x), target)
@@ -79,7 +80,8 @@ def in_a_pipeline() -> tuple[int, list[float]]:
             "gradient_clipping": 0.0,  # DeepSpeed clips gradients by default, plain Adam does not
         },
     )
-    replica, losses = engine.grid.get_data_parallel_rank(), []
+    replica = engine.grid.get_data_parallel_rank()
+    losses: list[float] = []
     for batch in data():
         inputs, targets = (whole.chunk(REPLICAS)[replica].chunk(MICRO_BATCHES) for whole in batch)
         pairs = zip(inputs, targets, strict=True)

@@ -34,7 +34,8 @@ def data() -> torch.Tensor:
 
 def alone() -> list[float]:
     """Train with plain Adam on whole batches."""
-    whole, losses = model(), []
+    whole = model()
+    losses: list[float] = []
     optimizer = torch.optim.Adam(whole.parameters(), lr=RATE)
     for x in data():
         loss = (whole(x) - x.sum(dim=1, keepdim=True)).square().mean()
@@ -63,7 +64,7 @@ def on_a_grid() -> tuple[list[float], int]:
             "gradient_clipping": 0.0,  # DeepSpeed clips gradients by default, plain Adam does not
         },
     )
-    losses = []
+    losses: list[float] = []
     for x in data().chunk(2, dim=1)[mpu.get_data_parallel_rank()]:
         loss = (engine(x) - x.sum(dim=1, keepdim=True)).square().mean()
         engine.backward(loss)

@@ -6,7 +6,7 @@ multiplies sharded matrices on 8 local ranks, and compares with the product of t
 """
 
 import torch
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from hypercomm import HyperCommGrid, run_ranks
 from hypercomm.testing import registered_groups
@@ -23,7 +23,9 @@ def multiply() -> tuple[float, int]:
         left, right = torch.randn(16, 12), torch.randn(12, 8)
         rows = distribute_tensor(left, mesh, [Shard(0), Shard(1)])  # rows over dp_cp, k over tp
         columns = distribute_tensor(right, mesh, [Replicate(), Shard(0)])
-        product = (rows @ columns).redistribute(mesh, [Shard(1), Replicate()])
+        product = rows @ columns
+        assert isinstance(product, DTensor)  # for type checkers: torch declares a Tensor
+        product = product.redistribute(mesh, [Shard(1), Replicate()])
         wanted = (left @ right).chunk(mesh.size(0), dim=1)[mesh.get_local_rank("dp_cp")]
         difference = (product.to_local() - wanted).abs().max().item()
         return difference, len(registered_groups() - before)

@@ -10,6 +10,7 @@ import os
 import signal
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,13 +33,13 @@ def train(folder: str, victim: int = -1, death: int = -1) -> tuple[str, list[flo
         dp, mesh = grid["dp"], grid.device_mesh("dp", "tp")
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.GELU())
-        plan = {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}
-        parallel.parallelize_module(model, mesh["tp"], plan)
+        columns, rows = parallel.ColwiseParallel(), parallel.RowwiseParallel()
+        parallel.parallelize_module(model, mesh["tp"], {"0": columns, "2": rows})
         fully_shard(model, mesh=mesh["dp"])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         data, losses = torch.randn(STEPS, BATCH, 8), torch.zeros(STEPS)
 
-        def state() -> dict[str, object]:
+        def state() -> dict[str, Any]:
             weights, moments = get_state_dict(model, optimizer)
             return {"weights": weights, "moments": moments, "losses": losses}
 

@@ -47,7 +47,7 @@ class Block(nn.Module):
 def train(model: nn.Module, inputs: Tensor) -> list[Tensor]:
     """Take some steps; return the loss before each."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
+    losses: list[Tensor] = []
     for x in inputs:
         loss = (model(x) - x.roll(1, dims=1)).square().mean()
         loss.backward()
@@ -79,7 +79,7 @@ def on_a_grid() -> tuple[list[float], int]:
         mesh = grid.device_mesh("dp", "tp")
         columns = dict.fromkeys(("q", "k", "v", "up"), ColwiseParallel())
         rows = dict.fromkeys(("out", "down"), RowwiseParallel())
-        parallelize_module(model, mesh["tp"], columns | rows)
+        parallelize_module(model, mesh["tp"], {**columns, **rows})
         fully_shard(model, mesh=mesh["dp"])
         losses = train(model, data().chunk(2, dim=1)[mesh.get_local_rank("dp")])
         for loss in losses:

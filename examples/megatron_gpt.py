@@ -32,7 +32,7 @@ ALPHABET = sorted(set(TEXT))
 RANKS, STEPS, MICRO_BATCHES, MICRO_BATCH, LENGTH, RATE = 8, 40, 2, 4, 32, 5e-3
 
 # The sizes of both Megatron's parallel state and its models, and the other settings of a model.
-MODELS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dense: tp=2, pp=2, dp=2": (
         {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
         {},
@@ -80,12 +80,12 @@ class OnTheCpu(TorchFunctionMode):
 def let_megatron_run_on_a_cpu() -> OnTheCpu:
     """Replace the parts of CUDA that megatron-core uses with every setting."""
     # It makes tensors on this device, and since 0.19 reads the stream before it sums gradients.
-    torch.cuda.current_device = torch.cpu.current_device
-    torch.cuda.current_stream = torch.cpu.current_stream
+    torch.cuda.current_device = torch.cpu.current_device  # type: ignore[assignment]
+    torch.cuda.current_stream = torch.cpu.current_stream  # type: ignore[assignment]
     # Its router reads a name that exists only with Transformer Engine.
     from megatron.core.transformer.moe import moe_utils
 
-    vars(moe_utils).setdefault("te_general_gemm", None)
+    moe_utils.__dict__.setdefault("te_general_gemm", None)
     # Pipeline schedule, optimizer and shared embeddings say device="cuda" or .cuda().
     return OnTheCpu()
 
@@ -112,7 +112,7 @@ def forward(pieces: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
     return losses, mean
 
 
-def train(sizes: dict[str, int], extra: dict[str, Any]) -> Run:
+def train(sizes: dict[str, Any], extra: dict[str, Any]) -> Run:
     """Train one model; return the losses of the last pipeline stage, averaged over dp."""
     from megatron.core import parallel_state as mpu
     from megatron.core import tensor_parallel
@@ -164,7 +164,7 @@ def train(sizes: dict[str, int], extra: dict[str, Any]) -> Run:
     run_pipeline = get_forward_backward_func()
     dp = mpu.get_data_parallel_world_size()
     pieces = batches(mpu.get_data_parallel_rank(), dp)
-    losses = []
+    losses: list[float] = []
     for _ in range(STEPS):
         model.zero_grad_buffer()
         optimizer.zero_grad()
@@ -205,7 +205,7 @@ def train_all(install: bool) -> Report:
 def compare(before: list[Run], after: list[Run]) -> str:
     """Print some losses of both runs, and the largest difference; count the equal ones."""
     print(f"{'model':26} {'step':>4}   {'loss':6}   {'before install()':20}   after install()")
-    pairs = []
+    pairs: list[tuple[float, float]] = []
     for name, one, other in zip(MODELS, before, after, strict=True):
         rows = list(zip(one.losses, other.losses, strict=True))
         for step in (*range(0, STEPS, STEPS // 4), STEPS - 1):

@@ -43,7 +43,8 @@ class Experts(nn.Module):
 
 def train(ep: int, sizes: str) -> list[float]:
     """Train each rank on its share of the tokens; return the losses."""
-    generator, losses = torch.Generator().manual_seed(1), []
+    generator = torch.Generator().manual_seed(1)
+    losses: list[float] = []
     with HyperCommGrid(sizes) as grid:
         grid.register_view("expert", [ep, grid.size // ep], ["ep", "expt_dp"])
         dense, expert = grid["cp", "dp"], grid.view("expert")
@@ -55,7 +56,9 @@ def train(ep: int, sizes: str) -> list[float]:
             optimizer.zero_grad()
             loss.backward()
             for weight in model.router.parameters():
+                assert weight.grad is not None
                 weight.grad = dense.mean(weight.grad)
+            assert model.weights.grad is not None
             model.weights.grad = expert["expt_dp"].sum(model.weights.grad) / grid.size
             optimizer.step()
             losses.append(dense.mean(loss).item())

@@ -50,7 +50,8 @@ def train(tensor_parallel: int) -> list[float]:
     """Train a replica on its share of each batch; return the losses."""
     mpu.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
     torch.manual_seed(0)
-    model, dp, losses = nn.Sequential(Layer(), Layer()), mpu.get_data_parallel_world_size(), []
+    model, dp = nn.Sequential(Layer(), Layer()), mpu.get_data_parallel_world_size()
+    losses: list[Tensor] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for whole in torch.randn(STEPS, BATCH, WIDTH):
         x = whole.chunk(dp)[mpu.get_data_parallel_rank()]
@@ -58,7 +59,8 @@ def train(tensor_parallel: int) -> list[float]:
         optimizer.zero_grad()
         loss.backward()
         losses.append(loss.detach())
-        for each in (losses[-1], *(weight.grad for weight in model.parameters())):
+        gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+        for each in (losses[-1], *gradients):
             dist.all_reduce(each.div_(dp), group=mpu.get_data_parallel_group())
         optimizer.step()
     mpu.destroy_model_parallel()

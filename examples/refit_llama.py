@@ -28,17 +28,16 @@ from hypercomm import Fused, GridSet, World, join, join_world, transfer_state
 PARTS = {"trainer": 4, "engine": 2}
 LAYOUTS = {"trainer": "tp=2,fsdp=2", "engine": "tp=2"}
 STEPS, BATCH, LENGTH = 3, 4, 8
+HEADS, KV_HEADS = 4, 2
 CONFIG = LlamaConfig(
     vocab_size=101,  # two ranks cannot split it evenly
     hidden_size=32,
     intermediate_size=44,
     num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    attn_implementation="sdpa",
+    num_attention_heads=HEADS,
+    num_key_value_heads=KV_HEADS,
 )
-HEADS, KV_HEADS = CONFIG.num_attention_heads, CONFIG.num_key_value_heads
-FUSED = {
+FUSED: dict[str, Fused | list[str]] = {
     "*.qkv_proj.weight": Fused(
         ["*.q_proj.weight", "*.k_proj.weight", "*.v_proj.weight"], (HEADS, KV_HEADS, KV_HEADS)
     ),
@@ -70,13 +69,16 @@ def sharded() -> LlamaForCausalLM:
     """Return the model after tensor parallelism and FSDP2."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     llama = model()
-    columns = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ColwiseParallel)
-    styles = {**columns, "o_proj": RowwiseParallel, "down_proj": RowwiseParallel}
+    columns = dict.fromkeys(
+        ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ColwiseParallel()
+    )
+    styles = {**columns, "o_proj": RowwiseParallel(), "down_proj": RowwiseParallel()}
     for layer in llama.model.layers:
         for block, children in (("self_attn", "qkvo"), ("mlp", ("gate", "up", "down"))):
             names = [f"{child}_proj" for child in children]
-            plan = {f"{block}.{name}": styles[name]() for name in names}
-            parallelize_module(layer, mesh["tp"], plan)
+            parallelize_module(
+                layer, mesh["tp"], {f"{block}.{name}": styles[name] for name in names}
+            )
         fully_shard(layer, mesh=mesh["fsdp"])
     fully_shard(llama, mesh=mesh["fsdp"])
     return llama

@@ -24,7 +24,7 @@ TRAINER, INFERENCE = RankLayout("tp=4,dp=2"), RankLayout("tp=2,dp=2", rank_offse
 SHARDS = {"up": {"tp": 1}, "down": {"tp": 0}, "*": {}}
 
 
-def part(whole: dict, layout: RankLayout, rank: int) -> dict:
+def part(whole: dict[str, Tensor], layout: RankLayout, rank: int) -> dict[str, Tensor]:
     """Return a rank's part of all weights: tp splits the columns of `up` and the rows of `down`."""
     size, at = layout.size_of("tp"), layout.coords(rank)["tp"]
     cuts = {name: axis["tp"] for name, axis in SHARDS.items() if axis}
@@ -61,14 +61,14 @@ class Copied(torch.autograd.Function):
         return summed, None
 
 
-def logits(weights: dict, words: Tensor, group: dist.ProcessGroup) -> Tensor:
+def logits(weights: dict[str, Tensor], words: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Score the words that may follow each one."""
     hidden = weights["words"][words]
     inner = torch.relu(Copied.apply(hidden, group) @ weights["up"]) @ weights["down"]
     return (hidden + Summed.apply(inner, group)) @ weights["out"]
 
 
-def generate(weights: dict, first: Tensor, group: dist.ProcessGroup) -> Tensor:
+def generate(weights: dict[str, Tensor], first: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Continue each first word with the most likely words."""
     words = [first]
     with torch.no_grad():
@@ -77,7 +77,7 @@ def generate(weights: dict, first: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.stack(words, 1)
 
 
-def train(weights: dict, grid: HyperCommGrid) -> None:
+def train(weights: dict[str, Tensor], grid: HyperCommGrid) -> None:
     """Make some steps on the words that follow each other in counting by 5."""
     words = torch.arange(WORDS).chunk(grid["dp"].size)[grid["dp"].rank]
     for _ in range(STEPS):
@@ -85,6 +85,7 @@ def train(weights: dict, grid: HyperCommGrid) -> None:
             weight.requires_grad_()
         cross_entropy(logits(weights, words, grid["tp"].group), (words + 5) % WORDS).backward()
         for name, weight in weights.items():
+            assert weight.grad is not None
             dist.all_reduce(weight.grad, group=grid["dp"].group)
             weights[name] = (weight - 0.5 / grid["dp"].size * weight.grad).detach()
 
@@ -104,12 +105,13 @@ def work() -> float:
     trainer = HyperCommGrid([4, 2], ["tp", "dp"], name="trainer")
     inference = HyperCommGrid([2, 2], ["tp", "dp"], 8, name="inference")
     with trainer, inference:
-        mine = part(whole, TRAINER, rank) if rank in TRAINER else None
-        into = part(whole, INFERENCE, rank) if rank in INFERENCE else None
-        if mine is not None:
-            train(mine, trainer)
-        transfer_state(mapping, mine, into=into, shards=SHARDS, verify=True)
-        grid, weights = (trainer, mine) if mine is not None else (inference, into)
+        if rank in TRAINER:
+            grid, weights = trainer, part(whole, TRAINER, rank)
+            train(weights, grid)
+            transfer_state(mapping, weights, shards=SHARDS, verify=True)
+        else:
+            grid, weights = inference, part(whole, INFERENCE, rank)
+            transfer_state(mapping, into=weights, shards=SHARDS, verify=True)
         first = torch.arange(8)
         said = generate(weights, first, grid["tp"].group)
         trainers = said if rank == 0 else torch.empty_like(said)

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,8 @@ def train(victim: int = -1) -> tuple[str, list[float]]:
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     parallel = DistributedDataParallel(model)
-    losses, how, job, first = [], str(grid.layout), None, dist.get_rank()
+    losses: list[float] = []
+    how, job, first = str(grid.layout), None, dist.get_rank()
     while len(losses) < STEPS:
         if (first, len(losses)) == (victim, DEATH):  # later, another rank has this number
             os.kill(os.getpid(), signal.SIGKILL)
@@ -52,7 +54,7 @@ def train(victim: int = -1) -> tuple[str, list[float]]:
                 return "leaves", []
             del parallel  # DDP holds the old WORLD
             job = renew_world(ranks)
-            steps = [None] * job.size
+            steps = [0] * job.size
             dist.all_gather_object(steps, len(losses))
             if len(set(steps)) > 1:  # some ranks completed the step that failed on others
                 raise RuntimeError(f"ranks are at steps {steps}: use a checkpoint") from error
@@ -68,14 +70,14 @@ def train(victim: int = -1) -> tuple[str, list[float]]:
     return how, losses
 
 
-def be_rank(rank: int, port: int, results: multiprocessing.Queue) -> None:
+def be_rank(rank: int, port: int, results: "multiprocessing.Queue[Any]") -> None:
     """Run one rank; one of them dies. The store is in the parent process."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     store.set(f"{rank} is ready", "")
     store.wait([f"{other} is ready" for other in range(RANKS)])
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=TIMEOUT)
     how, losses = train(VICTIM)
-    results.put((rank, how, losses))
+    results.put((rank, (how, losses)))
     if how == "leaves":  # WORLD has lost a rank: do not wait for it
         results.close()
         results.join_thread()
@@ -92,7 +94,7 @@ if __name__ == "__main__":
     ranks = [context.Process(target=be_rank, args=(n, *args), daemon=True) for n in range(RANKS)]
     for process in ranks:
         process.start()
-    ended = {rank: rest for rank, *rest in (results.get(timeout=200) for _ in range(RANKS - 1))}
+    ended = dict(results.get(timeout=200) for _ in range(RANKS - 1))
     for process in ranks:
         process.join()
     how, losses = ended[5]

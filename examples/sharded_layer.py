@@ -59,5 +59,5 @@ if __name__ == "__main__":
     try:
         find_bug()
     except RankFailedError as error:
-        print(error, *error.__notes__, sep="\n")
+        print(error, *getattr(error, "__notes__", []), sep="\n")
     print(f"seconds to find and shrink it: {time.perf_counter() - start:.1f}")

@@ -12,6 +12,7 @@ import signal
 import tempfile
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,7 +58,7 @@ def train(folder: str, victim: int = -1) -> tuple[str, list[float]]:
             losses[step] = step_of(grid, weights, data[step])
             step += 1
             if step % SAVED_EVERY == 0:
-                save(grid, Path(folder, f"{step}"), weights, (step, losses))
+                save(grid, Path(folder, f"{step}"), weights, step, losses)
         except RuntimeError:  # a collective has failed
             left = grid.survivors(3 * timeout)
             columns = grid.layout.groups("tp")
@@ -69,7 +70,9 @@ def train(folder: str, victim: int = -1) -> tuple[str, list[float]]:
     return how, losses
 
 
-def save(grid: HyperCommGrid, path: Path, weights: list[torch.Tensor], rest: object) -> None:
+def save(
+    grid: HyperCommGrid, path: Path, weights: list[torch.Tensor], step: int, losses: list[float]
+) -> None:
     """Save the whole weights on the first rank."""
     parts = [weights[0], weights[1].T]
     every = [
@@ -78,17 +81,16 @@ def save(grid: HyperCommGrid, path: Path, weights: list[torch.Tensor], rest: obj
     for into, part in zip(every, parts, strict=True):
         dist.all_gather(into, part.contiguous(), group=grid["tp"].group)
     if grid.coords() == {"tp": 0, "dp": 0}:
-        step, losses = rest
         whole = torch.stack([torch.cat(parts, 1) for parts in every])
         torch.save((step, whole, losses), draft := path.with_suffix(".new"))
         draft.rename(path.with_suffix(".pt"))
 
 
-def be_rank(rank: int, port: int, folder: str, results: multiprocessing.Queue) -> None:
+def be_rank(rank: int, port: int, folder: str, results: "multiprocessing.Queue[Any]") -> None:
     """Run one of 8 ranks; one of them dies. The store is in the parent process."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=8)
-    results.put((rank, *train(folder, victim=5)))
+    results.put((rank, train(folder, victim=5)))
     store.wait(["all have ended"])  # a rank that ends breaks its connections
     os._exit(0)  # WORLD has lost a rank: do not wait for it
 
@@ -103,7 +105,7 @@ if __name__ == "__main__":
         ranks = [context.Process(target=be_rank, args=(n, *args), daemon=True) for n in range(8)]
         for process in ranks:
             process.start()
-        ended = {rank: rest for rank, *rest in (results.get(timeout=200) for _ in range(7))}
+        ended = dict(results.get(timeout=200) for _ in range(7))
         store.set("all have ended", "")
         for process in ranks:
             process.join()

@@ -14,6 +14,7 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hypercomm import HyperCommGrid, run_ranks
@@ -32,7 +33,7 @@ SIZE, STEPS, DEATH, VICTIM, BATCH = 6, 8, 4, 3, 12
 WHOLE = StateDictOptions(full_state_dict=True)
 
 
-def wrapped(kind: str, grid: HyperCommGrid, saved: dict[str, torch.Tensor]) -> torch.nn.Module:
+def wrapped(kind: str, grid: HyperCommGrid, saved: dict[str, Any]) -> torch.nn.Module:
     """Return the model, in DistributedDataParallel or FSDP2 over the grid's groups."""
     torch.manual_seed(0)
     layers = torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8)
@@ -40,10 +41,10 @@ def wrapped(kind: str, grid: HyperCommGrid, saved: dict[str, torch.Tensor]) -> t
     if kind == "DDP":
         model.load_state_dict(saved or model.state_dict())
         group = grid["shard", "dp"].group
-        model = DistributedDataParallel(model, process_group=group)
+        replica = DistributedDataParallel(model, process_group=group)
         # without the hook, DDP divides the first step after the failure by the old size
-        model.register_comm_hook(group, allreduce_hook)
-        return model
+        replica.register_comm_hook(group, allreduce_hook)
+        return replica
     mesh = grid.device_mesh("dp", "shard")
     for part in (*model, model):
         fully_shard(part, mesh=mesh)
@@ -59,11 +60,12 @@ def train(kind: str, checkpoint: str, first: int = 0) -> tuple[list[float], list
     model = wrapped(kind, grid, torch.load(path) if first else {})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     data = torch.randn(STEPS, BATCH, 8, generator=torch.Generator().manual_seed(1)).double()
-    losses, notes, groups = [], [], set(grid.pgs.values())
+    losses: list[float] = []
+    notes: list[str] = []
+    groups = set(grid.pgs.values())
     for step in range(first, STEPS):
         if step == DEATH and not first:
-            whole = model.module.state_dict() if kind == "DDP" else None
-            whole = whole or get_model_state_dict(model, options=WHOLE)
+            whole = get_model_state_dict(model, options=WHOLE)
             if dist.get_rank() == 0:
                 torch.save(whole, path)
         while True:
@@ -82,7 +84,7 @@ def train(kind: str, checkpoint: str, first: int = 0) -> tuple[list[float], list
                 grid.reshape("shard=2,dp=-1", ranks=[rank for pair in pairs for rank in pair])
                 if not grid.is_current_rank_in_grid():
                     return losses, ["spare"]
-                if kind == "FSDP2":
+                if isinstance(model, FSDPModule):
                     model.reset_iter_state()
                 notes += [
                     f"{kind} continues as {grid.layout} after {time.monotonic() - began:.1f} s",
@@ -93,12 +95,14 @@ def train(kind: str, checkpoint: str, first: int = 0) -> tuple[list[float], list
     return losses, notes
 
 
-def be_rank(rank: int, port: int, kind: str, path: str, results: multiprocessing.Queue) -> None:
+def be_rank(
+    rank: int, port: int, kind: str, path: str, results: "multiprocessing.Queue[Any]"
+) -> None:
     """Run one rank; one of them dies. The store is in the parent process."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     timeout = timedelta(seconds=60)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timeout)
-    results.put((rank, *train(kind, path)))
+    results.put((rank, train(kind, path)))
     store.wait(["all have ended"])  # a rank that ends breaks its connections
     os._exit(0)  # WORLD has lost a rank: do not wait for it
 
@@ -112,7 +116,8 @@ def lose_a_rank(kind: str, path: str) -> tuple[list[float], list[str]]:
     ranks = [context.Process(target=be_rank, args=(n, *args), daemon=True) for n in range(SIZE)]
     for process in ranks:
         process.start()
-    ended = {rank: rest for rank, *rest in (results.get(timeout=100) for _ in ranks[1:])}
+    ended: dict[int, tuple[list[float], list[str]]]
+    ended = dict(results.get(timeout=100) for _ in ranks[1:])
     store.set("all have ended", "")
     for process in ranks:
         process.join()

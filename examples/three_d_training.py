@@ -37,7 +37,8 @@ def make() -> tuple[nn.Sequential, Tensor]:
 
 def alone() -> list[float]:
     """Train the whole model on whole batches; return the losses."""
-    (model, data), losses = make(), []
+    model, data = make()
+    losses: list[float] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for x in data:
         loss = mse_loss(model(x), x.roll(1, 1))
@@ -52,19 +53,22 @@ def on_a_grid() -> list[float]:
     """Train a stage on a share of each batch; return the losses, on the last stage."""
     with HyperCommGrid("tp=2,dp=2,pp=2") as grid:
         grid.create_pgs(["tp", "dp", "pp"])
-        dp, pp, mesh, losses = grid["dp"], grid["pp"], grid.device_mesh("dp", "tp"), []
+        dp, pp, mesh = grid["dp"], grid["pp"], grid.device_mesh("dp", "tp")
+        losses: list[float] = []
         whole, data = make()
-        model = whole[pp.rank * LAYERS // pp.size :][: LAYERS // pp.size]
-        plan = {"up": parallel.ColwiseParallel(), "down": parallel.RowwiseParallel()}
+        model = nn.Sequential(*list(whole)[pp.rank * LAYERS // pp.size :][: LAYERS // pp.size])
+        columns, rows = parallel.ColwiseParallel(), parallel.RowwiseParallel()
         for layer in model:
-            fully_shard(parallel.parallelize_module(layer, mesh["tp"], plan), mesh=mesh["dp"])
+            parallel.parallelize_module(layer, mesh["tp"], {"up": columns, "down": rows})
+            fully_shard(layer, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         stage = PipelineStage(model, pp.rank, pp.size, torch.device("cpu"), group=pp.group)
         schedule = Schedule1F1B(stage, MICRO_BATCHES, mse_loss)
         for x in data.chunk(dp.size, dim=1)[dp.rank]:
+            parts: list[Tensor] = []
             optimizer.zero_grad()
-            schedule.step(*([x] if pp.is_first else []), target=x.roll(1, 1), losses=(parts := []))
+            schedule.step(*([x] if pp.is_first else []), target=x.roll(1, 1), losses=parts)
             optimizer.step()
             if pp.is_last:
                 losses.append(dp.mean(torch.stack(parts).mean()).item())

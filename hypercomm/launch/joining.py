@@ -378,7 +378,7 @@ def renew_world(
     else:
         digest = hashlib.sha256(json.dumps(given).encode()).hexdigest()[:16]
         key = f"hypercomm/new world {digest}"
-    return _renew(old, given, dist.PrefixStore(key, store))  # type: ignore[attr-defined]
+    return _renew(old, given, dist.PrefixStore(key, store))
 
 
 def _wait_for(old: World, ranks: tuple[int, ...], timeout: timedelta | None) -> str:

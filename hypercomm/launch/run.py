@@ -430,7 +430,7 @@ def _join(job: _Job, rank: int, listener: socket.socket | None) -> None:
     torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else 1)
     if "nccl" in job.backend:
         torch.cuda.set_device(rank)
-    store = dist.TCPStore(  # type: ignore[attr-defined]
+    store = dist.TCPStore(
         _LOOPBACK,
         job.port,
         job.nprocs,

@@ -474,9 +474,7 @@ def _reach(address: str, serve: bool | None, limit_s: float) -> tuple[Any, bool]
 
 def _open(host: str, port: int, limit_s: float, *, is_server: bool) -> Any:
     timeout = timedelta(seconds=max(1.0, limit_s))
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        host, port, None, is_server, timeout=timeout, wait_for_workers=False
-    )
+    return dist.TCPStore(host, port, None, is_server, timeout=timeout, wait_for_workers=False)
 
 
 def _why_not_served(host: str) -> str:

@@ -376,12 +376,12 @@ def without_prefix(store: Any) -> Any:
     return store
 
 
-_STORE_WITH_PREFIX: Any = dist.PrefixStore  # type: ignore[attr-defined]
+_STORE_WITH_PREFIX: Any = dist.PrefixStore
 
 
 def store_address() -> tuple[str, int] | None:
     """Return host and port of the store of WORLD, or None if they are not known."""
     store = without_prefix(default_store())
-    if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+    if isinstance(store, dist.TCPStore):
         return str(store.host), int(store.port)
     return None
