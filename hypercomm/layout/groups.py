@@ -521,8 +521,8 @@ def _check_disjoint(groups: Sequence[tuple[int, ...]]) -> None:
                 raise LayoutError(
                     f"rank {rank} is in two groups, {short_repr(groups[first[rank]])} and "
                     f"{short_repr(group)}, but the groups of one key must be disjoint; create a "
-                    f"key for each list, in one call: create_pgs([{{'dims': grid.dim_names, "
-                    f"'name': f'path{{i}}', 'derive': [ranks]}} for i, ranks in enumerate(lists)])"
+                    f"key for each list, in one call: create_pgs([GroupRequest(grid.dim_names, "
+                    f"name=f'path{{i}}', derive=[ranks]) for i, ranks in enumerate(lists)])"
                 )
 
 
