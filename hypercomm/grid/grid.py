@@ -561,24 +561,33 @@ class HyperCommGrid(GridView):
         total = state.world_size if world is None or ranks is None else world.size
         left = None if ranks is None else as_ranks(ranks, "ranks", total)
         pending: BaseException | None = None
-        with table.reshaping():
-            scope = None if world is None else table.reshape_scope(world, left)
-            with refusing(scope):
-                layout = read_target(target, self.layout, left)
-                refactored = state.views.refactored(layout, views or {})
-                table.check_settled()
-                identity = GridAgreement(layout, self.name, self.backend)
-                fresh = successor(table, identity, keeps=left is None)
-            if scope is None:  # without a world there are no groups
-                result = Reshaped(table.layout, layout)
-            else:
-                limit_s = limit_of(timeout, world)
-                keeps = left is None
-                result, pending = reshape(table, fresh, refactored, scope, limit_s, keeps=keeps)
-            self._state.forget_meshes()
+
+        def switch() -> None:
+            state.forget_meshes()
             state.views, state.table, state.world_size = refactored, fresh, total
             self._dims = {}
-        table.end(torchdist.destroy if left is None else torchdist.abort)
+
+        try:
+            with table.reshaping():
+                scope = None if world is None else table.reshape_scope(world, left)
+                with refusing(scope):
+                    layout = read_target(target, self.layout, left)
+                    refactored = state.views.refactored(layout, views or {})
+                    table.check_settled()
+                    identity = GridAgreement(layout, self.name, self.backend)
+                    fresh = successor(table, identity, keeps=left is None)
+                if scope is None:  # without a world there are no groups
+                    result = Reshaped(table.layout, layout)
+                    switch()
+                else:
+                    limit_s = limit_of(timeout, world)
+                    keeps = left is None
+                    result, pending = reshape(
+                        table, fresh, refactored, scope, limit_s, keeps=keeps, switch=switch
+                    )
+        finally:
+            if state.table is not table:  # also if this rank was interrupted after the agreement
+                table.end(torchdist.destroy if left is None else torchdist.abort)
         if pending is not None:
             raise pending
         logger.info("reshaped: %s", result)

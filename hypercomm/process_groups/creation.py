@@ -161,6 +161,7 @@ class Creation:
         labels: The name of each grid, if the entries are of several grids.
         preamble: The first entries of the proposal.
         prepare: Called before the groups are created, once all ranks that they need have arrived.
+        then: Called when the groups are in their tables, also if this rank is interrupted.
     """
 
     scope: Scope | None
@@ -170,6 +171,7 @@ class Creation:
     labels: Mapping[GroupTable, str] = attrs.field(factory=dict)
     preamble: Sequence[str] = ()
     prepare: Callable[[], None] | None = None
+    then: Callable[[], None] | None = None
     _made: dict[Communicator, ProcessGroup | None] = attrs.field(factory=dict, init=False)
     _unused: list[ProcessGroup] = attrs.field(factory=list, init=False)
 
@@ -240,6 +242,8 @@ class Creation:
     def commit(self) -> None:
         """Enter the groups into their tables."""
         self._unused = enter(self.entries, self._made)
+        if self.then is not None:
+            self.then()
 
     def _undo_gloo(self) -> None:
         """Destroy the gloo groups that were created."""

@@ -7,7 +7,7 @@ ranks, and changes nothing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
 from torch.distributed import ProcessGroup
@@ -105,6 +105,7 @@ def reshape(
     limit_s: float,
     *,
     keeps: bool,
+    switch: Callable[[], None],
 ) -> tuple[Reshaped, BaseException | None]:
     """Create the keys of an old table in an empty one, and keep the groups that still fit.
 
@@ -115,6 +116,8 @@ def reshape(
         scope: The ranks that reshape together.
         limit_s: The limit for all ranks to finish, in seconds.
         keeps: Whether groups may be kept.
+        switch: Makes the grid use the empty table. It is called once all ranks have agreed, also
+            if this rank is interrupted.
 
     Returns:
         The result, and the exception that interrupted this rank after the agreement.
@@ -137,6 +140,12 @@ def reshape(
             wanted = [(fresh, spec) for spec in specs]
             entries = stack.enter_context(reserved(wanted, communicators))
         staying = {} if keeps else _staying(old, entries)
+        gone: list[GroupKey] = []
+
+        def finish() -> None:
+            gone.extend(_gone(old, fresh, {**kept, **staying}))
+            switch()
+
         preamble = [f"reshape to {fresh.layout.to_json()}"]
         preamble += [f"with view {name}: {view}" for name, view in sorted(views.items())]
         creation = Creation(
@@ -146,10 +155,10 @@ def reshape(
             limit_s,
             preamble=preamble,
             prepare=old.end_groups if staying else None,
+            then=finish,
         )
         result = creation.run()
     kept |= staying
-    gone = list(_gone(old, fresh, kept))
     pairs = tuple((spec.key, kept[spec.key]) for spec in specs if spec.key in kept)
     created = tuple(spec.key for spec in specs if spec.key not in kept)
     numbers = None if is_same_world else world.numbers_in(old.origin)

@@ -11,7 +11,7 @@ from hypercomm import HyperCommGrid
 from hypercomm.process_groups.agreement.system import system
 from simulated_job.job import Fault, attempt, mark, simulate_job, this_rank
 
-FILES = {"creation.py", "driver.py", "protocol.py", "table.py"}
+FILES = {"creation.py", "driver.py", "grid.py", "protocol.py", "reshape.py", "table.py"}
 
 
 def create(profile=None):
@@ -90,3 +90,29 @@ def test_an_interrupt_while_another_one_is_handled():
         check_all_or_none(job)
         happened = job.happened
     assert step > 10
+
+
+# A rank that is interrupted during a reshape has the layout and the keys of the other rank. If it is
+# interrupted while it destroys its old groups, one of them may stay in torch.
+def test_an_interrupt_at_each_call_of_a_reshape():
+    def program(number):
+        grid = HyperCommGrid("tp=2,dp=1")
+        group = grid.create_pg("tp")
+        sys.setprofile(None if dist.get_rank() else interrupt_at(number))
+        attempt(grid.reshape, "dp=2,tp=1", timeout=timedelta(seconds=5))
+        sys.setprofile(None)
+        return grid, str(grid.layout), [str(key) for key in grid.pgs], group
+
+    number = 0
+    kinds = ["KeyboardInterrupt"]
+    layouts = set()
+    while kinds == ["KeyboardInterrupt"]:
+        number += 1
+        job = simulate_job(program, 2, args=(number,), seed=number)
+        first, second = (rank.value[1:3] for rank in job.ranks)
+        assert first == second, (number, job)
+        assert len(job.ranks[1].held) == 1, (number, job)
+        layouts.add(first[0])
+        kinds = job.kinds(0)[:1]
+    assert layouts == {"tp=2,dp=1", "dp=2,tp=1"}
+    assert number > 20
