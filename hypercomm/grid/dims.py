@@ -289,8 +289,8 @@ class PipelineEdges:
     """
 
     _at: GridDims
-    _view: HasGroups
-    _table: Callable[[], GroupTable]
+    _view: HasGroups = attrs.field(eq=False)
+    _table: Callable[[], GroupTable] = attrs.field(eq=False)
     wrap: bool
 
     @property

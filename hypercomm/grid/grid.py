@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import ProcessGroup
 
 from hypercomm.blame.watch import Watch
-from hypercomm.errors import GroupOptionsError
+from hypercomm.errors import CreationError, GroupOptionsError
 from hypercomm.grid.arguments import (
     Cover,
     GivenSizes,
@@ -196,10 +196,10 @@ class HyperCommGrid(GridView):
     ) -> None:
         """Add another factorisation of the grid's ranks, such as the dims of expert layers.
 
-        `create_pg`, `get_pg` and the other methods take its dims with `view=name`; `view(name)`
-        returns an object with all of these methods. Every rank of the grid must register the same
-        views. They are compared when groups are created in them: if two ranks of a group differ,
-        its members raise PlanMismatchError.
+        `create_pg`, `get_pg`, `ensure_pg`, `destroy_pg`, `edges`, `explain` and `get_rank_enum`
+        take its dims with `view=name`. `view(name)` returns a `GridView` of its dims. Every rank of
+        the grid must register the same views. They are compared when groups are created in them:
+        if two ranks of a group differ, its members raise PlanMismatchError.
 
         Args:
             name: The name of the view.
@@ -562,13 +562,20 @@ class HyperCommGrid(GridView):
         left = None if ranks is None else as_ranks(ranks, "ranks", total)
         pending: BaseException | None = None
 
+        has_switched = False
+
         def switch() -> None:
-            state.forget_meshes()
+            nonlocal has_switched
+            has_switched = True
             state.views, state.table, state.world_size = refactored, fresh, total
             self._dims = {}
 
         try:
             with table.reshaping():
+                if state.table is not table:
+                    raise CreationError(
+                        "another thread has just reshaped this grid; call reshape() again"
+                    )
                 scope = None if world is None else table.reshape_scope(world, left)
                 with refusing(scope):
                     layout = read_target(target, self.layout, left)
@@ -586,7 +593,8 @@ class HyperCommGrid(GridView):
                         table, fresh, refactored, scope, limit_s, keeps=keeps, switch=switch
                     )
         finally:
-            if state.table is not table:  # also if this rank was interrupted after the agreement
+            if has_switched:  # also if this rank was interrupted after the agreement
+                state.forget_meshes()  # of the calling thread
                 table.end(torchdist.destroy if left is None else torchdist.abort)
         if pending is not None:
             raise pending

@@ -428,10 +428,11 @@ class GridSet(Mapping[str, HyperCommGrid]):
     ) -> dict[str, list[ProcessGroup | None]]:
         """Create process groups of several grids, all or none.
 
-        Every rank of these grids must call this with the same requests. Grids are processed in the
-        order of the set, whatever the order of `requests`, and the groups of each grid are created
-        in the order given. The ranks of these grids agree once, at the end. If one rank fails, all
-        destroy the groups that the call has created, and all raise. They may then retry.
+        Every rank of these grids must call this with the same requests. If one of the grids has
+        creation "split" or "enumerate", every rank of the world must call it. Grids are processed
+        in the order of the set, whatever the order of `requests`, and the groups of each grid are
+        created in the order given. The ranks of these grids agree once, at the end. If one rank
+        fails, all ranks destroy the groups that the call has created, and raise. They may retry.
 
         Args:
             requests: For the name of each grid, the requests that its `create_pgs` takes.
@@ -466,6 +467,8 @@ class GridSet(Mapping[str, HyperCommGrid]):
         layout = RankLayout([len(ranks)], ["rank"], ranks=ranks)
         agreement = GridAgreement(layout, self._label, None)
         scope = agreement.scope(self._world or current(), "calls of a set")
+        if any(state_of(self[name]).table.needs_all_ranks for name in names):
+            scope = scope.of_all_ranks()
         owners: list[str] = []
 
         def find() -> list[tuple[GroupTable, BoundRequest]]:

@@ -457,6 +457,8 @@ class GridView:
         table = state.table
         table.check_alive()
         scope = table.grid_scope(table.live_world())
+        if table.needs_all_ranks:
+            scope = scope.of_all_ranks()
 
         def find() -> list[tuple[GroupTable, BoundRequest]]:
             return state.bind_all(
@@ -472,7 +474,8 @@ class GridView:
     def edges(self, dims: Dims = "pp", *more: Dims, wrap: bool = False) -> PipelineEdges:
         """Return the edges of a pipeline of this view, as `HyperCommGrid.edges`."""
         state = self._state
-        return PipelineEdges(self[joined(dims, more)], self, lambda: state.table, wrap)
+        view = GridView(state, self._view)  # a reference to `self` would keep the grid alive
+        return PipelineEdges(self[joined(dims, more)], view, lambda: state.table, wrap)
 
     @hints_at_keywords
     def explain(
@@ -516,6 +519,7 @@ class GridView:
 
         Raises:
             UnknownDimError, LayoutError: See `RankLayout.order_dims`.
+            GridDestroyedError: The grid was destroyed.
 
         Example:
             >>> from hypercomm import HyperCommGrid

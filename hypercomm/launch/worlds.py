@@ -197,7 +197,7 @@ class JoinedWorld(World):
         self._check_not_default()
         self._end_groups()
         try:
-            ask(self, title, partial(run, _read_pair(self._root), self.store), min(limit_s, 5.0))
+            ask(self, title, _read_pair(self._root), min(limit_s, 5.0))
         except RuntimeError:
             if not self.address or self._life.serves:
                 raise
@@ -509,7 +509,7 @@ def _enter(world: JoinedWorld, limit_s: float, *, is_new: bool) -> None:
     while True:
         left_s = max(0.1, deadline - system.now())
         claim = _claim(world, facts, is_new=is_new)
-        seen = ask(world, title, partial(run, claim, world.store), left_s)
+        seen = ask(world, title, claim, left_s)
         left_s = max(0.1, deadline - system.now())
         if seen is not None:
             lobby.left["join"] = seen

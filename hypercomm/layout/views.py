@@ -139,11 +139,7 @@ class Views(Mapping[str, View]):
                 raise
             layouts = {BASE: self.base} | {name: one.layout for name, one in self.items()}
             having = [name for name, one in layouts.items() if {*as_dims(dims)} <= {*one.dim_names}]
-            hint = (
-                f"give view={having[0]!r}, or use grid.view({having[0]!r})"
-                if having
-                else "no view has all of them"
-            )
+            hint = f"use grid.view({having[0]!r})" if having else "no view has all of them"
             views = "; ".join(f"{name} ({one})" for name, one in layouts.items())
             raise UnknownDimError(
                 f"{short_repr(dims)} is not in view {view or BASE!r}: {error}; {hint}; views: "

@@ -18,7 +18,7 @@ from datetime import timedelta
 import attrs
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import GroupExistsError
+from hypercomm.errors import CreationError, GroupExistsError
 from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.agreement.driver import Result, Round, agree, limit_of, refusing
 from hypercomm.process_groups.agreement.protocol import as_entry
@@ -71,8 +71,7 @@ def create_all(
     """Create several groups in order, on all ranks of a scope or on none.
 
     Args:
-        scope: The ranks. If a strategy needs every rank of the world, all of them must make the
-            call.
+        scope: The ranks.
         title: The call, as users know it.
         find: Returns the requests. If it raises, the call also fails on the other ranks.
         labels: The name of each grid, if the groups are of several grids.
@@ -90,13 +89,33 @@ def create_all(
         with refusing(scope):
             wanted = [(table, table.resolve(request)) for table, request in find()]
             _check_once(wanted)
+            for _, spec in wanted:
+                check_strategy(spec, len(scope.ranks))
             entries = stack.enter_context(reserved(wanted))
-        if any(spec.strategy != "local" for _, spec in wanted):
-            scope = scope.of_all_ranks()
         if entries:
             limits = [limit_of(spec.options.timeout, spec.world) for _, spec in wanted]
             Creation(scope, title, entries, max(limits), labels or {}).run().get()
     return entries
+
+
+def check_strategy(spec: GroupSpec, ranks: int) -> None:
+    """Raise if the strategy of a spec needs ranks that do not take part in a call.
+
+    Args:
+        spec: The spec.
+        ranks: The number of ranks that take part.
+
+    Raises:
+        CreationError: Names a strategy that works.
+    """
+    size = spec.world.size
+    if spec.strategy != "local" and ranks < size:
+        raise CreationError(
+            f"the process groups over {spec.key} would be created with "
+            f"creation={spec.strategy!r}, in which every rank of the world must take part, and "
+            f"{size - ranks} of its {size} ranks do not; creation='local' creates groups without "
+            f"them, and a grid with creation={spec.strategy!r} waits for all ranks"
+        )
 
 
 def _check_once(wanted: Sequence[tuple[GroupTable, GroupSpec]]) -> None:

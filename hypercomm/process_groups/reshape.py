@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import attrs
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import CreationError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.difference import Lost
 from hypercomm.layout.views import Views
@@ -20,7 +19,7 @@ from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.agreement.driver import refusing
 from hypercomm.process_groups.agreement.grid import GridAgreement
 from hypercomm.process_groups.agreement.scope import Scope
-from hypercomm.process_groups.creation import Creation
+from hypercomm.process_groups.creation import Creation, check_strategy
 from hypercomm.process_groups.spec import GroupKey, GroupSpec
 from hypercomm.process_groups.table import ENDED, LIVE, Communicator, Entry, GroupTable, reserved
 
@@ -133,7 +132,7 @@ def reshape(
         with refusing(scope):  # functions of the user, such as `derive`, may raise
             specs = _specs(old, fresh, views)
             for spec in specs:
-                _check_strategy(spec, len(scope.ranks))
+                check_strategy(spec, len(scope.ranks))
             kept = _survivors(old, specs) if keeps and is_same_world else {}
             communicators = {key: old.entries[former].communicator for key, former in kept.items()}
             specs = [_adopted(spec, communicators.get(spec.key)) for spec in specs]
@@ -184,26 +183,6 @@ def _specs(old: GroupTable, fresh: GroupTable, views: Views) -> list[GroupSpec]:
         )
         specs.append(fresh.resolve(request))
     return specs
-
-
-def _check_strategy(spec: GroupSpec, ranks: int) -> None:
-    """Raise if the strategy of a spec needs ranks that do not take part.
-
-    Args:
-        spec: The spec.
-        ranks: The number of ranks that take part.
-
-    Raises:
-        CreationError: Names a strategy that works.
-    """
-    size = spec.world.size
-    if spec.strategy != "local" and ranks < size:
-        raise CreationError(
-            f"the process groups over {spec.key} would be created with "
-            f"creation={spec.strategy!r}, which every rank of the world must call, and "
-            f"{size - ranks} of its {size} ranks are not among ranks; "
-            f"creation='local' creates groups without them"
-        )
 
 
 def _adopted(spec: GroupSpec, communicator: Communicator | None) -> GroupSpec:

@@ -299,6 +299,11 @@ class GroupTable:
         """Return the scope of the calls that all ranks of the grid make."""
         return self.identity.scope(world, "calls")
 
+    @property
+    def needs_all_ranks(self) -> bool:
+        """Whether every rank of the world takes part in the creations of the grid."""
+        return self.creation in ("split", "enumerate")
+
     def reshape_scope(self, world: World, ranks: Iterable[int] | None) -> Scope:
         """Return the scope of a reshape: all ranks of the grid, or the ranks that continue."""
         if ranks is None:

@@ -160,9 +160,9 @@ def test_shared_and_private_groups():
 @pytest.mark.parametrize(
     ("dims", "view", "error", "message"),
     [
-        (["pp", "ep"], None, UnknownDimError, "view='expert'"),
-        ("ep", "base", UnknownDimError, "view='expert'"),
-        ("tp", "expert", UnknownDimError, "view='base'"),
+        (["pp", "ep"], None, UnknownDimError, r"use grid\.view\('expert'\)"),
+        ("ep", "base", UnknownDimError, r"use grid\.view\('expert'\)"),
+        ("tp", "expert", UnknownDimError, r"use grid\.view\('base'\)"),
         (["tp", "ep"], "expert", UnknownDimError, "no view has all"),
         ("xx", "expert", UnknownDimError, "'xx'"),
         ("tp", "other", UnknownDimError, "'other' is not registered .*'expert'"),

@@ -5,10 +5,12 @@ import time
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from group_checks import sum_over
 from numpy_oracle import group_of
 from time_limits import scaled_s
+from torch.distributed.tensor import DTensor, Shard
 
 from hypercomm import HyperCommGrid
 from hypercomm.errors import CreationError
@@ -98,3 +100,21 @@ def test_failed_reshape_changes_nothing():
             assert grid.get_pg("tp") is lent
             grid.reshape("tp=2,dp=2")
         assert sum_over(lent) == 1111
+
+
+# DTensor caches meshes for each thread. After two reshapes, a mesh that equals an ended one has the
+# groups of its own grid, on the thread that uses it.
+@pytest.mark.ranks(2)
+def test_dtensors_after_two_reshapes():
+    grid = HyperCommGrid("tp=2")
+
+    def whole():
+        mesh = grid.device_mesh()
+        own = torch.full((1,), float(dist.get_rank()))
+        sharded = DTensor.from_local(own, mesh, [Shard(0)])
+        return (sharded + sharded).full_tensor().tolist()  # torch caches the mesh of the sum
+
+    assert whole() == [0.0, 2.0]
+    for target in ("dp=2", "tp=2"):
+        grid.reshape(target)
+    assert whole() == [0.0, 2.0]

@@ -92,8 +92,8 @@ def test_an_interrupt_while_another_one_is_handled():
     assert step > 10
 
 
-# A rank that is interrupted during a reshape has the layout and the keys of the other rank. If it is
-# interrupted while it destroys its old groups, one of them may stay in torch.
+# A rank that is interrupted during a reshape has the layout and the keys of the other rank. One of
+# its old groups may stay in torch if it is interrupted while it destroys them.
 def test_an_interrupt_at_each_call_of_a_reshape():
     def program(number):
         grid = HyperCommGrid("tp=2,dp=1")

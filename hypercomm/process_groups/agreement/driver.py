@@ -635,20 +635,20 @@ def limit_of(timeout: timedelta | None, world: World | None) -> float:
     return timeout.total_seconds() if timeout else math.inf
 
 
-def ask(world: World, title: str, question: Callable[[], V], limit_s: float) -> V:
-    """Call a function that reads the store of a world, and return its result.
+def ask(world: World, title: str, steps: Steps[V], limit_s: float) -> V:
+    """Run steps on the store of a world in another thread, and return their result.
 
     Args:
         world: The world.
         title: The call, as users know it, for the error.
-        question: The function. It runs in another thread.
-        limit_s: Its limit in seconds.
+        steps: The steps.
+        limit_s: Their limit in seconds.
 
     Raises:
         CreationError: The store is gone, or does not answer.
     """
     try:
-        return in_time(question, limit_s)
+        return in_time(lambda: _run_once(steps, world.store), limit_s)
     except HyperCommError:
         raise
     except RuntimeError as error:
@@ -696,10 +696,14 @@ def agree(
     if scope.is_alone:
         key = f"{memory.namespace}/{scope.path}"
         if memory.namespace is None and world.has_store:
-            key = ask(world, title, lambda: run(scope.read_key(), world.store), limit_s)
+            key = ask(world, title, scope.read_key(), limit_s)
         number = memory.next_number(scope.path)
         try:
-            value = do(Round(f"{key}/{number}", number, world.store, memory.stale))
+            with contextlib.ExitStack() as stack:
+                client = world.store
+                if world.has_store:
+                    client = stack.enter_context(client_of(client))
+                value = do(Round(f"{key}/{number}", number, client, memory.stale))
             commit()
         except BaseException:
             undo()

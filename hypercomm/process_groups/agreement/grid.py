@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 
 import hypercomm
 from hypercomm.errors import CreationError, GroupCreationTimeout, LateRankError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.text import format_ranks
-from hypercomm.process_groups.agreement.driver import agree, ask, run
+from hypercomm.process_groups.agreement.driver import agree, ask
 from hypercomm.process_groups.agreement.protocol import read_record
 from hypercomm.process_groups.agreement.records import Record, Steps
 from hypercomm.process_groups.agreement.scope import Scope
@@ -107,8 +107,7 @@ class GridAgreement:
             scope = self.scope(world, f"survivors {digest}", ranks)
             if scope.is_alone:
                 break
-            read = partial(run, _read_record(scope), world.store)
-            found = ask(world, "survivors()", read, limit_s)
+            found = ask(world, "survivors()", _read_record(scope), limit_s)
             if found is not None and found.outcome and world.rank in found.outcome.absent:
                 raise _too_late(world)
             try:

@@ -90,7 +90,15 @@ _busy: list[Any] = []
 
 _busy_lock = threading.Lock()
 
-os.register_at_fork(after_in_child=_busy.clear)
+
+def _begin_again() -> None:
+    """Forget the threads of the parent process after a fork."""
+    global _busy_lock  # noqa: PLW0603 - a thread of the parent process may hold it
+    _busy_lock = threading.Lock()
+    _busy.clear()
+
+
+os.register_at_fork(after_in_child=_begin_again)
 
 
 @contextlib.contextmanager
@@ -98,8 +106,8 @@ def client_of(store: Any) -> Iterator[Any]:
     """Yield a client of a store that no other call of this process uses.
 
     A request that blocks, such as a wait, occupies its client, and several worlds may have the same
-    client. A second call at the same time gets a new connection, which is closed at the end of the
-    `with` block.
+    client. A second call at the same time gets a new connection, which is closed after the `with`
+    block, unless a process group that was created with it still holds it.
     """
     own = torchdist.without_prefix(store)
     with _busy_lock:
@@ -119,6 +127,10 @@ def _clone(store: Any) -> Any:
         return store.clone()
     except (AttributeError, NotImplementedError):  # a store with one client only
         return store
+    except RuntimeError as error:
+        if "pure virtual" in str(error):  # a store that is written in Python, without clone()
+            return store
+        raise
 
 
 _memories: WeakKeyDictionary[World, Memory] = WeakKeyDictionary()
