@@ -1,4 +1,4 @@
-"""The exceptions of hypercomm, split by who must act; TypeError is Python's own.
+"""The exceptions of hypercomm, divided by what must be done. TypeError is Python's own.
 
 Each class also derives from the builtin that legacy code catches (Megatron's callers catch
 `KeyError`, `ValueError` and `RuntimeError`), so a port needs no new `except` clause.
@@ -147,7 +147,7 @@ class GridDestroyedError(HyperCommError, RuntimeError):
 
 
 class StateError(HyperCommError, AssertionError):
-    """Legacy state is initialised twice, or after an import that uses it: do it once, first."""
+    """Legacy state is initialised twice, or after an import that uses it: do it once, before."""
 
 
 class ConfigurationError(HyperCommError, RuntimeError, AssertionError, ValueError):

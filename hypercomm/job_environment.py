@@ -37,7 +37,7 @@ class Launcher:
         size: The variables that may have the number of ranks. The first one that is set counts.
         local_rank: The variable with the index of the rank on its host.
         local_size: The variable with the number of ranks on the host. "" if there is none.
-        mark: A variable that only this launcher sets, if another one sets the same variables.
+        mark: A variable that only this launcher sets, if another launcher sets the others too.
     """
 
     name: str
@@ -174,10 +174,12 @@ def find_job(environment: Mapping[str, str]) -> FoundJob | None:
     first = jobs[0]
     same = [job for job in jobs if (job.rank, job.size) == (first.rank, first.size)]
     for job in jobs:
-        # The variables of an outer launcher describe its processes, such as torchrun's agents.
+        # An outer launcher's variables describe the processes that it started, such as torchrun's
+        # agents.
         if first.launcher == "the environment" and job not in same and job.size > 1:
             raise LaunchError(
-                f"{first.source}, but {job.source}; unset the variables of another job"
+                f"{first.source}, but {job.source}; unset the environment variables that were left "
+                f"over from another job"
             )
 
     def known(field: str) -> Any:
@@ -196,7 +198,8 @@ def find_job(environment: Mapping[str, str]) -> FoundJob | None:
 def find_number(variable: str, environment: Mapping[str, str]) -> tuple[int, str] | None:
     """Return the world size or the rank that an environment describes, or None.
 
-    WORLD_SIZE counts without RANK, and RANK without WORLD_SIZE, because users set them by hand.
+    WORLD_SIZE is accepted without RANK, and RANK without WORLD_SIZE, because users set them by
+    hand.
 
     Args:
         variable: "WORLD_SIZE" or "RANK".
@@ -309,7 +312,7 @@ def _first_host(held: Mapping[str, str]) -> str | None:
 
 
 def _port_of_step(held: Mapping[str, str]) -> int | None:
-    """Return a port for a step. Steps of one job get different ports: they may share hosts."""
+    """Return a port for a step. Steps of a job get different ports, as they may share hosts."""
     if "SLURM_JOB_ID" not in held:
         return None
     number = _number("SLURM_JOB_ID", held) + 7919 * int(held["SLURM_STEP_ID"])

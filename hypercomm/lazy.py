@@ -34,7 +34,7 @@ def required(package: str, what: str) -> Any:
         what: The feature that needs it, for the error.
 
     Raises:
-        MissingPackageError: It is not installed; names the extra.
+        MissingPackageError: The package is not installed. The message names the extra.
     """
     try:
         return importlib.import_module(package)
@@ -49,8 +49,8 @@ def attributes(
 
     Args:
         module: The name of the module.
-        homes: For each name the module that defines it, or the submodule that it is.
-        elsewhere: The homes of names that the module does not have, for the error.
+        homes: Maps each name to the module that defines it. A submodule is mapped to its full name.
+        elsewhere: Maps names that this module does not have to their modules, for the error.
     """
 
     def get(name: str) -> Any:

@@ -322,7 +322,11 @@ GRIDS = [
         for make in (GridSet.tile, GridSet.colocated, set_of)
     ),
     (lambda: GridSet.tile(a="tp=8", world_size=8), TypeError, "'world_size'", "size first"),
-    (lambda: GridSet.colocated(8, a="tp=8", requires="any"), TypeError, "GridSet(...) has it"),
+    (
+        lambda: GridSet.colocated(8, a="tp=8", requires="any"),
+        TypeError,
+        "only GridSet(...) takes it",
+    ),
     (lambda: GridSet.tile(8, a="tp", b="pp"), LayoutError, "tp of a", "pp of b"),
     (lambda: GridSet.tile(8, a="tp=3", b="tp=2,dp"), WorldSizeError, "'b'", " 4 or 6; 5"),
     (lambda: GridSet.tile(8, a="tp=9", b="dp"), WorldSizeError, "no ranks are left"),

@@ -64,7 +64,7 @@ class AwaitedRanks:
 
 @attrs.frozen(eq=False)
 class Deviation:
-    """A call at which one rank leaves the order of calls of most ranks.
+    """A call with which one rank leaves the order in which most ranks make their calls.
 
     Attributes:
         rank: The rank.
@@ -92,7 +92,7 @@ def _majority(values: Iterable[_T]) -> _T | None:
 
 
 def find_differences(evidence: Evidence) -> list[dict[int, LoggedCall]]:
-    """Return the first differing calls of each group and of each channel, by rank."""
+    """Return, for each group and channel, the first calls that differ between ranks, by rank."""
     found: list[dict[int, LoggedCall]] = []
     for (group, channel), own in evidence.lanes.items():
         ends = own
@@ -111,9 +111,9 @@ def find_differences(evidence: Evidence) -> list[dict[int, LoggedCall]]:
 
 
 def _find_odd(evidence: Evidence, calls: Mapping[int, LoggedCall]) -> tuple[list[int], list[int]]:
-    """Return the ranks that differ from the majority, and the sibling ranks that decided it.
+    """Return the ranks that differ from the majority, and outside ranks that decided the majority.
 
-    If the members have no majority, the ranks of the other groups over the same dims count too.
+    If the members' calls have no majority, calls in the other groups over the same dims count too.
     """
     terms = [call.terms for call in calls.values()]
     siblings = []
@@ -128,7 +128,7 @@ def _find_odd(evidence: Evidence, calls: Mapping[int, LoggedCall]) -> tuple[list
 def _sibling_calls(
     evidence: Evidence, calls: Mapping[int, LoggedCall]
 ) -> Iterator[tuple[int, LoggedCall]]:
-    """Yield the calls of the same number in the other groups over the same dims."""
+    """Yield the calls with the same `number` in the other groups over the same dims."""
     like = next(iter(calls.values()))
     members = {*like.group.ranks}
     for (group, channel), by_rank in evidence.lanes.items():
@@ -281,7 +281,7 @@ def _compare_orders(evidence: Evidence, with_messages: bool) -> Iterator[Deviati
 
 
 def _from_a_common_start(calls: Mapping[int, list[LoggedCall]]) -> dict[int, list[LoggedCall]]:
-    """Return the calls from the first one that all ranks have, if the oldest calls are lost."""
+    """Return the calls; if the oldest are lost, from the first call that all ranks recorded."""
     places: dict[int, dict[tuple[str, int], int]] = {}
     for rank, own in calls.items():
         collectives = [(place, call) for place, call in enumerate(own) if not call.channel]

@@ -64,7 +64,7 @@ class GridPage(DebugHandler):
         return str(self._judge())
 
     def dump_filename(self) -> str:
-        """Return the name that the server's `enabled_dumps` has for this page."""
+        """Return the name of this page in the server's `enabled_dumps`."""
         return "grid"
 
     def _show(self, request: Any) -> bytes:

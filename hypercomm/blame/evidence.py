@@ -34,7 +34,7 @@ class LoggedGroup:
     """A process group.
 
     Attributes:
-        name: torch's name.
+        name: The name of the group in torch.
         ranks: Its ranks.
         title: Its dims, as in "cp+dp of expert". Without dims, "WORLD" or "group 7". "" in a
             simulation.
@@ -52,13 +52,14 @@ class LoggedCall:
     Attributes:
         op: The name in torch.distributed, such as "all_reduce".
         group: The group.
-        number: The position in its lane, from 1. A lane is the collectives of a group or a channel.
+        number: The position in its lane, from 1. A lane is all collectives of one group, or all
+            calls of one channel.
         order: The position among all calls of the rank.
         state: "queued", "started" or "finished".
         terms: The values that must be equal on all members, such as op, sizes and dtypes.
         shapes: The shapes of the first tensors.
         dtypes: The dtypes of these tensors.
-        where: The line of the user's code, or "" if unknown.
+        where: The file and line of the user's code that makes the call, or "" if unknown.
         peer: The other rank of a send or receive.
         channel: "" for a collective, "send 0->1" for a message, "recv anybody" for a receive
             without a source.
@@ -89,7 +90,7 @@ class LoggedCall:
 
     @property
     def at(self) -> str:
-        """The line in words: " at train.py:40 in step"."""
+        """The file and line in words: " at train.py:40 in step"."""
         return f" at {self.where}" if self.where else ""
 
     @property
@@ -99,24 +100,25 @@ class LoggedCall:
         return f" with {first_n(self.shapes, 2)} {dtypes}" if self.shapes else ""
 
 
-# A group and a channel. The calls of a lane have one numbering.
+# A lane is a group and a channel. The calls of one lane are numbered together.
 Lane = tuple[LoggedGroup, str]
 
 
 @attrs.define(eq=False)
 class RankLog:
-    """The calls of one rank, and the data of its dump about its process.
+    """The calls of one rank, and what its dump says about its process.
 
     Attributes:
         rank: The rank.
         lanes: The calls of each lane, in order.
-        counts: The number of the last call of each lane.
+        counts: The `number` of the last call in each lane.
         groups: The groups of the rank.
-        is_whole: Whether no older calls are lost. If so, a lane without a count had no calls.
+        is_whole: Whether `lanes` begins with the first call of the rank. If so, a lane that is not
+            in `counts` had no calls.
         file: The name of the dump.
         host: The host, or "" if unknown.
         why: The reason why the dump was written.
-        place: The frames of the main thread, innermost first.
+        place: The frames in which the main thread was, innermost first.
         layout: The layout of the grid, or None if unknown.
     """
 
@@ -149,7 +151,7 @@ class Evidence:
     Attributes:
         ranks: The records by rank.
         world_size: The number of ranks.
-        unreadable: The reason why a dump cannot be read, by rank.
+        unreadable: Maps each rank whose dump cannot be read to the reason.
         layout: The layout of the job, or None if unknown.
     """
 
@@ -173,14 +175,14 @@ class Evidence:
         return found
 
     def last(self, rank: int, group: LoggedGroup, channel: str = "") -> float:
-        """Return the number of a rank's last call in a lane, or infinity if it is unknown."""
+        """Return the `number` of a rank's last call in a lane, or infinity if it is unknown."""
         record = self.ranks.get(rank)
         if record is None:
             return 0
         return record.counts.get((group, channel), 0 if record.is_whole else math.inf)
 
     def has_channels(self, rank: int, group: LoggedGroup) -> bool:
-        """Return whether the messages of a rank in a group can be matched with other ranks'."""
+        """Return whether a rank's messages in a group can be matched with those of others."""
         record = self.ranks.get(rank)
         return record is None or (record.is_whole and (group, FROM_ANYBODY) not in record.lanes)
 
@@ -268,8 +270,8 @@ def read_dumps(
     Args:
         dumps: The rank and the name of each dump, and a function that loads it.
         layout: The layout of the job. Default: the layout in the dumps.
-        source: The place of the dumps, for errors.
-        hint: The end of the error for a place without dumps.
+        source: What the dumps are read from, for errors.
+        hint: Advice that is added to the error if there is no readable dump.
 
     Raises:
         ToolError: There is no dump, there are two dumps of one rank, or dumps of two jobs.
@@ -436,7 +438,7 @@ def _dims_of(ranks: Sequence[int], layout: RankLayout | None) -> str:
 def _read_call(
     entry: Mapping[str, Any], group: LoggedGroup, batches: Mapping[Any, str]
 ) -> LoggedCall | None:
-    """Return the call of an entry, or None for a batch: its messages have entries too."""
+    """Return the call of an entry, or None for a batch, whose messages have entries too."""
     op = _text(entry["profiling_name"]).partition(":")[2]
     message = _MESSAGE.search(op)
     state = _text(entry["state"])

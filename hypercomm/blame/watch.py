@@ -92,7 +92,7 @@ _LIBRARIES = (
 
 
 class _Group:
-    """A recorded group. `counts` has the number of calls of each lane."""
+    """A recorded group. `counts` maps each lane to its number of calls."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.name = group.group_name
@@ -109,7 +109,7 @@ class Watch:
     Args:
         seconds: The record is written when no call has started or ended for so many seconds.
         folder: The folder of the record.
-        layouts: Returns the layout of the grid, by the name "", and of its views, by name.
+        layouts: Returns a mapping of view names to layouts. The layout of the grid has the name "".
         pgs: Returns the existing groups.
         rank: The rank of this process.
 
@@ -156,7 +156,7 @@ class Watch:
             self._start()
 
     def _start(self) -> None:
-        """Replace the methods of ProcessGroup, as the only watch of this process."""
+        """Replace the methods of ProcessGroup. Raise if another watch has replaced them."""
         if Watch._current is not None:
             known = Watch._current.file
             raise ToolError(f"this process has a watch, which writes {known}; stop() it first")
@@ -206,10 +206,10 @@ class Watch:
         call in which ranks wait, and each rank with its coordinates and its last call. It reads
         the calls twice, a second apart; calls that changed in between count as ended. Every rank
         must have a watch, and call this before it starts the server. Rank 0 shows the page. The
-        verdict is written to the server's `dump_dir` too if `enabled_dumps` has "grid".
+        verdict is written to the server's `dump_dir` too if `enabled_dumps` contains "grid".
 
         Raises:
-            ToolError: The installed torch has no such pages.
+            ToolError: The installed torch does not support such pages.
 
         Example:
             >>> def watched(grid, train):

@@ -47,7 +47,7 @@ _FLAGS = ("lazy_init", "verify", "enable_reconfigure")
 
 @attrs.frozen(slots=False)
 class GridOptions:
-    """The arguments of a grid that hold for all of its groups, checked.
+    """The checked arguments of a grid that apply to all of its groups.
 
     Raises:
         GroupOptionsError: An argument is wrong.
@@ -76,7 +76,7 @@ class GridOptions:
 
     @cached_property
     def of_groups(self) -> GroupOptions:
-        """The options of a group for which a call gives none."""
+        """The default options of the groups of the grid."""
         return GroupOptions(
             backend=self.backend,
             lazy_init=self.lazy_init,
@@ -167,7 +167,7 @@ def check_cover(
         is_written: Whether sizes were given as text, by name or by keyword, from rank 0 on.
 
     Raises:
-        WorldSizeError: As `cover` says.
+        WorldSizeError: Ranks are left out, and `cover` is "exact".
     """
     if cover is not None:
         check_choice("cover", cover, ("any", "exact"))
@@ -189,7 +189,7 @@ def read_target(
     layout: RankLayout,
     ranks: tuple[int, ...] | None,
 ) -> RankLayout:
-    """Return the layout of a reshape: of the ranks of the grid, or of `ranks`."""
+    """Return the layout after a reshape. It has the ranks of the grid, or `ranks` if given."""
     kept, what = layout, "the grid"
     if ranks is not None:
         kept, what = RankLayout([len(ranks)], ["rank"], ranks=ranks), "ranks"

@@ -1,7 +1,7 @@
 """Connecting the process groups of a grid before the first step of a training needs them.
 
-All ranks agree that they have the same groups. Then each rank communicates once over all groups
-that it is in, as one call of all ranks.
+All ranks agree that they have the same groups. Then, in the same call, each rank communicates once
+over each of its groups.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def connect(
         entries: The groups of the grid, or of a view of it.
         along: The dims whose neighbours are connected.
         scope: All ranks of the grid.
-        timeout: For the whole call; default: the timeout of WORLD.
+        timeout: The limit of the whole call; default: the timeout of WORLD.
     """
     limit_s = limit_of(timeout, scope.world)
     with refusing(scope):
@@ -91,7 +91,7 @@ def connect(
 
 @attrs.frozen
 class _Item:
-    """One communicator, or one edge, that the calling rank connects; `row` has no seconds yet."""
+    """One communicator, or one edge, that the calling rank connects. `row.seconds` is still 0."""
 
     group: ProcessGroup
     device: str
@@ -134,7 +134,7 @@ class _Item:
 
 
 def _in_order(entries: Iterable[Entry]) -> list[Entry]:
-    """Return groups in an order that all ranks have: small ones first."""
+    """Return groups in an order that is the same on all ranks: small groups first."""
     in_order = sorted(entries, key=lambda entry: entry.spec.sort_key())
     return sorted(in_order, key=lambda entry: max(entry.spec.groups.sizes, default=0))
 
@@ -164,9 +164,9 @@ def _items_of(groups: Iterable[Entry], along: Iterable[str], world: World) -> li
 
 
 def _edges(ranks: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return the edges of a pipeline, every second one first, so that neighbours do not wait.
+    """Return the edges of a pipeline, every second edge first, so that these connect in parallel.
 
-    Interleaved schedules send from the last stage to the first, so that is an edge too.
+    Interleaved schedules send from the last stage to the first, so there is an edge between them.
 
     >>> _edges((0, 2, 4, 6))
     [(0, 2), (4, 6), (2, 4), (6, 0)]
@@ -178,7 +178,7 @@ def _edges(ranks: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def _devices_of(group: ProcessGroup, world: World) -> dict[str, str]:
-    """Return a type of device of this host for each backend of a group."""
+    """Map each backend of a group to a device type that exists on this host."""
     pairs = [entry.split(":") for entry in dist.get_backend_config(group).split(",")]
     if len({backend for _, backend in pairs}) == 1:
         return {pairs[0][1]: torchdist.device_type(group)}

@@ -25,10 +25,10 @@ from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.table import GroupTable
 
 _IN_ORDER = "_hypercomm_in_order"
-"""Set on a mesh whose groups have its ranks in its order, on every rank."""
+"""The attribute that marks meshes whose groups keep the order of the mesh's ranks."""
 
 _made: list[_Made] = []
-"""The meshes of grids; of this process, as DTensor's cache is."""
+"""The meshes that the grids of this process have made."""
 
 _lock = threading.Lock()
 """Held while `_made` is changed."""
@@ -59,7 +59,7 @@ def as_mesh(
         group_over: Returns the calling rank's process group over some dims.
         spans: The result of `read_dims`.
         device_type: The type of the devices.
-        flatten: The dims that get a further name together.
+        flatten: Maps further names to the adjacent dims that each of them joins.
     """
     joint = read_flatten(tuple(spans), flatten)
     here = layout.coords(table.rank())  # raises on a rank outside
@@ -72,7 +72,7 @@ def as_mesh(
     mesh = torchdist.mesh_of(groups, device_type, torch.from_numpy(ranks), tuple(spans))
     setattr(mesh, _IN_ORDER, True)
     if not _is_ascending(ranks):
-        torchdist.keep_mesh_order(mesh)  # of its slices too, which torch would sort
+        torchdist.keep_mesh_order(mesh)  # torch would sort the ranks of its slices
     named = dict(zip(spans, groups, strict=True))
     for name, parts in joint.items():
         named[name] = group_over(tuple(dim for part in parts for dim in spans[part]))
@@ -83,7 +83,7 @@ def as_mesh(
 
 @attrs.frozen
 class _Made:
-    """A mesh of a grid, while it lives.
+    """A mesh of a grid. This object does not keep the mesh alive.
 
     Attributes:
         mesh: The mesh.
@@ -108,10 +108,11 @@ class _Made:
 
 
 def _check_equal_meshes(mesh: DeviceMesh, groups: Mapping[str, ProcessGroup]) -> None:
-    """Raise if torch takes a dim of a mesh for one with another group; else note the mesh.
+    """Raise if torch would confuse two equal dims with different groups; else note the mesh.
 
-    DTensor caches the result of an operation with the mesh of its first use, and looks it up by
-    equality: results on the second mesh would be tensors of the first, and use its groups.
+    DTensor caches the result of an operation together with the mesh of its first use, and uses it
+    for all equal meshes. Results on the second mesh would be tensors of the first mesh, and use the
+    groups of the first mesh.
     """
     flat = {name: ref(one) for name, one in torchdist.flattened(mesh).items()}
     new = _Made(ref(mesh), flat, {name: ref(group) for name, group in groups.items()})
@@ -150,7 +151,7 @@ def read_dims(
 
     Raises:
         UnknownDimError, LayoutError: See `RankLayout.order_dims`; or a dim is used twice.
-        LayoutError: Several dims are in an order in which no process group has its ranks.
+        LayoutError: The dims that make up one mesh dim are not in the order of process groups.
 
     Example:
         >>> layout = RankLayout([2, 2, 2], ["tp", "cp", "dp"])
@@ -204,7 +205,7 @@ def read_flatten(
 
 
 def read_mesh(mesh: DeviceMesh) -> tuple[RankLayout, dict[str, ProcessGroup] | None]:
-    """Return a mesh as a layout and the calling rank's group over each dim; None outside.
+    """Return a mesh's layout, and the calling rank's group over each dim, or None outside.
 
     Raises:
         LayoutError: The mesh has no dim names, or torch has sorted the ranks of its groups.

@@ -30,7 +30,7 @@ from hypercomm.process_groups.table import GroupTable
 
 
 class HasGroups(Protocol):
-    """A grid or a view, as far as its dims use it."""
+    """The part of a grid or a view that its dims use."""
 
     @property
     def layout(self) -> RankLayout:
@@ -52,7 +52,7 @@ class HasGroups(Protocol):
 
 
 class Size(int):
-    """A number of ranks, which may be called as well: `DeviceMesh.size()` is a method.
+    """A number of ranks that can also be called, because `DeviceMesh.size()` is a method.
 
     Example:
         >>> Size(4) == Size(4)() == 4
@@ -96,7 +96,7 @@ class GridDims:
         self._table = table  # a reshape replaces it
         self.dims = dims
         self._known: tuple[RankLayout, int, Membership] | None = None
-        """The last place that was computed, and the layout and the rank that it holds for."""
+        """The layout and the rank of the last lookup, and the result."""
 
     # ---- the calling rank -----------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class GridDims:
     def next(self, *, periodic: bool = False) -> int | None:
         """Return the global rank of the next member, or None on the last one.
 
-        It is the `dst=` of `torch.distributed.send`; see `is_last`.
+        Pass the result as `dst=` to `torch.distributed.send`, unless it is None.
 
         Args:
             periodic: Whether the first rank follows the last one, as in a ring.
@@ -234,7 +234,7 @@ class GridDims:
         dist.barrier(group=self._live_group())
 
     def _live_group(self) -> ProcessGroup:
-        """Return the group, if its ranks exist."""
+        """Return the group, or raise if its other ranks do not exist."""
         group = self.group
         world = self._table().world
         if self.size > 1 and not (world is not None and world.has_store):
@@ -262,15 +262,16 @@ class PipelineEdges:
     """The edges of a pipeline at the calling rank's stage, each a process group of two ranks.
 
     `HyperCommGrid.edges` returns one. The groups have keys such as "pp (edge forward even)". They
-    are always created with creation "local" and never shared, so a transfer waits neither for one
-    in the other direction nor for one to another stage.
+    are always created with creation "local" and never shared, so a transfer never waits for a
+    transfer in the other direction or to another stage.
 
     The first use of an edge creates it and the edge of the other direction, and waits for the
-    neighbour to use one of them. With `wrap`, a rank creates even edges first, then odd ones, then
-    the edge from the last stage to the first; otherwise ranks could wait for each other in a ring.
-    So the first use may wait for both neighbours, and these for theirs: call `create` first. In a
-    grid with `verify`, the first use calls `create`. An object stays correct after the grid was
-    reshaped. Both ranks of an edge must send and receive in one order.
+    neighbour to use one of them. With `wrap`, a rank creates even edges first, then odd edges, then
+    the edge from the last stage to the first, because otherwise ranks could wait for each other in
+    a ring. The first use may therefore wait for both neighbours, which may wait for their
+    neighbours. To avoid these waits, call `create` first. In a grid with `verify`, the first use
+    calls `create`. An object stays correct after the grid was reshaped. Both ranks of an edge must
+    send and receive in the same order.
 
     Attributes:
         wrap: Whether the first stage follows the last one.
@@ -323,7 +324,7 @@ class PipelineEdges:
         self._create(self._kinds())
 
     def _group(self, direction: str, offset: int) -> ProcessGroup | None:
-        """Return the group of the edge that begins at a stage `offset` from the calling rank's."""
+        """Return the group of the edge that begins `offset` stages after the calling rank's."""
         kind = self._kind(offset)
         if kind is None:
             return None
@@ -342,7 +343,7 @@ class PipelineEdges:
         return view.get_pg(dims, name=name)
 
     def _create(self, kinds: list[str]) -> None:
-        """Create the calling rank's edges of some kinds; register kinds that it is not in."""
+        """Create the calling rank's edges of some kinds. Kinds without one are registered too."""
         for kind in kinds:
             for direction in ("forward", "backward"):
                 self._view.ensure_pg(
@@ -372,7 +373,7 @@ class PipelineEdges:
 
 
 def _pairs(kind: str, groups: RankGroups) -> RankGroups:
-    """Return the edges of a kind in pipelines, which a reshape may have made too short for it.
+    """Return the edges of a kind. Pipelines that a reshape has made too short have none.
 
     >>> from hypercomm import RankLayout
     >>> pp = RankLayout("pp=5").groups("pp")

@@ -78,7 +78,7 @@ class HyperCommGrid(GridView):
             device. "enumerate": every rank creates every group, as `torch.distributed` does.
             "auto": the first of these that works; split comes first only if the grid has all
             ranks of the world.
-        share: "identical" lets keys with the same ranks, backend and options have one group.
+        share: "identical" lets keys with the same ranks, backend and options use the same group.
         share_with: Another grid whose groups may also serve the keys of this grid, under
             `share="identical"`. The last grid that uses such a group destroys it.
         world_size: Number of ranks of the job; default: the world size of torch.distributed, else
@@ -272,17 +272,17 @@ class HyperCommGrid(GridView):
     ) -> ProcessGroup | None:
         """Create the process groups over some dims, and return the calling rank's.
 
-        Call this on every rank of the grid, in the same order: that is right with every strategy.
-        With "local" and without `verify`, the members of a group are enough, in any order in which
-        ranks do not wait for each other in a circle. With "split" and "enumerate", every rank of
-        the world must call this.
+        Call this on every rank of the grid, in the same order. With "split" and "enumerate", every
+        rank of the world must call it. With "local" and without `verify`, it is enough that the
+        members of a group call it, in any order in which ranks do not wait for each other in a
+        circle.
 
         Args:
             dims: One name, or several in any order: "dp+cp", ["dp", "cp"], or as further arguments.
             more: Further dims.
             name: Distinguishes a further group over the same dims, such as a duplicate for gloo.
-            view: The view whose dims these are; default: the grid's own dims. Dims that the view
-                shares with the grid give the grid's own groups.
+            view: The view whose dims these are; default: the grid's own dims. Over dims that
+                the view shares with the grid, the groups are the grid's own.
             backend: Backend of this group; default: the grid's.
             timeout: Timeout of the collectives of this group, and of the creation; default: the
                 timeout of WORLD.
@@ -393,10 +393,10 @@ class HyperCommGrid(GridView):
     ) -> None:
         """Destroy one process group that the grid created.
 
-        The members of the group must call this, in the same order relative to creations of the
-        same key, which may be created again. `verify`, `connect` and `reshape` compare the groups
-        of all ranks afterwards. A process group that other keys share is destroyed with the last
-        of them. A group that the grid does not own is not destroyed.
+        The members of the group must call this. They may create the key again, and must create and
+        destroy it in the same order. `verify`, `connect` and `reshape` compare the groups of all
+        ranks afterwards. A process group that other keys share is destroyed together with the last
+        of these keys. A group that the grid does not own is not destroyed.
 
         Raises:
             GroupMissingError: It was not created (a KeyError).
@@ -611,8 +611,8 @@ class HyperCommGrid(GridView):
         process, which takes 4 to 7 microseconds a call, and keeps the last 500. When no call has
         started or ended for `seconds`, a thread writes them, with the stacks of all threads, to
         `hypercomm_watch_RANK.json`, in the format of torch's flight recorder. The file is removed
-        when calls make progress again. Leaving the `with` block writes it too, with the exception
-        if there is one.
+        when calls make progress again. The file is also written at the end of the `with` block,
+        with the exception that ended the block, if any.
 
         Calls from C++ (DistributedDataParallel's buckets) and functional collectives (DTensor,
         compiled code) are not recorded. Do not use it while CUDA graphs are captured.

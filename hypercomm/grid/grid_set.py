@@ -47,27 +47,27 @@ class GridSet(Mapping[str, HyperCommGrid]):
     """Several named grids in one job: an encoder next to a language model, training and inference.
 
     A mapping of names to grids. `GridSet.tile` places grids one after the other,
-    `GridSet.colocated` on the same ranks; the class itself takes layouts that have their places,
-    and places sizes from rank 0 on.
+    `GridSet.colocated` on the same ranks. The class itself takes layouts, which contain their
+    ranks, or sizes, whose ranks begin at 0.
     The set owns its grids and their process groups: `destroy()`, or the end of its `with` block,
     destroys them. Every rank of the job makes the same set, and makes the same calls.
 
     Args:
-        grids: For each name a layout in its place, sizes as text or by name, which begin at rank 0,
-            or a grid. The set becomes the owner of a grid that is given; the grid keeps its own
+        grids: Maps each name to a layout, to sizes (as text or by name) whose ranks begin at 0, or
+            to a grid. The set becomes the owner of a grid that is given; the grid keeps its own
             arguments. Names may be keywords instead: GridSet(train="tp=4", infer="dp=4").
         requires: The placement to check before anything is created. "tiled": each rank of the
-            world is in exactly one grid; "disjoint": in at most one; "colocated": all grids hold
-            the same ranks; "any": no check. Default: as "any", but grids of text or mappings warn
-            if no grid of the set holds some ranks of the world.
+            world is in exactly one grid; "disjoint": in at most one; "colocated": all grids have
+            the same ranks; "any": no check. Default: as "any", but if sizes were given as text
+            or mappings, warn about ranks of the world that are in no grid.
         world_size: Number of ranks of the job; default: see `HyperCommGrid`.
         world: The world whose ranks the grids number, from `join_world`. A grid that has the name
             of a part of the world is placed on the ranks of that part.
         name: Distinguishes this set from others with grids of the same names.
-        backend: See `HyperCommGrid`, also for the next five; they hold for each grid that the set
-            makes.
+        backend: See `HyperCommGrid`, also for the next five arguments. They apply to each grid that
+            the set makes.
         creation: How groups are created.
-        share: Whether keys may hold one group. With "identical", grids on the same ranks share
+        share: Whether keys may use the same group. With "identical", grids on the same ranks share
             groups too.
         lazy_init: When the members of a group connect.
         verify: Whether ranks compare their creations.
@@ -77,7 +77,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
     Raises:
         LayoutError: There is no grid, a name is not a text, or `requires` is not such a choice.
         WorldSizeError: A grid does not fit the world, was made for one of another size, or
-            the placement is not the required one; names the grids and their ranks.
+            the placement is not the required one. The message names the grids and their ranks.
         GridDestroyedError: A grid that is given was destroyed.
         GroupOptionsError: An argument is wrong.
         NotInitializedError: The world size is not known.
@@ -161,13 +161,13 @@ class GridSet(Mapping[str, HyperCommGrid]):
         return not is_part and (given is None or isinstance(given, (str, Mapping)))
 
     def _spare_ranks(self) -> Sequence[int]:
-        """Return the ranks that no grid holds; where one holds all, none is looked at."""
+        """Return the ranks that are in no grid. A grid with all ranks makes the search needless."""
         if any(grid.layout.size == self._world_size for grid in self.values()):
             return ()
         return self.placement.spare_ranks
 
     def _read(self, label: str, given: Sizes) -> RankLayout:
-        """Return the layout of a grid, in its place; one named as a part has the part's ranks."""
+        """Return the layout of a grid. A grid with the name of a part has the ranks of the part."""
         parts = {} if self._world is None else self._world.parts
         if label not in parts or isinstance(given, RankLayout):
             return read_layout(given, world_size=self._world_size)
@@ -216,13 +216,14 @@ class GridSet(Mapping[str, HyperCommGrid]):
             name: Distinguishes this set from others.
             backend: See the class, also for the next five.
             creation: How groups are created.
-            share: Whether keys may hold one group.
+            share: Whether keys may use the same group.
             lazy_init: When the members of a group connect.
             verify: Whether ranks compare their creations.
             enable_reconfigure: Whether groups stay when a reshape changes their members.
-            grids: For the name of each grid its sizes as text, or a layout without gaps. One size
-                of all may be unspecified (-1, or a dim alone): it takes what the others leave.
-                Use the class for grids that have the name of an argument.
+            grids: Maps the name of each grid to its sizes as text, or to a layout without gaps. In
+                the whole set, one size may be unspecified (-1, or a dim alone). It is inferred from
+                the ranks that the others leave. Use the class for a grid that has the name of an
+                argument.
 
         Raises:
             LayoutError, WorldSizeError: As for the class; or no size fits.
@@ -262,14 +263,14 @@ class GridSet(Mapping[str, HyperCommGrid]):
         enable_reconfigure: bool = False,
         **grids: Any,
     ) -> Self:
-        """Make a set of grids that all hold the same ranks.
+        """Make a set of grids that all have the same ranks.
 
         Args:
             world_size: Number of ranks of the job; default: see `HyperCommGrid`.
             name: Distinguishes this set from others.
             backend: See the class, also for the next five.
             creation: How groups are created.
-            share: Whether keys may hold one group.
+            share: Whether keys may use the same group.
             lazy_init: When the members of a group connect.
             verify: Whether ranks compare their creations.
             enable_reconfigure: Whether groups stay when a reshape changes their members.
@@ -539,10 +540,10 @@ _OPTIONS = list(inspect.signature(GridSet.__init__).parameters)[2:-1]
 
 
 def _check_named(call: str, grids: Mapping[str, Any]) -> None:
-    """Check the keywords of a call that are names of grids.
+    """Raise for a keyword that is probably an argument, and not the name of a grid.
 
     Raises:
-        TypeError: One without sizes has the name of an argument, or nearly.
+        TypeError: A keyword without sizes has the name of an argument, or a similar name.
     """
     for name, value in grids.items():
         if isinstance(value, (RankLayout, Mapping)) or hasattr(value, "layout"):
@@ -553,7 +554,7 @@ def _check_named(call: str, grids: Mapping[str, Any]) -> None:
         if name == "world_size":
             hint = "; give the world size first, without its name"
         elif name in _OPTIONS:
-            hint = "; GridSet(...) has it"
+            hint = "; only GridSet(...) takes it"
         if hint:
             raise TypeError(
                 f"{call}() got an unexpected keyword argument {name!r}{hint} (a grid of this name "

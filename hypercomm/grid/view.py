@@ -1,4 +1,4 @@
-"""GridView: one factorisation of a grid's ranks, with its questions and its process groups.
+"""GridView: one factorisation of a grid's ranks, its process groups, and questions about it.
 
 `HyperCommGrid` is the view that owns the state; `HyperCommGrid.view` returns others.
 """
@@ -56,7 +56,7 @@ class GridState:
         options: The options of the grid, which are the defaults of its methods.
         world_size: Number of ranks of the job.
         lender: The state of the grid given as `share_with`.
-        gave_meshes: Whether a DeviceMesh holds groups of the grid.
+        gave_meshes: Whether a DeviceMesh uses groups of the grid.
     """
 
     views: Views
@@ -82,12 +82,15 @@ class GridState:
     def find_key(
         self, dims: Dims, name: str | None, view: str | None
     ) -> tuple[GroupKey, View | None]:
-        """Return the key of a group, and the view that the call names, which may share the dims."""
+        """Return the key of a group, and the view that the call names.
+
+        The key has no view if the view shares the dims with the grid.
+        """
         self.table.check_usable()
         if name is not None:
             check_name(name)
         if view is None:
-            with contextlib.suppress(UnknownDimError):  # `find` names the view that has the dims
+            with contextlib.suppress(UnknownDimError):  # else `find` names the dims' view
                 return GroupKey(self.views.base.order_dims(dims), name), None
         found, ordered = self.views.find(dims, view)
         key = GroupKey(ordered, name, None if found is None else found.name)
@@ -111,7 +114,7 @@ class GridState:
         timeout: timedelta | None = None,
         share: Share | None = None,
     ) -> list[tuple[GroupTable, BoundRequest]]:
-        """Bind the requests of `create_pgs`, with the values for requests that give none."""
+        """Bind the requests of `create_pgs`. The other arguments are defaults for them."""
         self.table.check_alive()
         bound = []
         for given in as_ordered(requests, "the list in create_pgs(['tp', ['dp', 'cp']])"):
@@ -150,7 +153,7 @@ class GridState:
         return self.table.explain(self.bind(request))
 
     def live(self, view: str | None) -> dict[GroupKey, Entry]:
-        """Return the groups that exist, of a view and of the dims that it shares."""
+        """Return the groups of a view that exist, or all. Groups over shared dims are included."""
         live = self.table.live()
         if view is None:
             return live

@@ -46,7 +46,7 @@ class Joined(FoundJob):
         local_size: The number of ranks on the host, or None if unknown.
         address: The host of rank 0, or None if the ranks did not connect over a network.
         port: The port on that host, or None.
-        source: The variables or arguments with rank and size.
+        source: The variables or arguments from which rank and size were read.
         host: The name of this host.
         backend: The backend of WORLD.
         device: The device for this rank's tensors.
@@ -176,7 +176,7 @@ def join(
 
 
 def _launched(variables: Mapping[str, str], rank: int, size: int) -> FoundJob:
-    """Return the launcher's job if it has this rank and size, else a job with rank and size."""
+    """Return the launcher's job if it has this rank and size, else a job of unknown origin."""
     with contextlib.suppress(LaunchError):
         found = find_job(variables)
         if found is not None and (found.rank, found.size) == (rank, size):
@@ -223,7 +223,7 @@ def _initialise(
         if torchdist.parts_of(backend)[device.type] in torchdist.NCCL:
             options["device_id"] = device
     if job.address is None:
-        stores: Any = dist  # type checkers do not know its stores
+        stores: Any = dist  # type checkers do not know the stores of torch
         options["store"] = stores.HashStore()
     else:  # torch finds out whether torchrun's agent or rank 0 serves the store
         host = f"[{job.address}]" if ":" in job.address else job.address
@@ -250,7 +250,7 @@ def _initialise(
 def _choose(
     backend: str | None, device: torch.device | str | int | None, job: FoundJob
 ) -> tuple[str, torch.device]:
-    """Return the backend of WORLD and the device of this rank, with the host's as defaults.
+    """Return the backend of WORLD and the device of this rank. Defaults depend on the host.
 
     Raises:
         GroupOptionsError: The backend is unknown, or cannot run here.
@@ -284,7 +284,7 @@ def _index_of_rank(kind: str, job: FoundJob) -> int:
     if ranks > count or job.local_rank is None:
         raise LaunchError(
             f"rank {job.rank} has local rank {job.local_rank}, {ranks} ranks on this host need a "
-            f"device each, and it has {count} of type {kind!r}; set LOCAL_RANK, give join() "
+            f"device each, and the host has {count} of type {kind!r}; set LOCAL_RANK, give join() "
             f"local_rank= or device=, or use fewer ranks or backend 'gloo'"
         )
     return job.local_rank
@@ -309,10 +309,10 @@ def _count(kind: str) -> int:
 
 @attrs.frozen(kw_only=True)
 class Renewed(Joined):
-    """A job that continues with some ranks of another job. They have new numbers.
+    """A job that continues with some processes of another job. Their ranks are new.
 
     Attributes:
-        numbers: The new number of each rank, by its number in the old WORLD.
+        numbers: Maps the rank of each process in the old WORLD to its rank in the new one.
     """
 
     numbers: dict[int, int] = attrs.field(factory=dict)
@@ -323,11 +323,11 @@ def renew_world(
 ) -> Renewed:
     """Create a new WORLD of some ranks of WORLD, such as the survivors of a failure.
 
-    For code that uses WORLD by default. Exactly the given ranks call this. They first wait for each
-    other in the job's store, so nothing has changed if a rank does not join. Then each destroys the
-    old WORLD with all its process groups, and initialises the new WORLD with the same backend and
-    timeout. The ranks are numbered in the order of `ranks`. Grids continue with
-    `grid.reshape(target, ranks=...)`, which takes the new numbers.
+    Use it for code that uses WORLD by default. Exactly the given ranks call this. They first wait
+    for each other in the job's store, so nothing has changed if a rank does not join. Then each
+    destroys the old WORLD with all its process groups, and initialises the new WORLD with the same
+    backend and timeout. The ranks are numbered in the order of `ranks`. Grids continue with
+    `grid.reshape(target, ranks=...)`, which takes ranks of the new WORLD.
 
     With `store`, the ranks do not wait for each other before they destroy the old WORLD. It is
     destroyed even if a rank is missing.
@@ -341,14 +341,14 @@ def renew_world(
             WORLD.
 
     Returns:
-        The new job, with each rank's new number. A context manager, as the result of `join` is.
+        The new job, with the new rank of each process. It is a context manager, as for `join`.
 
     Raises:
         RankOutsideError: The calling rank is not one of the ranks.
         LayoutError: `ranks` are not ranks of WORLD.
         LaunchError: The world is a fake one, or the new WORLD could not be created. In the second
             case the old WORLD no longer exists: restart the job.
-        GroupCreationTimeout: A rank did not join in time. `error.missing` has the missing ranks.
+        GroupCreationTimeout: A rank did not join in time. `error.missing` lists the missing ranks.
         OutcomeUnknownError: The job's store is lost.
         NotInitializedError: torch.distributed is not initialised.
         GroupOptionsError: `timeout` is not a positive timedelta.

@@ -92,7 +92,7 @@ class _Job:
 
 @attrs.frozen(eq=False)
 class _Rank:
-    """The parent's data of a started rank. `stack` is the file for its stack."""
+    """What the parent knows about a rank. `stack` is the file that receives the rank's stack."""
 
     number: int
     process: ForkServerProcess
@@ -123,14 +123,14 @@ def run_ranks(
         function: The function that each rank runs.
         nprocs: The number of ranks.
         args: Arguments of `function`, equal on every rank.
-        backend: Backend of the job: "gloo", or a backend with "nccl", which gives rank i device i.
+        backend: Backend of the job. If it contains "nccl", rank i uses device i.
         timeout: The time for all ranks to return, in seconds. After it, they are ended.
         group_timeout: Timeout of the job's default process group, a timedelta. Default: torch's.
         on_message: Called in this process with (rank, value) for each `report(value)` of a rank.
 
     Raises:
-        RankFailedError: A rank raised, died, or did not return in time. The error has the first
-            such rank with its traceback, or with the stack at which it hangs.
+        RankFailedError: A rank raised, died, or did not return in time. The error names the first
+            such rank, and shows its traceback or the stack at which it hangs.
         MissingPackageError: cloudpickle is not installed.
         LayoutError: `nprocs` is not a positive int.
         GroupOptionsError: A timeout is not positive, or has another type.
@@ -185,11 +185,11 @@ def report(value: object) -> None:
 
 
 def dumps(value: object, kind: Any = None) -> bytes:
-    """Pickle a value with cloudpickle. Functions keep the file name for their tracebacks.
+    """Pickle a value with cloudpickle. Functions keep their file names, for tracebacks.
 
     Args:
         value: The value. Functions that the other process cannot import are pickled as code.
-        kind: A subclass of cloudpickle's Pickler. Default: that class.
+        kind: A subclass of cloudpickle's Pickler. Default: cloudpickle's Pickler.
 
     Raises:
         MissingPackageError: cloudpickle is not installed.
@@ -208,7 +208,7 @@ def dumps(value: object, kind: Any = None) -> bytes:
         kept = (code.co_filename if one == "<dynamic-code>" else one for one in arguments)
         return make, tuple(kept), *more
 
-    # The pickler in C reads only the table of its class.
+    # Python's pickler in C reads the table from its class only.
     table = {"dispatch_table": {**reducers, types.CodeType: reduce_code}}
     type(kind.__name__, (kind,), table)(buffer).dump(value)
     return buffer.getvalue()
@@ -229,7 +229,7 @@ def most_ranks() -> int:
 
 
 def _start_fork_server() -> None:
-    """Start the fork server if it is not running. Ctrl-C is blocked in it and its forks."""
+    """Start the fork server if it is not running. The server and its forks block Ctrl-C."""
     with _starting:
         _start_it()
 
@@ -412,7 +412,7 @@ def _listen(link: connection.Connection, all_returned: threading.Event) -> None:
 
 
 def _environment(job: _Job, rank: int) -> dict[str, str]:
-    """Return the parent's environment, torchrun's variables, and loopback for gloo."""
+    """Return the parent's environment with torchrun's variables, and with loopback for gloo."""
     loopback = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     values = (rank, rank, job.nprocs, job.nprocs, _LOOPBACK, job.port)
@@ -424,8 +424,8 @@ def _join(job: _Job, rank: int, listener: socket.socket | None) -> None:
     import torch
     import torch.distributed as dist
 
-    # Ranks share the processors, so each has one thread, as with torchrun. torch does not read the
-    # variable, because the fork server has loaded it already.
+    # Ranks share the processors, so each has one thread, as with torchrun. torch has not
+    # read the variable of this rank, because the fork server loaded torch before.
     threads = os.environ.get("OMP_NUM_THREADS", "1")
     torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else 1)
     if "nccl" in job.backend:
@@ -449,7 +449,7 @@ def _join(job: _Job, rank: int, listener: socket.socket | None) -> None:
     if store.add(_JOINED, 1) == job.nprocs:
         store.set(_ALL_JOINED, "")
     store.wait([_ALL_JOINED])
-    # torch would set this timeout if it created the store.
+    # torch would have set this timeout if it had created the store.
     store.set_timeout(job.group_timeout or dist.constants.default_pg_timeout)
 
 

@@ -2,9 +2,9 @@
 
 The processes connect to a store of torch. They pass the store itself, or an address at which one of
 them serves it. When all ranks have joined, an *incarnation* of the world begins. Its number is the
-number of the round in which the ranks agreed, and the prefix of all its keys and names. A rank that
-joins again begins the next incarnation. If several processes join as one rank, the rank belongs to
-the last of them, whose claim is in the store.
+number of the round in which the ranks agreed. All keys and names of the incarnation contain it. A
+rank that joins again begins the next incarnation. If several processes join as one rank, the rank
+belongs to the last of them, whose claim is in the store.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _PART = re.compile(r"[\w.-]+")
 TIMEOUT = timedelta(seconds=60)
 
 _REPLACED = Outcome("restarted", "another process has joined as this rank", data="replaced")
-"""The outcome of a round for a process whose rank another process has claimed."""
+"""The outcome for a process whose rank another process has claimed."""
 
 
 @attrs.define(eq=False)
@@ -95,8 +95,8 @@ class JoinedWorld(World):
     Attributes:
         part: The part of this process.
         address: The address of the store, or "" if a store was given.
-        device: The given device, which is the current one, or None.
-        lobby: This rank's state of the rounds in which the ranks join.
+        device: The device that was given, which `join_world` made the current one, or None.
+        lobby: This rank's memory of the rounds in which ranks join the world.
     """
 
     part: str = ""
@@ -114,7 +114,7 @@ class JoinedWorld(World):
 
     @property
     def store(self) -> Any:
-        """The store of torch that the ranks share."""
+        """The store that the ranks share, from torch."""
         return self._life.store
 
     @property
@@ -155,7 +155,9 @@ class JoinedWorld(World):
         is_later = number.isdecimal() and rank.isdecimal() and int(number) >= self.incarnation
         if not is_later:  # the key is from an earlier incarnation
             if record.outcome == _REPLACED:
-                return ""  # a process whose rank belongs to a newer process began this round
+                # This round was begun by an old process, whose rank has since been taken over by a
+                # newer one.
+                return ""
             who = record.first.name
         elif not (yield from self._has_joined(record, int(rank))):
             who = record.first.name  # the process that has claimed the rank may have ended
@@ -185,7 +187,7 @@ class JoinedWorld(World):
             timeout: The limit for all ranks to join. Default: the timeout of the world.
 
         Raises:
-            GroupCreationTimeout: Ranks have not joined in time. `error.missing` has them.
+            GroupCreationTimeout: Ranks have not joined in time. `error.missing` lists them.
             PlanMismatchError: Processes have different parts, backends or versions.
             LaunchError: No process serves the address, or the store cannot be served here.
             WorldRestartedError: Another process has joined as this rank.
@@ -226,7 +228,7 @@ class JoinedWorld(World):
                 ends.callback(owner.end, torchdist.destroy)
 
     def _check_not_default(self) -> None:
-        """Raise within `as_default`, because torch would end every group of the process there."""
+        """Raise within `as_default`, where torch would end every group of this process."""
         if self._life.pg is not None and dist.group.WORLD is self._life.pg:
             raise CreationError(
                 f"world {self.name!r} is torch's default process group now: leave the block of "
@@ -322,7 +324,7 @@ def join_world(
             on that host serves the address, unless its `serve` is False. If that process ends, the
             store is lost.
         name: The name of the world. A store can have several worlds.
-        parts: The number of ranks of each part, by name, in order.
+        parts: Maps the name of each part to its number of ranks, in the order of the ranks.
         part: The part of this process.
         rank: The rank of this process in its part.
         timeout: The limit for the other ranks to join, and the default timeout of later calls and
@@ -338,11 +340,11 @@ def join_world(
         LayoutError: A part, its size or the name is not valid.
         RankOutsideError: The part has no such rank.
         GroupOptionsError: The backend cannot run here, or the timeout is not positive.
-        LaunchError: No process serves the address, something else does, or it cannot be served
+        LaunchError: No process serves the address, another program uses it, or it cannot be served
             here.
-        PlanMismatchError: Processes have different parts, backends or versions. The error has two
-            of them.
-        GroupCreationTimeout: Ranks have not joined in time. `error.missing` has them.
+        PlanMismatchError: Processes have different parts, backends or versions. The message
+            shows the first difference.
+        GroupCreationTimeout: Ranks have not joined in time. `error.missing` lists them.
         CreationError: A rank failed, or the store is lost.
         ValueError: torch may raise it if this process is in a world of this name already.
         WorldRestartedError: Another process has joined as this rank.
@@ -387,7 +389,7 @@ def join_world(
         address=at,
         device=chosen,
         served=f"the store of world {name!r}{at and f' at {at}'}",
-        if_lost="once it is served again, rejoin() or join_world() on all ranks joins it",
+        if_lost="when a process serves it again, call rejoin() or join_world() on all ranks",
         life=_Life(store, serves),
         claim=Claim(this_host(), os.getpid(), uuid4().hex).encode(),
         may_serve=serve,
@@ -417,7 +419,8 @@ def _read_parts(parts: object, part: str, rank: int) -> tuple[dict[str, int], in
     for one in parts:
         if not isinstance(one, str) or not _PART.fullmatch(one):
             raise LayoutError(
-                f"the name of a part has letters, digits, '_', '-' or '.', got {short_repr(one)}"
+                f"the name of a part must consist of letters, digits, '_', '-' and '.', got "
+                f"{short_repr(one)}"
             )
     sizes = {one: as_int(size, f"parts[{one!r}]", 1) for one, size in parts.items()}
     if part not in sizes:
@@ -584,7 +587,7 @@ def _claim(world: JoinedWorld, facts: str, *, is_new: bool) -> Steps[int | None]
     ranks join the next one.
 
     Returns:
-        The last round whose failure does not concern this rank, or None if it is unchanged.
+        The last round whose failure this rank can ignore, or None if that has not changed.
 
     Raises:
         WorldRestartedError: Another process has joined as this rank.

@@ -22,7 +22,7 @@ class Explanation:
         backend: The backend, or None before torch.distributed is initialised.
         strategy: "local", "split" or "enumerate", or "adopted" for a group of a DeviceMesh.
         reason: The reason for the strategy.
-        alternatives: The reason against each other strategy, by its name.
+        alternatives: Maps the name of each other strategy to the reason against it.
         served_by: The key whose group also serves this key (`share="identical"`), or None.
     """
 
@@ -36,7 +36,7 @@ class Explanation:
 
     @classmethod
     def of(cls, spec: GroupSpec, served_by: str | None) -> Explanation:
-        """Explain a spec. `served_by` is the key whose group serves it, if that is another key."""
+        """Explain a spec. `served_by` is another key whose group also serves this one, or None."""
         options = spec.options
         others: dict[str, str] = {}
         if spec.strategy != "adopted":

@@ -60,7 +60,7 @@ class GroupKey:
 
 @attrs.frozen
 class GroupRequest:
-    """The arguments of one process group, as `create_pg` takes them; `create_pgs` takes several.
+    """The arguments of one process group, as for `create_pg`. `create_pgs` takes several requests.
 
     Args:
         dims: One name, or several in any order: "dp+cp", ["dp", "cp"].
@@ -146,7 +146,7 @@ class BoundRequest:
     Attributes:
         key: The key of the group.
         layout: The layout of the dims of the key.
-        view: The view that the call names, which the key may leave out.
+        view: The view that the call names. The key has none if the view shares the dims.
         derive: Groups that replace the groups over the dims, a function that returns them, or None.
         options: The options, with the defaults of the grid.
         share: Whether the group may serve other keys: "never" or "identical".
@@ -235,7 +235,7 @@ class GroupSpec:
         return self.key.view or "", len(positions), positions, self.key.name or ""
 
     def has_same_group(self, other: GroupSpec) -> bool:
-        """Return whether both specs have the same group of the calling rank, or none."""
+        """Return whether the calling rank is in the same group in both specs, or in none."""
         if self.groups.sizes != other.groups.sizes:
             return self.ranks == other.ranks
         if self.groups.sizes != (1,) and self.groups == other.groups:
@@ -264,9 +264,9 @@ class GroupSpec:
     def can_serve(self, other: GroupSpec) -> bool:
         """Return whether the group of this spec has the ranks and options of another spec.
 
-        Only the default description may differ. With "local", the calling rank's group must be
-        the same, as it then is on all its members. The other strategies involve every rank, so all
-        groups must be the same.
+        Only the default description may differ. With "local", only the calling rank's group
+        must be the same, because it is then the same on all of its members. The other strategies
+        involve every rank, so all groups must be the same.
         """
         one = self.options
         two = other.options

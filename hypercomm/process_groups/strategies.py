@@ -52,19 +52,19 @@ def plan(
 ) -> ResolvedOptions:
     """Add the defaults of a world to options, and choose a strategy.
 
-    If the result is the same for all groups, `world.choices` keeps it.
+    If the result does not depend on the groups, it is cached in `world.choices`.
 
     Args:
         world: The world.
         groups: The groups to create.
         given: The options of the request, with the defaults of the grid.
-        creation: The strategy of the grid, or "auto". The options may name another one.
+        creation: The strategy of the grid, or "auto". A strategy in `given` takes precedence.
         by_all: Whether every rank of the world takes part in the creation.
 
     Raises:
         GroupOptionsError: Options contradict each other, or would be ignored.
-        CreationError: The requested strategy cannot create the groups. The message has the reason,
-            and the strategies that would work.
+        CreationError: The requested strategy cannot create the groups. The message gives the
+            reason, and names the strategies that would work.
     """
     asked = given, creation, by_all
     known: ResolvedOptions | None = world.choices.get(asked) if given.pg_options is None else None
@@ -124,7 +124,7 @@ def obstacles(
     lazily: bool | None,
     names: Sequence[str] = (),
 ) -> dict[str, str | None]:
-    """Return the reason against each strategy, by its name, or None if it can create the groups.
+    """Map the name of each strategy to the reason against it, or None if the strategy works.
 
     Args:
         world: The world.
@@ -202,8 +202,8 @@ def _why_not_split(backend: str, groups: RankGroups, lazily: bool | None) -> str
 
 
 def _create_split(spec: GroupSpec, title: str, *_: object) -> ProcessGroup | None:
-    # Every rank of WORLD must call torch, which uses only the caller's own group in the list. A
-    # rank that is not a member passes a group of other ranks, and gets None.
+    # Every rank of WORLD must call torch in every turn. A rank whose group is in the turn passes
+    # this group. Any other rank passes a group of other ranks, and gets None.
     own = -1 if spec.own is None else spec.own[0]
     options = spec.options
     group: ProcessGroup | None = None
@@ -222,11 +222,11 @@ def _create_split(spec: GroupSpec, title: str, *_: object) -> ProcessGroup | Non
 
 
 def split_turns(groups: RankGroups) -> list[set[int]]:
-    """Return sets of indices: groups in one set can be split off WORLD in one call.
+    """Return sets of group indices. The groups of one set can be split off WORLD in one call.
 
     torch distinguishes groups by a colour, which is a hash of their ranks. Groups with equal
-    colours would silently become one communicator. They are therefore split off one after the
-    other, in the same order on every rank. Usually there is one set with all groups.
+    colours would silently become one communicator. Such groups are therefore split off one after
+    the other, in the same order on every rank. Usually there is one set with all groups.
     """
     seen: Counter[int] = Counter()
     turns: defaultdict[int, set[int]] = defaultdict(set)
@@ -290,7 +290,7 @@ class Strategy(NamedTuple):
     Attributes:
         why_not: Takes a backend, groups and `lazy_init`. Returns the reason why the strategy
             cannot create the groups, or None if it can.
-        cost: The calls that it needs, for explanations.
+        cost: The calls that the strategy needs, in words, for explanations.
         create: Creates a group. Takes the arguments of `create_group`.
     """
 
@@ -316,7 +316,10 @@ STRATEGIES = {
         _create_enumerate,
     ),
 }
-"""The strategies, by name. "auto" uses the first that works, but "split" if all ranks call."""
+"""The strategies, by name.
+
+"auto" uses the first one that works. If all ranks of the world make the call, "split" comes first.
+"""
 
 
 # ---- one creation ------------------------------------------------------------------------------
@@ -325,7 +328,7 @@ STRATEGIES = {
 def connects(specs: Iterable[GroupSpec]) -> bool:
     """Return whether the creation of any of these groups needs its other members.
 
-    The result is the same on all ranks, also if some of the groups exist on some ranks.
+    The result is the same on all ranks, even if some ranks already have some of the groups.
     """
     return any(map(_connects, specs))
 
@@ -343,11 +346,11 @@ def _connects(spec: GroupSpec) -> bool:
 def create_group(
     spec: GroupSpec, name: str, current: Round, former: ProcessGroup | None = None
 ) -> ProcessGroup | None:
-    """Create the group of the calling rank. If that fails, nothing of it remains in torch.
+    """Create the group of the calling rank. After a failure, torch keeps nothing of the group.
 
     Args:
-        spec: The group.
-        name: The name of the groups over its dims, the same on all ranks.
+        spec: The spec of the group.
+        name: A name for all groups over the dims of the spec, the same on all ranks.
         current: The round of the creation.
         former: An existing group that is reconfigured for these members; default: none.
 

@@ -1,7 +1,8 @@
 """The process groups of one grid, by key. An entry is reserved, live or ended.
 
 Each entry has a communicator, which is a process group with its users. Entries with
-`share="identical"` may use the same communicator. It is destroyed with its last user.
+`share="identical"` may use the same communicator. A communicator is destroyed when its last user is
+removed.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ LIVE: Literal["live"] = "live"
 ENDED: Literal["ended"] = "ended"
 
 _lock = threading.RLock()
-"""Held while entries of any table change, and never while another rank is waited for."""
+"""A thread holds it while it changes any table, and never while it waits for another rank."""
 
 
 @attrs.define(eq=False)
@@ -58,7 +59,8 @@ class Communicator:
         spec: The spec that it is created from.
         pg: The process group, or None before it is created and if the rank is not a member.
         is_created: Whether its members have created it.
-        is_owned: Whether it is destroyed with its last user. If not, another object owns it.
+        is_owned: Whether it is destroyed when its last user is removed. If not, another object owns
+            it.
         users: The entries that use it. It was created for the first of them.
         former: An existing process group that is reconfigured for these members, or None to create
             a new one.
@@ -156,7 +158,7 @@ class GroupTable:
 
         Raises:
             NotInitializedError: torch.distributed is not initialised.
-            CreationError: The layout numbers the ranks of WORLD before `renew_world`.
+            CreationError: The layout contains ranks of the WORLD that `renew_world` has replaced.
             WorldSizeError: The world is smaller than the grid.
         """
         world = self.given_world or current_or_none()
@@ -308,7 +310,7 @@ class GroupTable:
         """Return the scope of a reshape: all ranks of the grid, or the ranks that continue."""
         if ranks is None:
             return self.grid_scope(world)
-        # All lists of ranks use the same record: agreement on one list excludes the other ranks.
+        # All lists of ranks use one record, so an agreement on one list excludes all other ranks.
         return self.identity.scope(world, "continues", tuple(sorted(ranks)), is_fenced=True)
 
     @cached_property
@@ -323,7 +325,8 @@ class GroupTable:
 
         Args:
             spec: The spec.
-            communicator: A communicator that can serve it; default: one to share, or a new one.
+            communicator: A communicator that can serve the spec. Default: an existing one that can
+                be shared, or a new one.
 
         Raises:
             GroupExistsError: The key has an entry.
@@ -421,7 +424,7 @@ class GroupTable:
             return self.release(reversed(list(self.entries.values())))
 
     def leaked(self) -> list[GroupKey]:
-        """Return the keys of the groups that exist and that the grid should have destroyed."""
+        """Return the keys of groups that still exist, and that the grid should have destroyed."""
         if os.getpid() != self._process or torchdist.is_other_world():
             return []
         found = []
@@ -449,7 +452,7 @@ class GroupTable:
     # ---- checks ---------------------------------------------------------------------------------
 
     def check_steady(self) -> None:
-        """Raise if another thread reshapes the grid, which would lose a change."""
+        """Raise if another thread reshapes the grid, because the reshape would lose a change."""
         if self.is_reshaping:
             raise CreationError(
                 "another thread reshapes this grid; wait until it is done, and use the new dims"
@@ -483,7 +486,7 @@ class GroupTable:
         """Raise if other threads are creating groups.
 
         Raises:
-            CreationError: Names them.
+            CreationError: The message names the groups.
         """
         entries = list(self.entries.items())
         waiting = [str(key) for key, entry in entries if entry.state == RESERVED]
@@ -532,7 +535,7 @@ def reserved(
 
     Args:
         wanted: The specs of the keys, with their tables.
-        kept: Existing communicators that serve keys, by key.
+        kept: Maps keys to existing communicators that serve them.
 
     Yields:
         The entries, in the order of `wanted`.
@@ -564,7 +567,7 @@ def _reserve(
 
     Args:
         wanted: The specs of the keys, with their tables.
-        kept: Existing communicators that serve keys, by key.
+        kept: Maps keys to existing communicators that serve them.
         entries: Receives the entries.
 
     Returns:
@@ -588,10 +591,10 @@ def enter(
 
     Args:
         entries: The entries, in the order of creation.
-        made: The process groups that were created for their communicators.
+        made: Maps communicators to the process groups that were created for them.
 
     Returns:
-        The process groups that have no entry, because another thread removed it in the meantime.
+        The process groups whose entries another thread has removed in the meantime.
     """
     with _lock:
         for communicator, pg in made.items():

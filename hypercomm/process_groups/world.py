@@ -33,14 +33,14 @@ class World:
         backend: The default backend of process groups.
         has_store: Whether the ranks share a store. A fake world has none.
         name: The name of a joined world, or "" for the default world.
-        parts: The number of ranks of each part of a joined world, by the name of the part. The
-            ranks are numbered part by part. Empty for the default world.
+        parts: Maps the name of each part of a joined world to its number of ranks. The ranks are
+            numbered part by part. Empty for the default world.
         timeout: The default limit for calls to wait for other ranks, or None for torch's default.
         before: The world from which `renew_world` made this one, or None.
-        numbers: The number of each rank in the world `before`.
-        choices: A cache of `strategies.plan`.
-        served: The subject of errors about the store: the store, and the process that serves it.
-        if_lost: The advice of errors about a lost store.
+        numbers: The rank that each rank of this world had in the world `before`.
+        choices: The results that `strategies.plan` has cached for this world.
+        served: The words that errors use for the store and for the process that serves it.
+        if_lost: What errors about a lost store advise.
         owners: The tables of process groups in a joined world.
     """
 
@@ -61,12 +61,12 @@ class World:
 
     @property
     def is_default(self) -> bool:
-        """Whether it is the world of torch's default process group."""
+        """Whether this is the world of torch's default process group."""
         return True
 
     @property
     def store(self) -> Any:
-        """The store of torch that the ranks share."""
+        """The store that the ranks share, from torch."""
         return torchdist.default_store()
 
     @property
@@ -80,7 +80,7 @@ class World:
         return None
 
     def title(self, rank: int) -> str:
-        """Return the name of a rank in errors.
+        """Return the name that errors use for a rank.
 
         >>> World(0, 12, "gloo", True, parts={"trainer": 8, "engine": 4}).title(9)
         'engine rank 1 of 4'
@@ -104,8 +104,8 @@ class World:
     def timeout_of(self, backend: str) -> timedelta | None:
         """Return the timeout of the world.
 
-        If WORLD has parts with different backends, the part that runs `backend` is preferred. The
-        result is None if torch does not show the timeout: a fake backend has no options.
+        If the backends of WORLD have different timeouts, the timeout of `backend` is preferred. The
+        result is None if torch does not show the timeout, because a fake backend has no options.
         """
         if self.timeout is not None:
             return self.timeout
@@ -115,7 +115,10 @@ class World:
         return timeout
 
     def numbers_in(self, other: World | None) -> tuple[int, ...] | None:
-        """Return the number of each rank in a world from which this one was renewed, or None."""
+        """Return the rank that each rank of this world had in `other`.
+
+        The result is None if this world was not renewed from `other`.
+        """
         numbers = tuple(range(self.size))
         world = self
         while world is not other:

@@ -201,7 +201,7 @@ def test_device_and_backend(kind, arguments, backend, device, started, monkeypat
         ({"backend": "glooo"}, GroupOptionsError, "unknown backend 'glooo'"),
         ({"backend": "nccl", "device": "cpu"}, LaunchError, "'cpu' does not fit .* 'nccl'"),
         ({"rank": 1, "size": 2, "address": "a", "port": 1}, LaunchError, "local_rank= or device="),
-        (job_of(7, 8), LaunchError, "8 ranks .* a device each, and it has 4 of type 'cuda'"),
+        (job_of(7, 8), LaunchError, "8 ranks .* a device each, and the host has 4 of type 'cuda'"),
     ],
 )
 def test_invalid_arguments(arguments, error, message, monkeypatch):

@@ -1,9 +1,9 @@
 """Calls that ranks make together: all of them succeed, or all fail and change nothing.
 
-`agree` makes one. The steps of the protocol run in a worker thread, because an operation on the
-store can hang for a quarter of an hour when a link is cut, whatever its timeout (seen in torch
-2.13). The calling thread waits for the worker. Once all ranks have agreed, the worker commits the
-result, where Ctrl-C cannot interrupt it.
+`agree` makes one such call. The steps of the protocol run in a worker thread, because an operation
+on the store can hang for a quarter of an hour when a link is cut, whatever its timeout (seen in
+torch 2.13). The calling thread waits for the worker. Once all ranks have agreed, the worker commits
+the result, because Ctrl-C cannot interrupt a worker.
 """
 
 from __future__ import annotations
@@ -77,23 +77,23 @@ _LINGER_S = 0.25
 """Time for which the process that serves the store stays after a failure, in seconds."""
 
 _SLICE_S = 10.0
-"""Longest wait in one request, in seconds; plus one second per 1,000 ranks, as torch's barrier."""
+"""Longest wait in one request, in seconds. As in torch's barrier, 1 s per 1,000 ranks is added."""
 
 
 # ---- operations ---------------------------------------------------------------------------------
 
 
 def run(steps: Steps[V], store: Any, until: float = math.inf) -> V:
-    """Run steps without `Wait` and `Work` on a store, in this thread, and return their result.
+    """Run steps that yield no `Wait` or `Work`, in this thread, and return their result.
 
     Args:
         steps: The steps.
         store: A client of the store.
-        until: When to stop: no operation begins later.
+        until: The time after which no operation begins.
 
     Raises:
         LateError: The time `until` has passed.
-        RuntimeError: The store is gone; an error of torch, such as DistNetworkError.
+        RuntimeError: The store is gone. This is an error of torch, such as DistNetworkError.
     """
     reply: Any = None
     while True:
@@ -153,10 +153,10 @@ class Round:
     """The round of a call, as the work in it sees it.
 
     Attributes:
-        name: A name for the objects that the work creates: the same on all ranks, and new in
-            each round.
+        name: A name for the objects that the work creates. It is the same on all ranks, and
+            different in each round.
         number: The number of the round.
-        store: A client of the world's store which no other call uses.
+        store: A client of the world's store for the sole use of this call.
         stale: Receives keys of the store that no rank needs any more. A later call deletes them.
         left_s: Seconds until the deadline.
         has_failed: Returns whether the call has failed since the work began.
@@ -186,7 +186,7 @@ class Result(Generic[T]):
     Attributes:
         value: The return value of this rank's work.
         pending: The exception, such as KeyboardInterrupt, that interrupted this rank although all
-            ranks agreed. The caller raises it once its state is complete.
+            ranks agreed. The caller raises it once the caller's state is complete.
     """
 
     value: T
@@ -207,7 +207,7 @@ class _Blocked:
     """An operation that blocks a worker.
 
     Attributes:
-        operation: The operation, as the steps have yielded it last.
+        operation: The operation, in the form in which the steps yielded it last.
         changed: Set when the operation is complete, or the call was interrupted.
         is_continued: Whether another worker continues the steps.
         is_over: Whether the operation is complete.
@@ -242,7 +242,7 @@ class Driver(Generic[T]):
 
     A worker runs the steps of the protocol. If an operation blocks it for longer than the steps
     ask for, a second worker continues the steps with its own client of the store. The first
-    worker stays blocked, so that a rank which waits for long has still sent one request.
+    worker stays blocked, so that a rank sends only one request even if it waits for long.
 
     Args:
         member: The protocol of this rank.
@@ -266,7 +266,7 @@ class Driver(Generic[T]):
         self._steps = member.call()
         self._store = member.scope.world.store
         self._device = torchdist.current_device()
-        self._lock = threading.Lock()  # no thread waits for another rank while it holds this
+        self._lock = threading.Lock()  # no thread holds this lock while it waits for another rank
         self._undoing = system.lock()
         self._ended = system.event()
         self._blocked: _Blocked | None = None
@@ -295,7 +295,7 @@ class Driver(Generic[T]):
                     self._wait_for_end(is_interrupted=pending is not None)
                     break
                 except BaseException as error:  # noqa: BLE001 - raised once other ranks know
-                    # Nothing is called here: a second Ctrl-C is raised in the `try` block.
+                    # Make no calls here, so that a second Ctrl-C is only raised in the `try` block.
                     pending = pending or error
         finally:
             _active.discard(self)
@@ -349,7 +349,7 @@ class Driver(Generic[T]):
             blocked = self._blocked
             if blocked is None or blocked.is_over:
                 return math.inf
-            if blocked.is_continued:  # that worker observes the limit
+            if blocked.is_continued:  # the other worker observes the limit
                 if self._is_interrupted:
                     blocked.changed.set()
                 return math.inf
@@ -363,7 +363,7 @@ class Driver(Generic[T]):
         return math.inf
 
     def is_of(self, world: World) -> bool:
-        """Return whether the call is one of ranks of a world."""
+        """Return whether ranks of `world` make this call."""
         return self._member.scope.world is world
 
     def interrupt(self) -> None:
@@ -382,8 +382,9 @@ class Driver(Generic[T]):
         steps = member.time_out(moment)
         if pending is not None:
             steps = member.interrupt(f"{member.scope.name} was interrupted")
-        # If the store replies after the limit, the thread still ends the round of this rank. If the
-        # rank has joined no round, it stops, because it might end a later call.
+        # If the store replies after the limit, the thread still ends the round that this rank has
+        # joined. If this rank has joined no round, the thread stops, because it might end a later
+        # call.
         until = system.now() + _LAST_S if member.ticket is None else math.inf
         outcome = failure = None
         try:
@@ -399,7 +400,8 @@ class Driver(Generic[T]):
     def _note_end(self, outcome: Outcome | None, error: BaseException | None) -> None:
         """Note how the call has ended, and commit if all ranks agreed; the caller holds the lock.
 
-        The calling thread returns after the commit, because it needs the lock or `_ended`.
+        The calling thread cannot return before the commit, because it waits for the lock or
+        `_ended`.
         """
         self._outcome = outcome
         self._error = error
@@ -450,7 +452,7 @@ class Driver(Generic[T]):
         return error
 
     def _explain(self, error: BaseException) -> BaseException:
-        """Return an error; an error of torch as one that states that the store is lost."""
+        """Return the error to raise. An error of torch becomes one about the lost store."""
         cause = error.__cause__ if isinstance(error, StoreLostError) else error
         if isinstance(cause, HyperCommError) or not isinstance(cause, RuntimeError):
             return error
@@ -580,9 +582,9 @@ class Driver(Generic[T]):
             self._roll_back()
 
     def _roll_back(self) -> None:
-        """Undo the work if the call has failed. Work that has not ended is undone so far.
+        """Undo the work if the call has failed. If the work has not ended, undo what it has done.
 
-        A worker that is stuck in a backend undoes the rest once the backend returns.
+        A worker that is stuck in a backend undoes the rest of its work once the backend returns.
         """
         with self._undoing:
             with self._lock:
@@ -629,7 +631,7 @@ def _store_failed(
 
 
 def limit_of(timeout: timedelta | None, world: World | None) -> float:
-    """Return a timeout in seconds; None stands for the timeout of the world, if it has one."""
+    """Return a timeout in seconds. None stands for the timeout of the world, if it has one."""
     if timeout is None and world is not None:
         timeout = world.timeout_of(world.backend)
     return timeout.total_seconds() if timeout else math.inf
@@ -666,14 +668,14 @@ def agree(
     *,
     is_connecting: bool = False,
 ) -> Result[T]:
-    """Make a call on all ranks of a scope, or on none.
+    """Make a call together with all ranks of a scope. It succeeds on all of them or on none.
 
     Args:
         scope: The ranks that take part.
         title: The call, as users know it.
         entries: Returns the proposal of this rank, which must be equal on all ranks.
         limit_s: The limit for all ranks to finish, in seconds.
-        work: The work of this rank. Default: none, the ranks only compare their proposals.
+        work: The work of this rank. Default: none, so that ranks only compare their proposals.
         undo: Undoes the work, or the part of it that was done, if the call fails.
         commit: Changes the state of this rank once all ranks have agreed. If there are other
             ranks, it runs in another thread, where Ctrl-C cannot interrupt it.
@@ -681,11 +683,12 @@ def agree(
             arrived.
 
     Returns:
-        The value of the work, and the exception that interrupted this rank after the agreement.
+        The value of the work, and the exception that interrupted this rank after the agreement,
+        if any.
 
     Raises:
         PlanMismatchError: Ranks propose different things, or have built different grids.
-        GroupCreationTimeout: Ranks are missing; names them.
+        GroupCreationTimeout: Ranks are missing. The error names them.
         LateRankError: The other ranks timed out before this one arrived.
         CreationError: A rank failed, or the store is gone.
         OutcomeUnknownError: The store is gone, and the other ranks may have agreed.
@@ -734,7 +737,7 @@ def _do_nothing(_: Round) -> Any:
 
 
 def _count_threads(world: World) -> int:
-    """Return how many threads of this process make calls of a world."""
+    """Return how many threads of this process make calls in a world."""
     return max(1, sum(one.is_of(world) for one in list(_active)))
 
 
@@ -752,7 +755,8 @@ def refusing(scope: Scope | None) -> Iterator[None]:
 def refuse(scope: Scope, error: BaseException) -> None:
     """Fail the next call of a scope on the other ranks, because this one cannot take part.
 
-    They do not wait for this rank. This function raises nothing: the caller raises its error.
+    The other ranks then do not wait for this one. This function raises nothing, because its caller
+    raises `error`.
 
     Args:
         scope: The ranks.
@@ -777,7 +781,7 @@ def refuse(scope: Scope, error: BaseException) -> None:
 
 
 def _run_once(steps: Steps[V], store: Any, until: float = math.inf) -> V:
-    """Call `run` with a client of a store that no other call uses."""
+    """Call `run` with a client of a store for its sole use."""
     with client_of(store) as client:
         return run(steps, client, until)
 
@@ -787,7 +791,7 @@ _active: set[Driver[Any]] = set()
 
 
 def _end_all() -> None:
-    """Interrupt all calls: a worker inside gloo at interpreter exit would abort the process."""
+    """Interrupt all calls, because a worker inside gloo would abort the process at exit."""
     for call in list(_active):
         with contextlib.suppress(RuntimeError):  # no thread starts any more
             call.interrupt()

@@ -89,8 +89,8 @@ class GridAgreement:
     ) -> tuple[int, ...]:
         """Return the ranks of the grid that arrive in time; all of them return the same ranks.
 
-        The first rank that times out decides which ranks are missing, by the outcome of a round.
-        The other ranks then confirm in a further round that all of them are present.
+        The first rank that times out writes the missing ranks into the outcome of the round. The
+        remaining ranks then confirm in a further round that all of them are present.
 
         Args:
             world: The world of the grid, or None before there is one.

@@ -4,11 +4,11 @@ Three laws hold:
 
 1. A round has one outcome, written by one compare-and-set. Every rank adopts it.
 2. A rank leaves a round only after it has read or written its outcome.
-3. The next round is read from the record, never counted. Ranks that failed or were late therefore
-   join the same round.
+3. A rank reads the number of the next round from the record, and counts no rounds itself. Ranks
+   that failed or were late therefore join the same round as the others.
 
 `Member.call` yields operations and is sent the replies. `driver.Driver` performs the operations in
-a job. In tests, the simulated job and the search of all schedules perform them.
+a job. In tests, a simulated job or a search through all schedules performs them.
 
 Without a fault a rank sends three requests. It joins the round, it sets its bit in the tree of
 finished ranks, and it waits for the end of the round. If the work connects ranks, a rank first sets
@@ -63,7 +63,7 @@ _SLOW_S = 0.2
 """Delay before a waiting rank publishes its status and checks the round, in seconds."""
 
 _SLOW_RANKS = 4000
-"""Number of ranks of the world per second of that delay; `_SLOW_S` is its minimum."""
+"""That delay is one second per this number of ranks in the world, but at least `_SLOW_S`."""
 
 _FINISHED_S = 0.6
 """Extra wait of finished ranks, in seconds, so that unfinished ranks name the missing ones."""
@@ -72,13 +72,13 @@ _FOLLOW_S = 0.3
 """Extra wait of ranks that do not search, in seconds, so that few ranks read the trees."""
 
 _SEARCHERS = 16
-"""Number of ranks that search in a scope of one block. A larger scope has one per block."""
+"""Number of searching ranks in a scope of one block. A larger scope has one in each block."""
 
 _STUCK_S = 1.0
-"""Time for which a rank that could not connect waits for members to connect or fail, in seconds."""
+"""Time for which a rank that could not connect waits until the members connect or fail."""
 
 _FIRST_S = 1.0
-"""Time for which a rank with another proposal waits for the text of the first one, in seconds."""
+"""Time for which a rank whose proposal differs waits for the first proposal, in seconds."""
 
 SAME_CALLS = "every rank must make the same calls in one order"
 
@@ -89,11 +89,11 @@ _CONNECTING = "members connect at the creation"
 
 
 class EndedCallError(Exception):
-    """The call ends on this rank, without a further change of its round.
+    """The call ends on this rank. Its round does not change, except for `ends_own`.
 
     Args:
         outcome: The outcome of the call.
-        ends_own: Whether this rank also ends the round, if it has begun it.
+        ends_own: Whether this rank also ends the round with this outcome if it began the round.
     """
 
     def __init__(self, outcome: Outcome, *, ends_own: bool = False) -> None:
@@ -106,12 +106,12 @@ class EndedCallError(Exception):
 
 
 def _delete_before(ended: Ticket) -> Steps[None]:
-    """Delete the keys of the round before one that has ended, because all ranks have left it."""
+    """Delete the keys of the round before `ended`, because all ranks have left that round."""
     if ended.round == 0:
         return
     before = ended.before
     is_agreed = ended.record.outcome == AGREED
-    # Ranks of an agreed round have deleted its keys except `end`, and `end` of the round before.
+    # In an agreed round, ranks have deleted its keys except `end`, and `end` of the round before.
     keys = [] if is_agreed else [before.end]
     if ended.record.failed:
         trees = (before.arrived, before.done, before.stuck)
@@ -121,7 +121,7 @@ def _delete_before(ended: Ticket) -> Steps[None]:
 
 
 def decide(ticket: Ticket, outcome: Outcome) -> Steps[Outcome]:
-    """End a round and wake its ranks, unless it has ended already; return the outcome it has."""
+    """End a round and wake its ranks, unless it has ended already. Return its final outcome."""
     record = ticket.record
     while True:
         expected = record.encode()
@@ -232,9 +232,10 @@ def read_status(namespace: str, rank: int) -> Steps[Status | None]:
 def find_circle(
     namespace: str, own: Status, known: dict[int, Status | None]
 ) -> Steps[list[Status]]:
-    """Return a circle of rounds that wait for each other, or [] if there is none.
+    """Return a circle of ranks that wait for each other in different rounds, or [].
 
-    The circle has one rank of each round, which waits for the next one. It begins with this rank.
+    The circle contains one rank of each round. Each rank waits for the next rank in the circle. The
+    first rank is in the same round as this rank.
     A rank with several waiting threads is not part of a circle, because another of its threads may
     end the wait. Every status is read twice, to leave out a rank that was about to continue.
 
@@ -259,7 +260,7 @@ def find_circle(
 def _find_way_back(
     namespace: str, path: list[Status], known: dict[int, Status | None]
 ) -> Steps[list[Status]]:
-    """Return a circle that begins with a path of waiting ranks, or [] if there is none."""
+    """Extend a path of waiting ranks to a circle. Return the circle, or [] if there is none."""
     for rank in path[-1].waits_for[:MOST]:
         if rank not in known:
             known[rank] = yield from read_status(namespace, rank)
@@ -277,7 +278,7 @@ def _find_way_back(
 
 
 def explain_circle(circle: Sequence[Status]) -> Outcome:
-    """Return the outcome of all rounds of a circle."""
+    """Return the outcome with which every round of a circle ends."""
     own, *others = circle
     waits = "; ".join(
         f"{status.name} waits in {status.call} for {ahead.title}"
@@ -382,7 +383,7 @@ class Member:
         return (yield from self._decide(Outcome("failed", reason)))
 
     def end_by(self, steps: Steps[Outcome]) -> Steps[Outcome]:
-        """End the round by other steps than `call`, whose worker is stuck, and report the end."""
+        """End the round with `steps`, because the worker of `call` is stuck, and report the end."""
         outcome = yield from steps
         yield from self._report_end(outcome)
         return outcome
@@ -429,7 +430,7 @@ class Member:
         return (yield from decide(self._round, outcome))
 
     def _end(self, outcome: Outcome) -> Steps[None]:
-        """End the round, and the call with the outcome that holds."""
+        """End the round, and end the call with the final outcome of the round."""
         raise EndedCallError((yield from self._decide(outcome)))
 
     # ---- joining --------------------------------------------------------------------------------
@@ -443,7 +444,7 @@ class Member:
     def _propose(self, key: str, first: Proposer, refusal: Outcome | None = None) -> Steps[Ticket]:
         """Join the open round of a record, or begin the next one.
 
-        If a round has failed before this rank arrived, the ticket has that round, with its outcome.
+        If a round failed before this rank arrived, the ticket is for that round, with its outcome.
         After a timeout, the late rank and the other ranks join the next round.
 
         Args:
@@ -607,7 +608,7 @@ class Member:
         """Publish the status of this rank, and end the round if it cannot succeed any more.
 
         Returns:
-            Whether this rank is one of the few that search, and check again.
+            Whether this rank is one of the few that search for deadlocks and check again later.
         """
         scope = self.scope
         ticket = self._round
@@ -698,7 +699,7 @@ class Member:
         return outcome
 
     def _could_not_connect(self, error: Exception) -> Steps[Outcome]:
-        """Return the outcome if the backend could not connect. It names the silent members."""
+        """Return the outcome after the backend could not connect. It names the silent members."""
         scope = self.scope
         ticket = self._round
         yield from ticket.stuck.mark(scope.position)
@@ -758,7 +759,7 @@ class Member:
         return (yield from self._missing(silent or absent, "unfinished", "did not finish"))
 
     def _silent_of(self, ranks: Sequence[int]) -> Steps[list[int]]:
-        """Return the ranks whose status is not that they wait in this round."""
+        """Return the ranks that have not published that they wait in this round."""
         ticket = self._round
         silent = []
         for rank in ranks:
@@ -779,8 +780,8 @@ class Member:
     def _name_missing(self, missing: Sequence[int]) -> Steps[tuple[tuple[int, ...], str]]:
         """Return the ranks that caused a timeout, and a text that names the first of them.
 
-        A missing rank may itself wait elsewhere, or have timed out there just now. It is then not
-        the cause, but the ranks that it waits for are. The text has coordinates, host and call.
+        If a missing rank waits in another call, or has just timed out in one, it is not the cause.
+        The cause is then the rank that it waits for. The text contains coordinates, host and call.
         """
         here = {*self.scope.ranks} - {*missing}
         known: dict[int, Status | None] = {}
@@ -857,7 +858,7 @@ class Member:
         )
 
     def _report(self, waits_for: tuple[int, ...]) -> Steps[Status]:
-        """Publish the status of this rank, unless it has done so before; return the status."""
+        """Publish the status of this rank unless it was published before. Return the status."""
         memory = self.scope.memory
         rank = self.scope.world.rank
         own = self._status(waits_for)

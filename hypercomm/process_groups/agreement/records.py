@@ -3,7 +3,7 @@
 Ranks agree in *rounds* of a *record*, which is one key of the store. Round 7 of the record `R` has
 these keys, in a scope of up to 60 ranks:
 
-    R                the round, a digest of the first proposal, and the outcome
+    R                the number of the round, a digest of the first proposal, and the outcome
     R/7/first        the first proposal; a rank reads it only if its own digest differs
     R/7/arrived/0.0  one bit for each rank that has arrived
     R/7/done/0.0     one bit for each rank that has finished
@@ -84,7 +84,8 @@ class Wait:
 class Work:
     """Do the work of this rank. The reply is whether it is done at the time `until`.
 
-    If it is not, the same operation continues to wait. An error of the work is raised.
+    If it is not, the steps yield the operation again to continue to wait. An error of the work is
+    raised in the steps.
     """
 
     until: float
@@ -97,7 +98,7 @@ class Now:
 
 @attrs.frozen
 class Moment:
-    """The time in seconds, and whether the process was stopped when its deadline passed."""
+    """The time in seconds, and whether the process was stopped when the call's deadline passed."""
 
     seconds: float
     was_stopped: bool = False
@@ -115,7 +116,7 @@ class InterruptedCallError(Exception):
 
 
 class MarkedTwiceError(Exception):
-    """Another process of this rank has set its bit in the same round."""
+    """Another process with the same rank has set the bit of this rank in the same round."""
 
 
 class StoreLostError(Exception):
@@ -186,7 +187,7 @@ class Outcome(Stored):
         absent: The ranks that had not arrived or finished: the missing ranks, and ranks that wait
             for them in other calls.
         grids: The different grids, if ranks have built grids that differ.
-        token: Identifies the outcome, if a rank may find it twice and must raise it once only.
+        token: Identifies the outcome, so that a rank which finds it twice raises it only once.
         data: Data of the rank that failed, for the errors of the other ranks.
     """
 
@@ -228,13 +229,13 @@ class Proposer:
         return f"{self.title} (host {self.host})"
 
     def is_same_rank(self, other: Proposer, *, in_process: bool) -> bool:
-        """Return whether one rank has made both proposals, with `in_process` in one process."""
+        """Return whether one rank made both proposals (with `in_process`: one process)."""
         process, others = (one.token.partition("-")[0] for one in (self, other))
         is_same = (self.rank, self.title) == (other.rank, other.title)
         return is_same and (process == others or not in_process)
 
     def is_same_call(self, other: Proposer) -> bool:
-        """Return whether one process has made both proposals, and they are equal.
+        """Return whether the same process made both proposals, and they are equal.
 
         If the store replies late, an earlier attempt of this rank may have begun the round.
         """
@@ -456,7 +457,7 @@ class Ticket:
 
     @property
     def before(self) -> Ticket:
-        """The ticket of the previous round, for its keys."""
+        """A ticket of the previous round. Only its keys are valid."""
         return attrs.evolve(self, record=attrs.evolve(self.record, round=self.round - 1))
 
     @property
@@ -493,7 +494,7 @@ class Ticket:
 # ---- who has arrived ----------------------------------------------------------------------------
 
 WIDTH = 60
-"""The number of ranks per block: the bits of a number that every store can add to."""
+"""The number of ranks per block. Every store can add to a number with so many bits."""
 
 
 @attrs.frozen
@@ -526,8 +527,8 @@ class Tree:
         """Set the bit of a rank.
 
         Returns:
-            Whether all bits are set now, and the keys of the blocks that this rank has completed,
-            which the caller deletes.
+            Whether all bits are set now, and the keys of the blocks that this rank has completed.
+            The caller deletes these keys.
 
         Raises:
             MarkedTwiceError: The bit was set before.
@@ -538,7 +539,7 @@ class Tree:
             key = self._key(level, block)
             width = min(WIDTH, count - block * WIDTH)
             bits = yield Add(key, 1 << bit)
-            if not bits >> bit & 1:  # the bit was set before, and the sum has carried
+            if not bits >> bit & 1:  # the bit was set before, so the sum has carried
                 raise MarkedTwiceError(key)
             if bits != (1 << width) - 1:
                 return False, complete
@@ -549,8 +550,8 @@ class Tree:
     def unmarked(self, most: int | None = None) -> Steps[list[int]]:
         """Return the positions whose bits are not set, or the first `most` of them.
 
-        If the key of the root is not set, no bit counts as set. The key is also deleted once all
-        bits are set: the caller must know that they are not.
+        If the key of the root is not set, no bit counts as set. Because the key is also deleted
+        once all bits are set, the caller must rule out that case.
         """
         found: list[int] = []
         most = self.size if most is None else most
@@ -560,14 +561,14 @@ class Tree:
     def _search(
         self, level: int, block: int, found: list[int], most: int, *, is_in_set: bool = False
     ) -> Steps[None]:
-        """Append the positions below a block whose bits are not set.
+        """Append the positions of a block, and of the blocks below it, whose bits are not set.
 
         Args:
             level: The level of the block.
-            block: Its number.
+            block: The index of the block within the level.
             found: Receives the positions.
-            most: How many positions are enough.
-            is_in_set: Whether the key of its parent is set.
+            most: The number of positions at which the search stops.
+            is_in_set: Whether the key of the parent block is set.
         """
         text = yield Read(self._key(level, block))
         if text is None and is_in_set and (yield from self._is_complete(level + 1, block)):
@@ -595,15 +596,16 @@ class Tree:
         """Read the block of a rank.
 
         Returns:
-            The positions in it whose bits are not set, and the number of lower positions in it
-            whose bits are set.
+            The positions in the block whose bits are not set, and the number of bits that are set
+            before the bit of this rank.
         """
         block, bit = divmod(position, WIDTH)
         first = block * WIDTH
         key = self._key(0, block)
         width = min(WIDTH, self.size - first)
         text = yield Read(key)
-        # The rank has set its bit: a block without a key was complete, and was deleted.
+        # This rank has set its bit. If its block has no key, the block was complete and was
+        # deleted.
         bits = (1 << width) - 1 if text is None else as_bits(key, text)
         missing = [first + one for one in range(width) if not bits >> one & 1]
         return missing, (bits & ((1 << bit) - 1)).bit_count()

@@ -26,7 +26,7 @@ _WORLD_ADDRESS = "cpu//0/0"
 """The key, within WORLD's own store, of the address of rank 0 of a gloo WORLD."""
 
 MOST = 8
-"""The number of missing ranks that an error names, and whose own waits are followed."""
+"""The most missing ranks that an error names, and for which it is read what they wait for."""
 
 
 @functools.cache
@@ -42,9 +42,9 @@ class Memory:
     Attributes:
         namespace: The prefix of all keys, or None before the first call.
         process: Distinguishes this process from an earlier one of the same rank.
-        entered: The last round in which this rank has set a bit, for each record by its path.
-        left: The last round that this rank has left, for each record.
-        agreed: The last round in which this rank has agreed, for each record.
+        entered: Maps the path of each record to the last round in which this rank has set a bit.
+        left: Maps the path of each record to the last round that this rank has left.
+        agreed: Maps the path of each record to the last round in which this rank has agreed.
         reported: The tokens of outcomes that this rank must not raise again.
         is_reporting: Whether the store has a status of this rank.
         stale: Keys that no rank needs any more. The next call deletes them.
@@ -63,12 +63,12 @@ class Memory:
     _lock: threading.Lock = attrs.field(factory=threading.Lock)
 
     def lock_of(self, path: str) -> Any:
-        """Return the lock that a thread holds while it makes a call at a record."""
+        """Return the lock that a thread holds while it makes a call that uses a record."""
         with self._lock:
             return self._locks.setdefault(path, system.lock())
 
     def next_number(self, path: str) -> int:
-        """Return the number of earlier calls with this path."""
+        """Return how often this method was called before with the same path."""
         with self._lock:
             self._counts[path] += 1
             return self._counts[path] - 1
@@ -86,7 +86,7 @@ class Memory:
 
 
 _busy: list[Any] = []
-"""The clients of stores that calls of this process are using, without their prefixes."""
+"""The store clients, without prefixes, that calls of this process are using."""
 
 _busy_lock = threading.Lock()
 
@@ -103,7 +103,7 @@ os.register_at_fork(after_in_child=_begin_again)
 
 @contextlib.contextmanager
 def client_of(store: Any) -> Iterator[Any]:
-    """Yield a client of a store that no other call of this process uses.
+    """Yield a client of a store for the sole use of one call of this process.
 
     A request that blocks, such as a wait, occupies its client, and several worlds may have the same
     client. A second call at the same time gets a new connection, which is closed after the `with`
@@ -159,10 +159,10 @@ class Scope:
         ranks: The ranks, in the same order on all of them.
         layout: The layout whose coordinates errors add to the names of ranks, if any.
         grid: The grid, as text that is compared if ranks wait for each other, or "".
-        is_fenced: Whether a rank that misses a round in which ranks agreed is excluded: its next
-            calls fail.
+        is_fenced: Whether a rank is excluded after it has missed a round in which the others
+            agreed. The next calls of an excluded rank fail.
         is_claimed: Whether a rank may be taken over by a newer process, as in a joined world.
-        memory: The calling rank's memory; default: of its calls in the world.
+        memory: The calling rank's memory. Default: its memory of calls in the world.
     """
 
     world: World
@@ -177,7 +177,7 @@ class Scope:
     )
 
     def of_all_ranks(self) -> Scope:
-        """Return the scope of the same calls when every rank of the world makes them."""
+        """Return a scope for the same calls, in which every rank of the world takes part."""
         size = self.world.size
         if len(self.ranks) == size:
             return self
@@ -203,8 +203,8 @@ class Scope:
     def read_namespace(self) -> Steps[str]:
         """Return the prefix of all keys of the world. The first call reads it from the store.
 
-        The prefix has the number of ranks, and a digest of the address that rank 0 of a gloo WORLD
-        has published. The address is different in each job that uses the same store.
+        The prefix contains the number of ranks, and a digest of the address that rank 0 of a gloo
+        WORLD has published. The address is different in each job that uses the same store.
         """
         if self.memory.namespace is None:
             namespace = f"hypercomm/{self.world.size}"

@@ -47,11 +47,11 @@ class System:
         return threading.Lock()
 
     def start(self, action: Callable[[], None], done: Callable[[], None]) -> None:
-        """Run a function in a thread of the pool; it must not raise.
+        """Run a function in a thread of the pool. The function must not raise.
 
         Args:
             action: The function.
-            done: Called once the thread is idle. A caller that waits for this call gets the same
+            done: Called once the thread is idle. A caller that waits for `done` gets the same
                 thread for its next function.
         """
         try:

@@ -45,7 +45,7 @@ def release_of(version: str) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=16)
 def since(release: str) -> bool:
-    """Return whether the installed torch is a release or a newer one."""
+    """Return whether the installed torch is `release` or newer."""
     return release_of(torch.__version__) >= release_of(release)
 
 
@@ -53,7 +53,7 @@ def check_release(installed: str) -> None:
     """Raise unless a version of torch is `OLDEST` or newer.
 
     Raises:
-        MissingPackageError: Has the command that installs a newer one.
+        MissingPackageError: The message contains the command that installs a newer torch.
 
     Example:
         >>> check_release("2.10.0+cu126")
@@ -107,7 +107,8 @@ class Patch:
 
     Args:
         name: The name of the attribute.
-        read: Reads it, as `getattr` does; `inspect.getattr_static` for a property of a class.
+        read: The function that reads the attribute. `inspect.getattr_static` for a property of a
+            class.
     """
 
     def __init__(self, name: str, read: Callable[..., Any] = getattr) -> None:
@@ -245,9 +246,9 @@ def takes_options(backend: str) -> bool:
 
 
 def world_options(backend: str) -> Any:
-    """Return options of WORLD that have its timeout, preferably of its part with `backend`.
+    """Return the options of one backend of WORLD, preferably of `backend`, for their timeout.
 
-    The result is None if torch does not show them: a fake backend has no options.
+    The result is None if torch shows no options, as for a fake backend.
     """
     parts = parts_of_world()
     wanted = single_backends(backend)
@@ -277,8 +278,9 @@ def with_timeout(pg_options: Any, timeout: timedelta | None) -> Any:
     """Return a copy of backend options with the timeout of a group.
 
     torch writes the timeout, the ranks and the name of the group into the options. With a copy, a
-    caller can use one object for several groups. The copy of an object of a Python subclass is an
-    object of the C++ class, so such an object is returned unchanged, for one group.
+    caller can use one object for several groups. A copy of an object of a Python subclass would be
+    an object of the C++ class. Such an object is therefore returned unchanged, and serves only one
+    group.
     """
     if timeout is None or getattr(pg_options, "_timeout", None) is None:
         return pg_options
@@ -307,12 +309,12 @@ def default_timeout(backend: str) -> timedelta:
 
 
 def parts_of_world() -> dict[str, str]:
-    """Return the backend of WORLD on each device, by the name of the device."""
+    """Map the name of each device to the backend of WORLD on this device."""
     return dict(pairs_of(dist.get_backend_config()))
 
 
 def parts_of(backend: str) -> dict[str, str]:
-    """Return the backend of a group on each device, by the name of the device."""
+    """Map the name of each device to the backend that groups of `backend` have on it."""
     return dict(pairs_of(backend_config(backend)))
 
 
@@ -357,7 +359,7 @@ def set_timeout(timeout: timedelta, group: ProcessGroup | None) -> None:
 
 
 def has_ranks() -> bool:
-    """Return whether the ranks share a store: not in a fake world, nor in a simulated run."""
+    """Return whether the ranks share a store. In fake and simulated worlds they do not."""
     world = dist.group.WORLD
     if world is None or not getattr(_c10d._world, "has_other_ranks", True):
         return False
@@ -370,7 +372,7 @@ def default_store() -> Any:
 
 
 def without_prefix(store: Any) -> Any:
-    """Return the store without prefixes of keys that a store uses."""
+    """Return the innermost store of `store`, which adds no prefix to keys."""
     while isinstance(store, _STORE_WITH_PREFIX):
         store = store.underlying_store
     return store

@@ -17,6 +17,6 @@ __all__ = ["DebugHandler", "NavLink", "Route", "fetch_all", "register_handler"]
 def register_handler(name: str, handler: Callable[[Any, Any], None]) -> None:
     """Register a handler of this process for a request of the debug server."""
     _register_handler(name, handler)
-    # torch releases the handler after Python has ended. To free the object then would abort the
-    # process, so its reference count stays above zero.
+    # torch releases the handler after Python has ended. Freeing the Python object at that time
+    # would abort the process, so its reference count stays above zero.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(handler))

@@ -121,8 +121,9 @@ def _options(devices: list[Any], timeout: timedelta) -> Any:
 class LazyInit:
     """Whether gloo connects a pair of members at its first message instead of at the creation.
 
-    This is a property of the device of a group. torch creates the device, with the value of an
-    environment variable, which all threads share. For another value, this class creates it.
+    This is a property of the device of a group. torch creates the device according to an
+    environment variable, which all threads share. If a thread chooses otherwise, this class
+    creates the device.
     """
 
     _SWITCH = "TORCH_GLOO_LAZY_INIT"
@@ -137,7 +138,7 @@ class LazyInit:
 
     @contextlib.contextmanager
     def set_to(self, lazily: bool | None) -> Iterator[bool]:
-        """Choose for the groups that this thread creates in a `with` block.
+        """Set the choice for the groups that this thread creates in a `with` block.
 
         Args:
             lazily: The choice; None uses the environment variable.

@@ -51,7 +51,7 @@ _torch: Any = dist.distributed_c10d
 _defaults_lock = threading.Lock()
 
 _kept: WeakKeyDictionary[ProcessGroup, tuple[list[str], str]] = WeakKeyDictionary()
-"""The groups of `new_group`, each with the key of its address and a list for keys to delete."""
+"""For each group of `new_group`: a list for keys to delete, and the key of this rank's address."""
 
 
 def why_not_members() -> str | None:
@@ -146,7 +146,7 @@ def new_group(
 
 
 def _numbers(members: list[int]) -> dict[int, int]:
-    """Return the position of each member, by rank; for all ranks, the dict of WORLD itself."""
+    """Map each member to its position. If these are all ranks, return the dict of WORLD itself."""
     known: dict[int, int] = _torch._world.pg_group_ranks.get(dist.group.WORLD, {})
     if len(members) == len(known) and members == list(known):
         return known
@@ -210,8 +210,9 @@ _defaults: list[ProcessGroup | None] = []
 def shown_as_default(group: ProcessGroup) -> Iterator[None]:
     """Make a group torch's default process group within a `with` block, in all threads.
 
-    Blocks of several threads may end in any order. torch has the group of the open block that began
-    last. If the default process group was destroyed or created within a block, it is not changed.
+    Blocks of several threads may end in any order. The default is the group of the most recently
+    entered block that is still open. If the default process group was destroyed or created within a
+    block, the end of the block does not change it.
     """
     with _defaults_lock:
         if not _defaults or _defaults[-1] is not dist.group.WORLD:
@@ -226,7 +227,7 @@ def shown_as_default(group: ProcessGroup) -> Iterator[None]:
 
 
 def _end_block(group: ProcessGroup) -> None:
-    """Show the group of the last open block, unless another default group was set since."""
+    """Restore the default at the end of a block, unless the program has changed it since."""
     is_ours = bool(_defaults) and _defaults[-1] is dist.group.WORLD
     if group in _defaults:
         del _defaults[len(_defaults) - 1 - _defaults[::-1].index(group)]
@@ -258,7 +259,7 @@ def registered() -> set[ProcessGroup]:
 
 
 def is_registered(group: ProcessGroup | None) -> bool:
-    """Return whether torch has registered a group. It has none after WORLD is destroyed."""
+    """Return whether torch has registered a group. None is registered after WORLD is destroyed."""
     return group in _torch._world.pg_map
 
 
@@ -281,7 +282,7 @@ def destroy(groups: Iterable[ProcessGroup]) -> None:
 
 
 def _destroy(group: ProcessGroup) -> None:
-    """Destroy a group, and the empty list of its tag, which torch keeps."""
+    """Destroy a group, and delete the empty list that torch keeps for the group's tag."""
     tag = _torch._world.pg_to_tag.get(group)
     tagged = _torch._world.tags_to_pg
     stale, key = _kept.get(group, ([], ""))
@@ -295,12 +296,12 @@ def _destroy(group: ProcessGroup) -> None:
 def abort(groups: Iterable[ProcessGroup]) -> None:
     """End groups without waiting for other ranks: abort NCCL groups, and destroy the others.
 
-    The NCCL groups are aborted together, as torch does for all groups of a job. One after the
-    other, they would wait for each other (pytorch issue 119797).
+    The NCCL groups are aborted together, as torch does for all groups of a job. If they were
+    aborted one after the other, they would wait for each other (pytorch issue 119797).
     """
     pending = [group for group in groups if is_registered(group)]
     nccl = [group for group in pending if is_nccl(backend_of(group))]
-    with contextlib.ExitStack() as ends:  # runs the last callback first, and each after an error
+    with contextlib.ExitStack() as ends:  # last callback first, even after errors
         ends.callback(_end_each, [one for one in pending if one not in nccl], _destroy)
         ends.callback(_end_each, nccl, _torch._abort_process_group)
         if nccl:
@@ -360,8 +361,8 @@ def _nccl_calls_together(group: ProcessGroup) -> contextlib.ExitStack:
 # Such a group is created without members. Each member publishes its handle, reads the handles of
 # the others, and connects. This happens at the creation, and again with other members after a loss.
 # gloo publishes addresses under the name of the group, and members whose groups have different
-# names could not connect. All these groups therefore use one prefix, and each set of members has a
-# number.
+# names could not connect. All these groups therefore use one prefix, and a number distinguishes
+# each set of members.
 
 
 def why_not_reconfigured(backend: str) -> str | None:
@@ -409,7 +410,7 @@ def reconfigure(
     stale: list[str],
     left_s: float,
 ) -> None:
-    """Give a group new members. Each of them calls this function.
+    """Give a group new members. Each new member calls this function.
 
     Args:
         group: The group of the calling rank.
@@ -470,5 +471,5 @@ def _reconfigure(
 
 
 def _any(group: Any) -> Any:
-    """Return a group without a type: torch before 2.14 has no types for these methods."""
+    """Return a group as Any, because torch before 2.14 has no types for these methods."""
     return group

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def forget_meshes() -> None:
     """Clear the caches of DTensor's sharding propagation, which refer to meshes.
 
-    The cached results have the mesh of their first use, and DTensor uses them for every mesh with
-    equal ranks and names. Once the groups of the first mesh are destroyed, the results are
+    A cached result refers to the mesh of its first use. DTensor reuses the result for every mesh
+    with equal ranks and names. Once the groups of the first mesh are destroyed, the result is
     unusable. Each thread has a cache. This function clears the cache of the calling thread.
     """
     if "torch.distributed.tensor" not in sys.modules:
@@ -110,7 +110,7 @@ def flattened(mesh: Any) -> dict[str, Any]:
 
 
 def _as_one_dim(layout: Any) -> Any:
-    """Return the layout of a mesh with all of its dims as one, as `DeviceMesh._flatten` does."""
+    """Return the layout of a mesh with all dims joined into one, as `DeviceMesh._flatten` does."""
     if hasattr(layout, "collapse"):
         return type(layout)([layout.collapse()])
     joint = layout.coalesce()  # torch 2.10

@@ -92,7 +92,7 @@ def connects_as_told(backend: str) -> bool:
 
 
 def uses_torchcomms() -> bool:
-    """Return whether torch creates groups through TorchComms, which needs their members only."""
+    """Return whether torch creates groups through TorchComms, for which only members are needed."""
     enabled = getattr(dist.distributed_c10d, "_use_torchcomms_enabled", None)  # torch 2.13
     return enabled is not None and bool(enabled())
 
@@ -130,7 +130,7 @@ def connects_at_creation(backend: str, lazily: bool | None) -> bool:
 def made_alone(
     backend: str, pg_options: Any, timeout: timedelta, lazily: bool | None
 ) -> Iterator[tuple[Any, torch.device | None]]:
-    """Create a group in a `with` block without ranks that are not members.
+    """Let only the members create a group in a `with` block, without the other ranks.
 
     Args:
         backend: The backend of the group.
@@ -193,9 +193,9 @@ def keeps_order() -> bool:
 
 
 def split_colors(groups: NDArray[np.int64]) -> list[int]:
-    """Return the colour of each group, a row of ranks, with which torch splits it off WORLD.
+    """Return the colour with which torch splits each group, a row of ranks, off WORLD.
 
-    torch computes a hash of the ranks in C++, boost's `hash_combine`.
+    torch computes the colour in C++, as a hash of the ranks (boost's `hash_combine`).
     """
     colors = np.zeros(len(groups), np.uint64)
     for ranks in groups.astype(np.uint64).T:
@@ -205,7 +205,7 @@ def split_colors(groups: NDArray[np.int64]) -> list[int]:
     return (np.abs(colors.view(np.int64)) % (2**31 - 1)).tolist()  # type: ignore[no-any-return]
 
 
-# ---- their names -------------------------------------------------------------------------------
+# ---- the names of splits -----------------------------------------------------------------------
 
 _name: ContextVar[str | None] = ContextVar("name", default=None)
 _naming = Patch("_process_group_name")
@@ -216,10 +216,10 @@ def named(name: str | None) -> Iterator[None]:
     """Name the group that this thread splits off WORLD within a `with` block.
 
     torch adds a salt to the name of such a group. Before 2.14 the salt is the number of groups of
-    the calling rank. It differs between ranks once a split has left some of them out, and their
-    later groups then have different names. `destroy_process_group` ends groups in the order of
-    their names, so that NCCL waits for ever (pytorch issue 190396). The name that is given here is
-    the same on all members.
+    the calling rank. This number differs between ranks once a split has left some of them out, and
+    a later group then has different names on its members. `destroy_process_group` ends groups in
+    the order of their names, so NCCL may then wait for ever (pytorch issue 190396). The name that
+    is given here is the same on all members.
     """
     token = _name.set(name)
     try:
