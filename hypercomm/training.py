@@ -24,10 +24,10 @@ Parameters = Mapping[Cut, Tensor | Iterable[Tensor]]
 
 
 def grad_norm(parameters: Parameters, norm_type: float = 2.0) -> Tensor:
-    """Return the norm of all gradients of a model, like one process with the whole model.
+    """Return the norm of all gradients of a model whose parameters are split over ranks.
 
     Each element counts once. Gradients must already be averaged over data parallel ranks, because
-    ranks that differ only in dims that do not cut a parameter must have the same gradient.
+    all ranks that have the same part of a parameter must have the same gradient.
 
     Args:
         parameters: The calling rank's parameters, by the dims that cut them: `grid["tp", "pp"]`
@@ -35,8 +35,8 @@ def grad_norm(parameters: Parameters, norm_type: float = 2.0) -> Tensor:
             `grid.view("expert")["ep", "pp"]` for experts, and None for parameters that no dim cuts,
             which every rank of the grid has. Every rank must pass the same dims in the same order,
             with an empty list if it has no such parameters. For a DTensor, such as a parameter of
-            FSDP2, also name the dims of its mesh that shard it, because its local part counts.
-        norm_type: The p of the p-norm, larger than 0. `math.inf` gives the largest element.
+            FSDP2, also name the dims of its mesh that shard it, because only its local part counts.
+        norm_type: The p of the p-norm, larger than 0. `math.inf` means the largest absolute value.
 
     Returns:
         A float64 tensor without dims, equal on all ranks. The norm of each gradient is computed in
@@ -68,7 +68,7 @@ def clip_grad_norm_(parameters: Parameters, max_norm: float, norm_type: float = 
         parameters: The calling rank's parameters, by the dims that cut them, or by None. See
             `grad_norm`.
         max_norm: The largest norm, at least 0.
-        norm_type: The p of the p-norm, larger than 0. `math.inf` gives the largest element.
+        norm_type: The p of the p-norm, larger than 0. `math.inf` means the largest absolute value.
 
     Returns:
         The norm before scaling. See `grad_norm`.

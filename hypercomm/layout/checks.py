@@ -1,4 +1,4 @@
-"""Readers of arguments: each returns a value in one form, or raises an error that names it."""
+"""Readers of arguments. Each returns a canonical value, or raises an error with its name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LARGEST_RANK = 2**31 - 1
 """torch numbers ranks with a C int."""
 
 _SEPARATORS = ",=+-"
-"""Characters of the text forms, which a dim name cannot contain."""
+"""Characters that have a meaning in the text forms. A dim name cannot contain them."""
 
 
 # ---- numbers, choices ---------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def check_choice(
     """Raise unless a value is one of some strings.
 
     Raises:
-        HyperCommError: It is none of them. The class is `error`.
+        HyperCommError: The value is none of the strings. The class of the error is `error`.
 
     Example:
         >>> check_choice("cover", "any", ("any", "exact"))
@@ -103,7 +103,7 @@ def check_duration(timeout: object, what: str = "timeout") -> None:
     """Raise unless a timeout is a positive `timedelta`. `what` is the name of the argument.
 
     Raises:
-        GroupOptionsError: It is not a `timedelta`, or not positive.
+        GroupOptionsError: The timeout is not a `timedelta`, or is not positive.
 
     Example:
         >>> check_duration(timedelta(seconds=1))
@@ -137,7 +137,7 @@ def world_too_small(what: str, last_rank: int, world_size: int) -> WorldSizeErro
 
 
 def is_utf8(text: str) -> bool:
-    r"""Return whether a string can be encoded as UTF-8, which torch does with names.
+    r"""Return whether a string can be encoded as UTF-8. torch encodes all names in this way.
 
     >>> is_utf8("é"), is_utf8("\ud800")
     (True, False)
@@ -203,7 +203,7 @@ def as_sizes(value: object, what: str = "shape") -> tuple[int, ...]:
 
 
 def as_names(value: object, what: str = "dim name") -> tuple[str, ...]:
-    """Return distinct names that the text forms can contain."""
+    """Return names as a tuple. They must be distinct and fit into the text forms."""
     plural = f"{what.replace(' ', '_')}s"
     names = as_ordered(value, plural)
     for name in names:

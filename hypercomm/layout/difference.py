@@ -25,7 +25,7 @@ MOST_DIMS = 12
 """The most dims larger than 1 that are compared. They have 4,095 combinations."""
 
 COLUMNS = ("before", "after", "groups x size", "result")
-"""The columns of the cells of a `GroupsChange`."""
+"""The column titles for `GroupsChange.cells`."""
 
 _Dims = tuple[str, ...]
 
@@ -35,10 +35,10 @@ class GroupsChange:
     """The change of the groups over some dims, as `difference` finds it.
 
     Args:
-        before: The dims of these groups in the layout before, in its order. Empty for new groups.
-        after: The dims of these groups in the layout after, in its order. Empty if they are gone.
-        groups_before: The number of groups in the layout before.
-        groups_after: The number of groups in the layout after.
+        before: The dims of these groups in the old layout, in its order. Empty for new groups.
+        after: The dims of these groups in the new layout, in its order. Empty if they are gone.
+        groups_before: The number of groups over these dims in the old layout.
+        groups_after: The number of groups over these dims in the new layout.
         size: The number of members of every group.
         kept: The number of groups that both layouts have.
 
@@ -88,16 +88,17 @@ class LayoutDifference:
     Args:
         before: The layout before.
         after: The layout after.
-        changes: The change of each combination of dims that has groups of at least two ranks. The
-            combinations of `before` are first, in its order, few dims first. Combinations whose
-            groups only `after` has are last. With lists of ranks, a combination may have several
-            changes, because its groups may be kept over different dims.
+        changes: One change for each combination of dims whose groups have at least two ranks. The
+            combinations of `before` come first, ordered by the number of dims and then as in the
+            layout. Combinations whose groups are only in `after` come last. If a layout has a list
+            of ranks, a combination may have several changes, because `after` may have some of its
+            groups over one combination of dims and others over another.
         groups_before: The number of groups of at least two ranks in `before`.
         groups_after: The number of groups of at least two ranks in `after`.
         groups_kept: The number of groups that both layouts have.
         ranks_shared: The number of ranks that both layouts have.
-        ranks_moved: The number of shared ranks whose coordinates change. The coordinate along a dim
-            that a layout does not have counts as 0.
+        ranks_moved: The number of shared ranks whose coordinates change. If a layout lacks a
+            dim, its ranks have coordinate 0 along that dim.
 
     Example:
         >>> layouts = RankLayout("tp=2,cp=2,dp=2"), RankLayout("tp=4,dp=2")
@@ -187,7 +188,7 @@ def difference(before: RankLayout, after: RankLayout) -> LayoutDifference:
         after: The layout after, with the same limit. It may have other ranks and other dims.
 
     Returns:
-        The change of all groups, and the number of ranks that move.
+        The changes of all groups, and the number of ranks that move.
 
     Raises:
         LayoutError: An argument is not a layout, or has too many ranks or dims.
@@ -263,9 +264,9 @@ def _long_dims(layout: RankLayout) -> _Dims:
 def _count_kept(
     ours: Mapping[_Dims, RankGroups], theirs: Mapping[_Dims, RankGroups]
 ) -> dict[tuple[_Dims, _Dims], int]:
-    """Count the groups in both layouts, by their dims before and after.
+    """Count the groups that are in both layouts, by their dims in the old and in the new layout.
 
-    In one layout, groups over different dims are different.
+    Within one layout, groups over different dims differ, so a group identifies its dims.
     """
     dims_of = {key: dims for dims, groups in ours.items() for key in _keys(groups)}
     kept: Counter[tuple[_Dims, _Dims]] = Counter()
@@ -317,7 +318,7 @@ class Lost:
 
     Args:
         before: The layout before.
-        after: The layout after, of which only the ranks matter.
+        after: The layout after. Only its ranks matter.
 
     Example:
         >>> before = RankLayout("tp=2,dp=4")
@@ -339,7 +340,7 @@ class Lost:
     def shards(self, /, *dims: str) -> tuple[dict[str, int], ...]:
         """Return the shards over some dims that no remaining rank has.
 
-        A trainer loads these from its checkpoint. A remaining rank has every other shard.
+        A trainer loads these from its checkpoint. Every other shard is on a remaining rank.
 
         Args:
             dims: One or more dims, in any order.
@@ -356,13 +357,17 @@ class Lost:
         names = self.before.dim_names
         others = tuple([-1 - axis for axis, name in enumerate(names) if name not in ordered])
         left = np.isin(np.asarray(self.before.ranks), np.asarray(self.after.ranks))
-        held = left.reshape(self.before.shape[::-1]).any(axis=others)  # the first dim is last
+        # The first dim is the last axis.
+        held = left.reshape(self.before.shape[::-1]).any(axis=others)
         lost = np.argwhere(~np.asarray(held)).tolist()
         return tuple(dict(zip(ordered, reversed(index), strict=True)) for index in lost)
 
     @property
     def words(self) -> str:
-        """The lost ranks, and the lost shards over the fewest dims, such as "3: tp=1,dp=1"."""
+        """The lost ranks and shards as text, such as "3: tp=1,dp=1".
+
+        The shards are over the smallest number of dims for which any shard is lost.
+        """
         ranks = format_ranks(self.ranks) or "none"
         dims = _long_dims(self.before)
         for count in range(1, min(len(dims), MOST_DIMS) + 1):

@@ -1,7 +1,7 @@
 """RankGroups: disjoint groups of ranks over some dims, from lists or from other groups.
 
-Methods about one rank or one group over dims compute with a few axes, whatever the number of
-groups. Methods that enumerate all groups are vectorised.
+For groups over dims, the cost of methods about one rank or one group does not depend on the number
+of groups. Methods that enumerate all groups are vectorised.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class RankGroups(Sequence[tuple[int, ...]]):
         return tuple(np.unique(np.diff(self._bounds)).tolist())
 
     def _find(self, rank: int) -> tuple[int, int] | None:
-        """Return the index of the group of `rank` and the position in it, or None."""
+        """Return the index of a rank's group and the rank's position in it, or None."""
         place = self._positions.get(rank)
         if place is None:
             return None
@@ -115,7 +115,7 @@ class RankGroups(Sequence[tuple[int, ...]]):
         return index, place - int(self._bounds[index])
 
     def _group(self, index: int) -> tuple[int, ...]:
-        """Return a group by its index, which is in range."""
+        """Return a group by its index. The caller ensures that the index is in range."""
         return tuple(self._ranks[self._bounds[index] : self._bounds[index + 1]].tolist())
 
     def __len__(self) -> int:
@@ -160,7 +160,7 @@ class RankGroups(Sequence[tuple[int, ...]]):
         return bool((np.diff(self.to_array(), axis=1) > 0).all())
 
     def locate(self, rank: int) -> tuple[int, int]:
-        """Return the index of the group of `rank`, and the position of `rank` in it.
+        """Return the index of the group that contains `rank`, and the position of `rank` in it.
 
         Raises:
             RankOutsideError: `rank` is not in any group.
@@ -171,7 +171,9 @@ class RankGroups(Sequence[tuple[int, ...]]):
         return found
 
     def of(self, rank: int) -> tuple[int, ...]:
-        """Return the group of `rank`. Over dims, this takes O(number of dims + group size).
+        """Return the group that contains `rank`.
+
+        For groups over dims, the cost is O(number of dims + group size).
 
         Raises:
             RankOutsideError: `rank` is not in any group.
@@ -180,11 +182,11 @@ class RankGroups(Sequence[tuple[int, ...]]):
         return self._group((found or self.locate(rank))[0])
 
     def index_of(self, rank: int) -> int:
-        """Return the index of the group of `rank`."""
+        """Return the index of the group that contains `rank`."""
         return self.locate(rank)[0]
 
     def position_of(self, rank: int) -> int:
-        """Return the position of `rank` in its group, which is its rank in the process group."""
+        """Return the position of `rank` in its group, which torch calls the group rank."""
         return self.locate(rank)[1]
 
     def has_member(self, rank: int) -> bool:
@@ -213,7 +215,8 @@ class RankGroups(Sequence[tuple[int, ...]]):
         `create_hierarchical_groups` makes the same groups for hierarchical context parallelism.
 
         Args:
-            sizes: Group size of each level, innermost first. Their product is the group size.
+            sizes: The group size at each level, innermost first. The product of `sizes` must be the
+                size of these groups.
 
         Raises:
             LayoutError: The product of `sizes` is not the group size.
@@ -243,8 +246,8 @@ class RankGroups(Sequence[tuple[int, ...]]):
         For example, Megatron's embedding groups are the first and last stage of every pipeline.
 
         Args:
-            function: It is called with one group at a time, when the groups are read. It must
-                return the same number of ranks for every group.
+            function: A function that is called with one group at a time, when the groups are read.
+                It must return the same number of ranks for every group.
 
         Raises:
             LayoutError: When a group is read, if `function` returns no rank, a rank that is not in
@@ -271,7 +274,7 @@ class RankGroups(Sequence[tuple[int, ...]]):
         return map(tuple, self.to_array().tolist())
 
     def to_lists(self) -> list[list[int]]:
-        """Return all groups as lists, which vLLM's and SGLang's `init_model_parallel_group` takes.
+        """Return all groups as lists, as `init_model_parallel_group` of vLLM and SGLang expects.
 
         Example:
             >>> from hypercomm import RankLayout
@@ -315,9 +318,10 @@ class RankGroups(Sequence[tuple[int, ...]]):
 
 @attrs.frozen(repr=False, eq=False)
 class StridedGroups(RankGroups):
-    """Groups from strides: `outer` axes number the groups, `inner` axes number their members.
+    """Groups from strides.
 
-    All axes together are nested in some order (see `numbering.are_nested`).
+    The `outer` axes enumerate the groups. The `inner` axes enumerate the members of a group. All
+    axes together are nested in some order (see `numbering.are_nested`).
     """
 
     origin: int
@@ -326,8 +330,11 @@ class StridedGroups(RankGroups):
     sizes: tuple[int, ...] = attrs.field(init=False)
     _count: int = attrs.field(init=False)
     _descending: list[tuple[int, int, int, int]] = attrs.field(init=False)
-    """All axes, the largest stride first: size, stride, and the number of groups and of positions
-    in a group that one step along the axis skips."""
+    """(size, stride, groups, positions) for each axis, the largest stride first.
+
+    A step along the axis adds `groups` to the index of the group, and `positions` to the position
+    in the group.
+    """
 
     def __attrs_post_init__(self) -> None:
         axes = []
@@ -346,7 +353,7 @@ class StridedGroups(RankGroups):
 
     @property
     def is_sorted(self) -> bool:
-        """Whether the members ascend. As the axes are nested, they do if the strides ascend."""
+        """Whether the members ascend. Because the axes are nested, ascending strides are enough."""
         return list(self.inner) == sorted(self.inner, key=_STRIDE)
 
     def __len__(self) -> int:
@@ -399,7 +406,7 @@ class StridedGroups(RankGroups):
 
 @attrs.frozen(repr=False, eq=False)
 class PickedGroups(RankGroups):
-    """The ranks of each group of `parent` that a function returns."""
+    """The groups of `parent`, each reduced to the ranks that a function returns."""
 
     parent: RankGroups
     function: Callable[[tuple[int, ...]], Iterable[int]]
@@ -439,7 +446,7 @@ class PickedGroups(RankGroups):
 
 @attrs.frozen(repr=False, eq=False)
 class ListedGroups(RankGroups):
-    """The ranks of a list, by groups of positions in the list."""
+    """Groups of the ranks in a list. `positions` has the same groups as positions in the list."""
 
     positions: RankGroups
     listing: Listing
@@ -487,7 +494,8 @@ def as_groups(found: object, within: RankGroups) -> RankGroups:
 
     Args:
         found: `RankGroups`, or lists of ranks of any sizes.
-        within: The groups over dims that they are derived from, with all ranks of the grid.
+        within: The groups over dims from which `found` is derived. They contain all ranks of the
+            grid.
 
     Raises:
         LayoutError: The value is not groups, `RankGroups` rejects the lists, or a rank is not in
@@ -540,11 +548,11 @@ def format_sizes_of(groups: RankGroups) -> str:
 
 
 class Membership(NamedTuple):
-    """The group of a rank.
+    """The group of a rank, and the rank's position in the group.
 
     Attributes:
         ranks: The ranks of the group.
-        rank: The position of the rank among them.
+        rank: The position of the rank in `ranks`.
     """
 
     ranks: tuple[int, ...]

@@ -3,8 +3,8 @@
 A rank is `rank_offset` plus the sum of coordinate times stride over the dims. The FIRST dim
 varies fastest, as in Megatron's `order`; DeviceMesh, JAX and MPI number the other way round.
 
-Inside, strides give the offset of coordinates, and a map gives the rank of an offset: the first
-rank plus the offset, or the rank at that position of a list (see `numbering`).
+Internally, strides turn coordinates into an offset, and a map turns the offset into a rank. The
+rank is the first rank plus the offset, or the rank at that position in a list (see `numbering`).
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class RankLayout:
             of `shape`. Strides need not ascend. Default: the first dim has stride 1, and there are
             no gaps.
         ranks: The rank at each position, the first dim varying fastest, in place of `rank_offset`
-            and `strides`. Needed only if no strides give these ranks. The first method call about
-            one rank then reads the whole list.
+            and `strides`. Needed only if strides cannot express these ranks. The first method
+            call about one rank then reads the whole list.
         world_size: The number of ranks that the sizes must multiply to. A size of -1 is inferred
             from it.
         dims: Sizes by name, in place of `shape` and `dim_names`.
@@ -117,7 +117,7 @@ class RankLayout:
         >>> RankLayout([2, 4], ["tp", "dp"], strides=[4, 1]).groups("tp")[1]
         (1, 5)
 
-        Position 2 in a list, at coordinates (0, 1), is its third rank.
+        In a list of ranks, coordinates (0, 1) are position 2, so they select the third rank.
 
         >>> listed = RankLayout([2, 2], ["tp", "dp"], ranks=[9, 8, 0, 1])
         >>> listed.rank(tp=0, dp=1), listed.coords(8), list(listed.groups("dp"))
@@ -136,9 +136,9 @@ class RankLayout:
     last_rank: int = attrs.field(eq=False, init=False)
     """The largest rank."""
     _is_dense: bool = attrs.field(eq=False, init=False)
-    """Whether the positions of ranks are their offsets."""
+    """Whether the position of every rank is equal to its offset."""
     _descending: Sequence[tuple[int, int, int]] = attrs.field(eq=False, init=False)
-    """The dims larger than 1, the largest stride first: number, size and stride."""
+    """(axis, size, stride) for each dim larger than 1, the largest stride first."""
 
     def __init__(
         self,
@@ -181,7 +181,10 @@ class RankLayout:
         strides: tuple[int, ...] | None,
         numbering: Span | Listing,
     ) -> None:
-        """Set all fields in canonical form: a list of ranks that strides give becomes strides."""
+        """Set all fields in canonical form.
+
+        If strides can express a list of ranks, the strides are stored instead of the list.
+        """
         dense = dense_strides(shape)
         if isinstance(numbering, Listing):
             strides = strides_of(shape, numbering.array)
@@ -279,7 +282,7 @@ class RankLayout:
             ) from error
 
     def to_json(self) -> str:
-        """Return the layout as JSON. Equal layouts give equal text.
+        """Return the layout as JSON. Equal layouts have equal text.
 
         Example:
             >>> from hypercomm import RankLayout
@@ -326,7 +329,7 @@ class RankLayout:
 
     @property
     def is_listed(self) -> bool:
-        """Whether the ranks are stored as a list, because no strides give them.
+        """Whether the ranks are stored as a list, because strides cannot express them.
 
         Example:
             >>> from hypercomm import RankLayout
@@ -482,7 +485,7 @@ class RankLayout:
         return groups_over(self, self.order_dims(dims))
 
     def membership(self, rank: int, /, *dims: Dims) -> Membership:
-        """Return a rank's group over some dims, and its position there.
+        """Return a rank's group over some dims, and the rank's position in that group.
 
         Raises:
             RankOutsideError: The layout does not contain `rank`.
@@ -625,7 +628,7 @@ class RankLayout:
         return wanted
 
     def _offset_at(self, coords: Mapping[str, int]) -> int:
-        """Return the first offset with some coordinates."""
+        """Return the offset of some coordinates. The coordinates of the other dims count as 0."""
         offset = 0
         for name, coordinate in coords.items():
             axis = self._axis_of(name)
@@ -707,7 +710,7 @@ def _read_numbering(
 def _distinct_ranks(
     sizes: Mapping[str, int], axes: Sequence[Axis], first: int
 ) -> NDArray[np.int64]:
-    """Return the ranks that strides give, which are not nested; raise if two are equal.
+    """Return the ranks for strides that are not nested. Raise if two ranks are equal.
 
     >>> _distinct_ranks({"tp": 2, "dp": 3}, [Axis(2, 3), Axis(3, 2)], 1).tolist()
     [1, 4, 3, 6, 5, 8]
@@ -747,10 +750,11 @@ def read_layout(
     Args:
         sizes: The sizes as `RankLayout` takes them, or an object with a `layout`, such as a grid.
             Default: `dims`, or the sizes in the environment variable HYPERCOMM_LAYOUT.
-        dim_names: The names of the dims, if `sizes` does not have them.
+        dim_names: The names of the dims, if `sizes` does not contain them.
         rank_offset: The smallest rank.
-        world_size: The number of ranks of the world. An unspecified size fills the ranks from
-            `rank_offset` on. Default: unknown, and all sizes must be given.
+        world_size: The number of ranks of the world. An unspecified size is inferred so that
+            the layout fills the ranks from `rank_offset` on. Default: unknown, and all sizes must
+            be given.
         dims: Sizes by name, in place of `sizes`.
 
     Raises:

@@ -1,7 +1,7 @@
 """Offsets and ranks: axes of strides, and maps from offsets to ranks.
 
 An offset is the sum of coordinate times stride over the dims. The rank of an offset is the first
-rank plus the offset (`Span`), or the rank at that position of a list (`Listing`).
+rank plus the offset (`Span`), or the rank at that position in a list (`Listing`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def lattice(axes: Sequence[Axis]) -> NDArray[np.int64]:
 
 
 def coalesce(axes: Iterable[Axis]) -> tuple[Axis, ...]:
-    """Drop axes of size 1, and join neighbours that together have constant steps.
+    """Drop axes of size 1, and join neighbouring axes that are equivalent to one axis.
 
     >>> coalesce([Axis(2, 1), Axis(1, 2), Axis(3, 2), Axis(2, 12)])
     (Axis(size=6, stride=1), Axis(size=2, stride=12))
@@ -123,7 +123,9 @@ def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def canonical_strides(shape: Sequence[int], given: Sequence[int]) -> tuple[int, ...]:
-    """Replace strides of dims of size 1, which have no effect, by the extent of the dims before.
+    """Replace the strides of dims of size 1, which have no effect.
+
+    The new stride is the size times the stride of the previous dim, or 1 for the first dim.
 
     >>> canonical_strides([2, 1, 3], [1, 7, 4])
     (1, 2, 4)
@@ -137,7 +139,7 @@ def canonical_strides(shape: Sequence[int], given: Sequence[int]) -> tuple[int, 
 
 
 def strides_of(shape: Sequence[int], ranks: NDArray[np.int64]) -> tuple[int, ...] | None:
-    """Return the strides over a shape that give some distinct ranks, or None if no strides do.
+    """Return the strides with which a shape enumerates distinct ranks, or None if there are none.
 
     >>> strides_of((2, 2), np.array([3, 4, 7, 8])), strides_of((4,), np.array([3, 4, 7, 8]))
     ((1, 4), None)
@@ -154,14 +156,14 @@ def strides_of(shape: Sequence[int], ranks: NDArray[np.int64]) -> tuple[int, ...
 
 
 def renumbered(axes: Iterable[Axis], shape: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the strides of another shape over the same offsets in the same order.
+    """Return the strides with which another shape enumerates the same offsets in the same order.
 
     Args:
         axes: The present axes, the first one varying fastest.
         shape: The new sizes, whose product is the number of offsets.
 
     Returns:
-        A stride for each size, or None if no strides give these offsets.
+        A stride for each size, or None if there are no such strides.
 
     >>> renumbered([Axis(4, 2), Axis(2, 1)], [2, 2, 2]), renumbered([Axis(4, 2), Axis(2, 1)], [8])
     ((2, 4, 1), None)
@@ -217,11 +219,11 @@ class Span:
         return self.first + offset
 
     def part(self, offset: int, axes: Sequence[Axis]) -> tuple[Span, tuple[int, ...]]:
-        """Return the map of the offsets from `offset` on along some axes, and their strides."""
+        """Return the map for the part along some axes that begins at `offset`, and its strides."""
         return Span(self.first + offset), tuple([stride for _, stride in axes])
 
     def arguments(self, strides: tuple[int, ...]) -> dict[str, Any]:
-        """Return the arguments of `RankLayout` that give this map."""
+        """Return the arguments of `RankLayout` that create this map."""
         return {"rank_offset": self.first, "strides": strides}
 
 
@@ -278,10 +280,13 @@ class Listing:
         return max(self.ranks)
 
     def part(self, offset: int, axes: Sequence[Axis]) -> tuple[Listing, None]:
-        """Return the map of the offsets from `offset` on along some axes, renumbered densely."""
+        """Return the map for the part along some axes that begins at `offset`.
+
+        The strides are None, because the part is renumbered without gaps.
+        """
         return Listing(tuple(self.array[offset + lattice(axes)].tolist())), None
 
     def arguments(self, strides: tuple[int, ...]) -> dict[str, Any]:
-        """Return the arguments of `RankLayout` that give this map, whose strides are dense."""
+        """Return the arguments of `RankLayout` that create this map. The strides are dense."""
         del strides
         return {"ranks": self.ranks}

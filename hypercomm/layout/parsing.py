@@ -1,6 +1,6 @@
 """Readers of sizes "tp=2,dp=4", orders "tp-cp-dp" and dims "tp,dp+cp".
 
-`read_sizes` reads sizes in every form, and `infer_sizes` infers one that is unspecified.
+`read_sizes` reads sizes in every form, and `infer_sizes` infers an unspecified size.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def split_dims(text: str) -> tuple[str, ...]:
     """Read the dims of one set of groups: "dp+cp", or in Megatron's spelling, "dp-cp".
 
     Raises:
-        LayoutError: A name is empty, or commas separate the names, which is several sets.
+        LayoutError: A name is empty, or the text has commas, which separate several sets.
 
     >>> split_dims("dp+cp"), split_dims("tp")
     (('dp', 'cp'), ('tp',))
@@ -159,7 +159,7 @@ def read_sizes(
     Args:
         sizes: "tp=2,dp=4", {"tp": 2, "dp": 4}, or [2, 4] with `dim_names`.
         dim_names: The names of the dims, if `sizes` is a list.
-        dims: Sizes by keyword, in place of both.
+        dims: Sizes by keyword, in place of `sizes` and `dim_names`.
 
     Raises:
         LayoutError: Sizes are given twice or are missing, or a size or a name is wrong.
@@ -200,7 +200,7 @@ def read_sizes(
 def short_names(
     call: str, given: Mapping[str, Any], names: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return sizes by short name, from sizes by a framework's long names or by short names.
+    """Return sizes by short name, from sizes under a framework's long names or under short names.
 
     Args:
         call: The function that takes the sizes, for errors.
@@ -208,8 +208,8 @@ def short_names(
         names: The short name of each long name.
 
     Returns:
-        The sizes by short name, and the short name of each long name that is not used. Errors
-        about the sizes need the latter.
+        The sizes by short name, and a mapping from each unused long name to its short name. Errors
+        about the sizes need this mapping.
 
     Raises:
         TypeError: A size is given by both names.
@@ -255,12 +255,13 @@ def infer_sizes(sizes: Mapping[str, int], world_size: int | None, room: str = ""
 
     Args:
         sizes: Sizes by name, as `read_sizes` returns them.
-        world_size: The product, or None if it is unknown and all sizes must be given.
+        world_size: The required product of all sizes. If it is None, all sizes must be given.
         room: The clause of the error that explains `world_size`. Default: "the world has 8".
 
     Raises:
         LayoutError: Several sizes are unspecified, or one is and `world_size` is None.
-        WorldSizeError: The product is not the world size, or does not divide it.
+        WorldSizeError: The product of the given sizes is not the world size. If a size is
+            unspecified: the product does not divide the world size.
 
     >>> infer_sizes({"tp": 2, "dp": -1}, 8)
     {'tp': 2, 'dp': 4}
@@ -295,7 +296,7 @@ def check_one_unspecified(names: Sequence[str]) -> str | None:
         names: The dims with an unspecified size.
 
     Raises:
-        LayoutError: There are several.
+        LayoutError: There are several such dims.
 
     >>> check_one_unspecified(["dp"])
     'dp'
@@ -329,7 +330,7 @@ def known_size(sizes: Mapping[str, int]) -> int:
 
 
 def as_size(name: str, size: object) -> int:
-    """Return the size of one dim as an int, which may be unspecified."""
+    """Return the size of one dim as an int. It may be `UNSPECIFIED`."""
     what = f"the size of dim {name!r}"
     number = as_int(size, what)
     return UNSPECIFIED if number == UNSPECIFIED else positive(number, what)

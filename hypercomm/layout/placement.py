@@ -34,15 +34,16 @@ Requirement = Literal["tiled", "disjoint", "colocated", "any"]
 REQUIREMENTS: tuple[Requirement, ...] = ("tiled", "disjoint", "colocated", "any")
 
 Layouts = Mapping[str, str | Mapping[str, int] | RankLayout]
-"""For each grid its sizes, as text or by name, or a layout without gaps."""
+"""For each name of a grid: sizes as text, sizes by dim name, or a layout without gaps."""
 
 
 def tile(layouts: Layouts, world_size: int) -> dict[str, RankLayout]:
     """Give layouts consecutive ranges of ranks, in the order given.
 
     Args:
-        layouts: Sizes, or a layout without gaps, by name. One size of one layout may be unspecified
-            (-1, or a dim alone). Its layout takes the ranks that the others do not need.
+        layouts: For each name, sizes or a layout without gaps. One size of one layout may be
+            unspecified (-1, or a dim name alone). That layout gets the ranks that the other layouts
+            do not need.
         world_size: The number of ranks of the world.
 
     Returns:
@@ -51,7 +52,8 @@ def tile(layouts: Layouts, world_size: int) -> dict[str, RankLayout]:
     Raises:
         LayoutError: `layouts` is empty, a name is not a string, a layout has gaps, a text is wrong,
             or several sizes are unspecified.
-        WorldSizeError: The remaining ranks are not a multiple of that layout's other sizes.
+        WorldSizeError: No ranks are left for the layout with the unspecified size, or their number
+            is not a multiple of its other sizes.
 
     Example:
         >>> places = tile({"encoder": "tp=2,dp=4", "llm": "tp=4,dp,pp=2"}, 24)
@@ -84,9 +86,9 @@ def colocate(layouts: Layouts, world_size: int) -> dict[str, RankLayout]:
     """Give layouts the same ranks.
 
     Args:
-        layouts: Sizes, or a layout without gaps, by name. Each layout may have one unspecified
-            size. It is inferred from the first layout whose sizes are all given, or from the world
-            if there is no such layout.
+        layouts: For each name, sizes or a layout without gaps. One size of each layout may be
+            unspecified. It is inferred from the first layout whose sizes are all given, or from the
+            world if there is no such layout.
         world_size: The number of ranks of the world.
 
     Returns:
@@ -115,7 +117,7 @@ def colocate(layouts: Layouts, world_size: int) -> dict[str, RankLayout]:
 
 @attrs.frozen(slots=False)
 class Placement:
-    """The relation of the ranks of several layouts in a world.
+    """How the ranks of several layouts in a world are related.
 
     Args:
         layouts: The layouts, by name.
@@ -146,7 +148,7 @@ class Placement:
 
     @cached_property
     def overlaps(self) -> dict[tuple[str, str], Sequence[int]]:
-        """The ranks that two layouts share, ascending, by their names. Only pairs that overlap."""
+        """The shared ranks, ascending, for each pair of names whose layouts share ranks."""
         pairs = combinations(self.layouts, 2)
         common = {pair: _common(*map(self.layouts.__getitem__, pair)) for pair in pairs}
         return {pair: ranks for pair, ranks in common.items() if ranks}
@@ -178,7 +180,7 @@ class Placement:
 
         Raises:
             LayoutError: `wanted` is not one of these.
-            WorldSizeError: The layouts have another placement. The error has their ranks.
+            WorldSizeError: The layouts have another placement. The error lists their ranks.
 
         Example:
             >>> dp = RankLayout("dp=4")
@@ -244,7 +246,7 @@ def check_names(layouts: Mapping[str, T]) -> Mapping[str, T]:
 
 
 def _read(name: str, given: str | Mapping[str, int] | RankLayout) -> dict[str, int]:
-    """Return the sizes of a layout without gaps. One may be unspecified."""
+    """Return the sizes of a layout without gaps. One size may be unspecified."""
     if not isinstance(given, RankLayout):
         with naming(name):
             return read_sizes(given)

@@ -31,7 +31,7 @@ def short_repr(value: object) -> str:
     """
     try:
         text = _SHORT.repr(value)
-    except (ValueError, RecursionError):  # Python writes no int of 4,301 digits
+    except (ValueError, RecursionError):  # Python does not format ints of more than 4,300 digits
         return f"<{type(value).__name__} too long to show>"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
@@ -69,7 +69,7 @@ def pluralize(count: int, what: str) -> str:
 
 
 def plural(what: str, count: int = 2) -> str:
-    """Return the plural of a word, or the word for a count of 1.
+    """Return the plural of a word, or the word itself if `count` is 1.
 
     >>> plural("host"), plural("leaf"), plural("switch"), plural("switch", 1)
     ('hosts', 'leaves', 'switches', 'switch')

@@ -1,4 +1,4 @@
-"""Views: other factorisations of the ranks of a layout, such as a dense and an expert one."""
+"""Views: other factorisations of a layout's ranks, for example one for the experts of a model."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ BASE = "base"
 
 @attrs.frozen
 class View:
-    """Another factorisation of the ranks of a base layout.
+    """Another factorisation of a base layout's ranks.
 
     Attributes:
         name: The name of the view.
         layout: The factorisation.
-        shared_dims: The dims whose groups are also the base's, in the base's order.
-        wanted_dims: The dims that a reshape shares again if the new layouts have them.
+        shared_dims: The dims with the same groups in the view and in the base, in the base's order.
+        wanted_dims: The dims that were requested as shared. A reshape shares those that the new
+            base and the new view have.
     """
 
     name: str
@@ -123,12 +124,12 @@ class Views(Mapping[str, View]):
         return others
 
     def find(self, dims: Dims, view: str | None) -> tuple[View | None, tuple[str, ...]]:
-        """Return the view with some dims, or None for the base, and the dims in its order.
+        """Return the view that has some dims, or None for the base, and the dims in layout order.
 
-        Dims that a view shares with the base belong to the base.
+        For dims that a view shares with the base, the result is the base.
 
         Raises:
-            UnknownDimError: There is no view of this name, or it does not have a dim. The error
+            UnknownDimError: There is no view of this name, or the view lacks a dim. The error
                 names a view that has the dims, if there is one.
         """
         found = None if view is None else self.asked(view)
@@ -152,7 +153,7 @@ class Views(Mapping[str, View]):
         return found, ordered
 
     def groups(self, dims: Dims, view: str | None) -> RankGroups:
-        """Return the groups over some dims of a view, or of the base; raises as `find` does."""
+        """Return the groups over some dims of a view or the base. Raises the errors of `find`."""
         return self.layout_of(view).groups(self.ordered(dims, view))
 
     def ordered(self, dims: Dims, view: str | None) -> tuple[str, ...]:
@@ -166,13 +167,17 @@ class Views(Mapping[str, View]):
         return self.base if found is None else found.layout
 
     def asked(self, view: str | None) -> View | None:
-        """Return a view by name, or None for the base, whose name is None or "base"."""
+        """Return a view by name, or None for the base if the name is None or "base"."""
         if view is None or (isinstance(view, str) and view == BASE):
             return None
         return self[view]
 
     def _shared(self, name: str, layout: RankLayout, wanted: tuple[str, ...]) -> tuple[str, ...]:
-        """Return shared dims, after checking that their groups are equal, each and all together."""
+        """Return the shared dims in the base's order.
+
+        The groups over each of these dims, and over all of them together, must be the same in the
+        base and in the view.
+        """
         if not wanted:
             return ()
         try:

@@ -1,4 +1,4 @@
-"""Runs the bodies of tests on real ranks, to which they are sent by value with their arguments."""
+"""Runs the bodies of tests on real ranks. A body and its arguments are pickled by value."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _OUTCOME = re.compile(
     r"^(?:[\w.]+\.)?(Skipped|XFailed|UnsatisfiedAssumption)(?:: (.*))?\Z", re.MULTILINE | re.DOTALL
 )
 
-# The number of bytes at the end of a rank's output that are shown.
+# Only the last bytes of a rank's output are shown. This is their number.
 _LONGEST_OUTPUT = 100_000
 
 
@@ -60,10 +60,11 @@ def given_ranks(
     """Make a hypothesis test whose body runs on real ranks, in a new job for each example.
 
     Hypothesis draws and shrinks in this process. For each example, the body runs on every rank of
-    a new job with the same arguments. The number of ranks is the size of the largest layout among
-    the arguments, which `layouts()`, `grids()` or `mappings()` may draw. A grid is built on each
-    rank and destroyed after the body. The test fails with the traceback of the first rank that
-    fails, or with the stacks of ranks that hang. It has no deadline and takes no `@settings`.
+    a new job with the same arguments. The job has as many ranks as the layouts among the arguments
+    need. `layouts()`, `grids()` and `mappings()` draw such arguments. A grid is built on each rank
+    and destroyed after the body. The test fails with the traceback of the first rank that
+    fails, or with the stacks of ranks that hang. The test has no deadline and does not accept
+    `@settings`.
 
     The body may be a closure or a method. It is sent to the ranks with its arguments by
     cloudpickle. It may call `assume`, but cannot draw with `data()`. A script must call such a test
@@ -71,10 +72,11 @@ def given_ranks(
 
     Args:
         strategies: Strategies for the last arguments of the body, as `hypothesis.given` takes them.
-        ranks: The number of ranks. Default: the size of the largest layout of an example.
-        ranks_max: The most ranks of an example. A larger example fails the test. Default: 4 for
-            each processor and at least 8, or pytest's `--ranks-max`. With that option, larger
-            examples are skipped, and a test without a smaller example is skipped.
+        ranks: The number of ranks. Default: as many as the layouts of an example need.
+        ranks_max: The largest number of ranks of an example. A larger example fails the test.
+            Default: pytest's `--ranks-max`, or else 4 for each processor and at least 8. With
+            `--ranks-max`, larger examples are skipped. If all examples are larger, the test is
+            skipped.
         max_examples: The number of examples.
         timeout: The limit for one example, in seconds.
         named: Strategies by the name of the argument, in place of `strategies`.
@@ -148,11 +150,11 @@ def _ranks_of(drawn: Mapping[str, Any], test: str) -> int:
 def run_body(
     body: Callable[..., Any], arguments: Mapping[str, Any], nprocs: int, **options: Any
 ) -> None:
-    """Run the body of a test on real ranks. It may call pytest.skip(), xfail() and assume().
+    """Run the body of a test on real ranks. The body may call pytest.skip(), xfail() and assume().
 
     Args:
         body: The function.
-        arguments: Its arguments by name.
+        arguments: The arguments of the function, by name.
         nprocs: The number of ranks.
         options: Options of `run_function` except `module`.
 
@@ -184,14 +186,14 @@ def run_function(
     output: dict[int, str] | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Run a function on real ranks, and return its return values in the order of the ranks.
+    """Run a function on real ranks, and return their return values in rank order.
 
     Args:
         function: The function.
         nprocs: The number of ranks.
-        arguments: Its arguments by name.
+        arguments: The arguments of the function, by name.
         module: The module of the test. Its functions and classes are pickled by value, so ranks do
-            not import it.
+            not import the module.
         output: A dict that receives the output of each rank. Default: ranks write to the output of
             this process.
         options: Further arguments of `run_ranks`.
@@ -224,7 +226,7 @@ def run_function(
 def _pickled(
     function: Callable[..., Any], arguments: Mapping[str, Any], module: str
 ) -> tuple[bytes, dict[str, bytes]]:
-    """Return the pickles of a function and of its arguments, with the module's classes by value."""
+    """Pickle a function and its arguments. Classes and functions of the module go by value."""
     found = sys.modules.get(module)
     with contextlib.ExitStack() as stack:
         if found is not None and module not in cloudpickle.list_registry_pickle_by_value():
@@ -245,7 +247,10 @@ def _pickled(
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles a grid as its arguments, and hypothesis tests and unittest cases without contents."""
+    """Pickles a grid as the arguments that create it.
+
+    The contents of hypothesis tests and of unittest cases are omitted.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, FunctionType) and getattr(obj, "is_hypothesis_test", False):

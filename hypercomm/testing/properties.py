@@ -1,4 +1,4 @@
-"""Checks of sharded layers against dense layers, and of random numbers of ranks.
+"""Checks that compare sharded layers with dense layers, and the random numbers of ranks.
 
 Every rank of the grid must call these functions, in a test marked `@pytest.mark.ranks(4)` or in a
 function for `run_ranks`. If a check fails on one rank, all ranks raise.
@@ -31,9 +31,9 @@ class PropertyError(AssertionError):
     """A check of this module failed. All ranks raise it, with the same causes.
 
     Attributes:
-        causes: The cause of each difference, by rank and tensor, such as `(1, "output")` or
-            `(1, "gradient of weight")`. A cause is a mistake that gives exactly these values, or ""
-            if no known mistake does.
+        causes: The cause of each difference. The keys are pairs of rank and tensor, such as
+            `(1, "output")` or `(1, "gradient of weight")`. A cause is a mistake that leads to
+            exactly these values, or "" if no known mistake does.
     """
 
     def __init__(self, text: str, causes: Mapping[tuple[int, str], str]) -> None:
@@ -61,9 +61,9 @@ def layer(
 ) -> None:
     """Check that a sharded layer has the output and the gradients of a dense layer.
 
-    Whole tensors are drawn, the same on all ranks. Each rank passes its part of a tensor that is
-    cut along `dim`, and the whole of any other tensor. Ranks that differ only in other dims pass
-    equal tensors. The backward pass starts with the rank's part of a gradient of the output. Each
+    All ranks draw the same whole tensors. Each rank passes its part of a tensor that is cut along
+    `dim`, and passes any other tensor whole. Ranks with the same coordinates along `dim` pass equal
+    tensors. The backward pass starts with the rank's part of a gradient of the output. Each
     gradient must equal the rank's part of the dense gradient, or the whole dense gradient if the
     tensor is not cut.
 
@@ -71,18 +71,19 @@ def layer(
         grid: The grid.
         dim: The dims along which tensors are cut.
         sharded: A function of the rank's parts, in the order of `tensors`. It returns the rank's
-            part of the output, or a tuple whose first item is this part. If it is a module, tensors
-            with the names of its parameters are written into them, and it is called with the other
-            tensors. Parameters and outputs may be DTensors, as with `parallelize_module`.
-        dense: A function of the whole tensors with the same rules. If it is a module, its
+            part of the output, or a tuple whose first item is this part. If it is a module, each
+            tensor with the name of a parameter is written into that parameter, and the module is
+            called with the other tensors. Parameters and outputs may be DTensors, as with
+            `parallelize_module`.
+        dense: A function of the whole tensors, under the same rules. If it is a module, its
             parameters are drawn after `tensors`.
         tensors: For each name, a tensor that is the same on all ranks, or the shape of a tensor to
             draw from a normal distribution.
-        cuts: The axis along which each tensor is cut, by name, and the axis of "output". An output
-            without axes, such as a loss, is not compared if it has an axis here, because each rank
-            has only a share of it.
-        finish: A function to call after the backward pass, which completes the gradients of a
-            sharded module. For example, it sums the gradients of replicated parameters.
+        cuts: For the name of each tensor that is cut, and for "output", the axis. If an output
+            without axes, such as a loss, has an axis here, each rank has only a share of it. Then
+            the output is not compared.
+        finish: A function that is called after the backward pass, to complete the gradients of a
+            sharded module. For example, the function sums the gradients of replicated parameters.
         zigzag: Whether each position along `dim` has two chunks. Position `i` has the chunks `i`
             and `2 * size - 1 - i`, as in Megatron's and torch's balanced context parallelism.
         dtype: The dtype of the drawn tensors.
@@ -92,7 +93,7 @@ def layer(
         atol: The absolute tolerance.
 
     Raises:
-        PropertyError: A rank differs. It is an AssertionError.
+        PropertyError: A rank has wrong values. The error is an AssertionError.
         LayoutError: A parameter does not have the shape of its part of the dense parameter.
         UnknownDimError: The grid has no such dim.
         RankOutsideError: The calling rank is not in the grid.
@@ -178,9 +179,9 @@ def linear(
         options: Options of `layer`: `finish`, `zigzag`, `dtype`, `device`, `rtol` and `atol`.
 
     Raises:
-        PropertyError: A rank differs. It is an AssertionError.
+        PropertyError: A rank has wrong values. The error is an AssertionError.
         LayoutError: `cut` is unknown, or a parameter does not have the shape of its part.
-        UnknownDimError, RankOutsideError: `layer` raises them.
+        UnknownDimError, RankOutsideError: As in `layer`.
 
     Example:
         >>> import torch
@@ -225,15 +226,15 @@ def attention(
     Args:
         grid: The grid.
         dim: The dims along which tokens are cut, such as "cp".
-        sharded: A function of the rank's queries, keys and values, which returns its output.
+        sharded: A function that returns the rank's output, given its queries, keys and values.
         causal: Whether a token attends only to itself and to earlier tokens.
         shape: The shape of the whole tensors. Default: (2, 2 * size, 4 * size, 8) with the size of
             `dim`.
         options: Options of `layer`, such as `zigzag`.
 
     Raises:
-        PropertyError: A rank differs. It is an AssertionError.
-        UnknownDimError, RankOutsideError: `layer` raises them.
+        PropertyError: A rank has wrong values. The error is an AssertionError.
+        UnknownDimError, RankOutsideError: As in `layer`.
 
     Example:
         In DeepSpeed's Ulysses, ranks exchange tokens for heads before attention, and back after it.
@@ -273,29 +274,29 @@ def loss(
     padded: bool = False,
     **options: Any,
 ) -> None:
-    """Check that a sharded loss has the value and the gradient of logits of a dense loss.
+    """Check the value of a sharded loss, and its gradient with respect to the logits.
 
     Args:
         grid: The grid.
         dim: The dims along which the logits are cut.
-        sharded: A function of the rank's logits, of shape (tokens, vocabulary), and the targets,
-            which returns the loss.
+        sharded: A function that returns the loss, given the rank's logits of shape
+            (tokens, vocabulary) and the targets.
         cut: With "vocabulary", each rank has all targets, and returns the dense loss. With
-            "tokens", each rank has the targets of its tokens. Its loss may be its share or the
-            whole loss, so a loss without axes is not compared, only its gradients. If gradients are
-            averaged along `dim` afterwards, as by DistributedDataParallel and FSDP, divide the loss
-            by the size of `dim` in `sharded`.
+            "tokens", each rank has the targets of its tokens. The rank may return its share of
+            the loss or the whole loss, so a loss without axes is not compared. Its gradients are.
+            If gradients are averaged along `dim` afterwards, as by DistributedDataParallel and
+            FSDP, divide the loss by the size of `dim` in `sharded`.
         dense: The loss of all logits and targets.
         shape: The numbers of tokens and of words in the vocabulary. Default: 4 and 5, times the
             size of `dim`.
-        padded: Whether every third target is -100, which a loss ignores. Then ranks have different
-            numbers of targets that count.
+        padded: Whether every third target is -100, which a loss ignores. As a result, the
+            number of targets that count differs between ranks.
         options: Options of `layer`.
 
     Raises:
-        PropertyError: A rank differs. It is an AssertionError.
+        PropertyError: A rank has wrong values. The error is an AssertionError.
         LayoutError: `cut` is unknown.
-        UnknownDimError, RankOutsideError: `layer` raises them.
+        UnknownDimError, RankOutsideError: As in `layer`.
 
     Example:
         Each rank has the mean over its tokens, and its gradients are averaged afterwards.
@@ -328,15 +329,15 @@ def random_state(grid: GridView, draw: Callable[[], Any], same: Dims = ()) -> No
     Args:
         grid: The grid.
         draw: A function that returns a tensor of random numbers, such as
-            `lambda: dropout(torch.ones(64))`. It must be long enough that two random states do not
-            give equal numbers by chance.
+            `lambda: dropout(torch.ones(64))`. The tensor must be so long that two random states do
+            not lead to equal numbers by chance.
         same: The dims along which ranks must draw equal numbers, such as "tp" for the dropout of an
             activation that is not cut. Ranks that differ in any other dim must draw different
             numbers.
 
     Raises:
-        PropertyError: Two ranks must draw equal numbers and do not, or must not and do. The error
-            names both.
+        PropertyError: Two ranks draw different numbers although they must draw equal numbers, or
+            the reverse. The error names both ranks.
         UnknownDimError: The grid has no such dim.
         RankOutsideError: The calling rank is not in the grid.
 
@@ -429,7 +430,7 @@ class _Comparison:
             raise PropertyError("\n\n".join(texts), causes)
 
     def cause(self, group: list[Tensor], parts: list[Tensor], at: int) -> str:
-        """Return a mistake that gives exactly the tensor of a rank, or "" if no known one does.
+        """Return a mistake that leads to exactly the tensor of a rank, or "" if none is known.
 
         Args:
             group: The tensor of each member of the rank's group.
@@ -458,7 +459,9 @@ def _local(tensor: Any) -> Tensor:
 
 
 def _call(function: Function, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-    """Call a function with tensors, or a module of which some tensors become parameters.
+    """Call a function with tensors.
+
+    If it is a module, tensors with the names of parameters are copied into the parameters.
 
     Returns:
         The leaves of autograd by name, and the output.

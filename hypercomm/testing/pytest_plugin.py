@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--ranks-max",
         type=int,
-        help="skip tests marked ranks(...) and examples of given_ranks with more than N ranks; "
+        help="skip tests marked ranks(...) and examples of given_ranks with more ranks than this; "
         "default: 4 for each processor, and at least 8",
     )
     group.addoption(

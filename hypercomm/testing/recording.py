@@ -1,4 +1,4 @@
-"""Records of the groups that ranks of a simulated job create, and of their collective calls."""
+"""Records the groups that ranks of a simulated job create, and the collectives that they call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from hypercomm.blame.evidence import FROM_ANYBODY, LoggedCall, LoggedGroup
 from hypercomm.layout.text import first_n
 
-# The op of a creation.
+# The op that stands for the creation of a group.
 CREATION = "create"
 
 _HIDDEN = (f"{Path(inspect.getfile(torch)).parent}/", f"{Path(__file__).parents[1]}/")
@@ -32,11 +32,11 @@ class RecordedGroup(NamedTuple):
     """A process group that a rank would create.
 
     Attributes:
-        name: Its name, which is the same on all members.
+        name: The name of the group, which is the same on all members.
         ranks: The members, in group order.
         backend: Its backend.
         timeout: Its timeout.
-        description: Its description in torch's logs. The group of a grid has its dims.
+        description: The description in torch's logs. For a group of a grid, it contains the dims.
     """
 
     name: str
@@ -59,12 +59,13 @@ class Collective(NamedTuple):
     """A collective, send or receive that a rank of a simulated job called.
 
     Attributes:
-        op: The name in torch.distributed.
+        op: The name of the function in torch.distributed.
         group: The process group.
-        shapes: The shapes of the tensors, or one shape if all are equal. The number of objects.
+        shapes: The shapes of the tensors, or one shape if all are equal. For pickled objects,
+            the number of objects.
         dtype: The dtype of the tensors, "objects" for pickled objects, or "" for a barrier.
         reduction: The reduction, such as "sum", or "".
-        peer: The rank in the job of the root or of the other end of a send or receive, or None.
+        peer: The root, or the other rank of a send or receive, as a rank of the job. Else None.
         tag: The tag of a send or receive.
         place: The path and line of the call.
     """
@@ -97,7 +98,7 @@ class Collective(NamedTuple):
         return f"{self.op}{of}{how}{peer}{tag}{self._at}"
 
 
-# A call, and whether the rank waits until it has ended (True) or starts it (False).
+# (True, call) if the rank waits until the call has ended, (False, call) if it starts the call.
 Step = tuple[bool, LoggedCall]
 
 
@@ -110,7 +111,7 @@ class Book:
     Attributes:
         programs: The steps of each rank, in the order of its program.
         steps: The steps of the current rank.
-        has_objects: Whether the last call moves pickled objects.
+        has_objects: Whether the last recorded call moves pickled objects.
     """
 
     def __init__(self, simulated: Collection[int]) -> None:
@@ -132,13 +133,13 @@ class Book:
         self._turns.clear()
 
     def create(self, made: RecordedGroup) -> None:
-        """Record a creation, which waits for the other members."""
+        """Record the creation of a group, in which the rank waits for the other members."""
         group = self._group(f"{CREATION} {made.name}", made)
         call = LoggedCall(CREATION, group, 1, len(self.steps), "started", terms=made, source=made)
         self.steps += [(False, call), (True, call)]
 
     def call(self, made: Collective, channel: str = "") -> LoggedCall:
-        """Record a call and its source line. Messages have a channel, as in dumps."""
+        """Record a call and its source line. Sends and receives have a channel, as in dumps."""
         place, objects = _caller()
         self.has_objects = objects is not None
         if objects is not None and objects is self._objects:
@@ -170,7 +171,7 @@ class Book:
         return self._groups[name]
 
     def post(self, lane: tuple[str, str], value: Any) -> None:
-        """Store a value for the ranks whose `take` has the same number in a lane."""
+        """Store a value. In each lane, the n-th `take` of another rank returns the n-th value."""
         self._turns[lane] += 1
         self._values[lane, self._turns[lane]] = value
 

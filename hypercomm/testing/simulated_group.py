@@ -57,9 +57,9 @@ class SimulatedGroup:
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The CPU, if the backend runs on it. `monitored_barrier` needs it from torch 2.15 on.
+        """The CPU, if the backend runs on it. `monitored_barrier` needs this from torch 2.15 on.
 
-        Accelerators are never included, because torch would move the bytes of objects there.
+        Accelerators are never included, because torch would move the bytes of objects to them.
         """
         parts = dist.get_backend_config(self).split(",")  # type: ignore[arg-type]
         return [torch.device("cpu")] if any(part.startswith("cpu:") for part in parts) else []
@@ -128,7 +128,7 @@ class RecordingGroup(SimulatedGroup):
     """A process group of a rank with the methods that torch.distributed calls.
 
     Args:
-        creation: The record of the group. Its name is equal on all members.
+        creation: The record of the group. The record's name is equal on all members.
         rank: The rank in the job.
         book: The record of the rank's calls.
         name: The name of the group in torch.
@@ -167,7 +167,7 @@ class RecordingGroup(SimulatedGroup):
         return self._all_gather("all_gather", outputs, inputs)
 
     def all_gather_single(self, output: Any, own: Any, *_: object) -> SimulatedWork:
-        """Put this rank's tensor, or each of several, into every slot."""
+        """Put this rank's tensor, or each of its tensors, into every slot."""
         return self._all_gather("all_gather_into_tensor", _listed(output), _listed(own))
 
     def _all_gather(self, op: str, outputs: Any, inputs: Any) -> SimulatedWork:
@@ -178,11 +178,11 @@ class RecordingGroup(SimulatedGroup):
         return work
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
-        """Give this rank its part of its tensors."""
+        """Copy this rank's part of its inputs to its outputs."""
         return self._reduce_scatter("reduce_scatter", outputs, inputs, opts)
 
     def reduce_scatter_single(self, output: Any, own: Any, opts: Any = None) -> SimulatedWork:
-        """Give this rank its part of its tensor, or of each of several."""
+        """Copy this rank's part of its input, or of each of its inputs, to the output."""
         return self._reduce_scatter("reduce_scatter_tensor", _listed(output), _listed(own), opts)
 
     def _reduce_scatter(self, op: str, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
@@ -193,7 +193,10 @@ class RecordingGroup(SimulatedGroup):
         return work
 
     def _parts(self, op: str, wholes: Any, parts: Any) -> tuple[list[Any], list[torch.Tensor]]:
-        """Return the slots of each whole, and their tensors, or one tensor for equal slots."""
+        """Return the slots of each whole tensor, and the tensors to record.
+
+        The part is recorded instead of the slots if all slots have the shape of the part.
+        """
         slots = [self._slots(op, *pair) for pair in zip(wholes, parts, strict=True)]
         given: list[torch.Tensor] = []
         for listed, part in zip(slots, parts, strict=True):
@@ -205,7 +208,7 @@ class RecordingGroup(SimulatedGroup):
     def all_to_all_single(
         self, output: Any, own: Any, takes: Sequence[int], gives: Sequence[int], *_: object
     ) -> SimulatedWork:
-        """Give this rank its own tensor, if the shapes are equal."""
+        """Copy this rank's input to its output, if the shapes are equal."""
         for tensor, sizes in ((output, takes), (own, gives)):
             if len(tensor) != (sum(sizes) or len(tensor) // self._size * self._size):
                 raise SimulationError(
@@ -217,7 +220,7 @@ class RecordingGroup(SimulatedGroup):
         return work
 
     def alltoall(self, outputs: Any, inputs: Any, *_: object) -> SimulatedWork:
-        """Give this rank its own tensors, if the shapes are equal."""
+        """Copy this rank's inputs to its outputs, if the shapes are equal."""
         for tensors in (inputs, outputs):
             self._slots("all_to_all", tensors)
         work = self._call("all_to_all", inputs, (), outputs)
@@ -228,7 +231,7 @@ class RecordingGroup(SimulatedGroup):
     # ---- collectives with a root
 
     def broadcast(self, tensors: Any, opts: Any) -> SimulatedWork:
-        """Give this rank the root's values, if the root ran before."""
+        """Copy the root's values to the tensors, if the root ran before."""
         work = self._call("broadcast", tensors, root=opts.rootRank)
         if self._rank == opts.rootRank:
             self._post("", tensors)
@@ -237,7 +240,7 @@ class RecordingGroup(SimulatedGroup):
         return work
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
-        """Give this rank its part of the root's values, if the root ran before."""
+        """Copy this rank's part of the root's values to the outputs, if the root ran before."""
         work = self._call("scatter", outputs, root=opts.rootRank)
         if self._rank == opts.rootRank:
             parts = self._slots("scatter", inputs[0])
@@ -248,7 +251,7 @@ class RecordingGroup(SimulatedGroup):
         return work
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
-        """Put the destination's own tensor into every slot."""
+        """On the destination, put its tensor into every slot."""
         work = self._call("gather", inputs, results=outputs, root=opts.rootRank)
         if outputs:
             _fill(self._slots("gather", outputs[0]), inputs[0])
@@ -264,7 +267,7 @@ class RecordingGroup(SimulatedGroup):
         return work
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> SimulatedWork:
-        """Give this rank the values sent to it, if the sender ran before."""
+        """Copy the sender's values to the tensors, if the sender ran before."""
         route = f"{source}->{self._rank} tag {tag}"
         work = self._call("recv", tensors, root=source, channel=f"recv {route}", tag=tag)
         self._receive(tensors, self._take(route))
@@ -288,7 +291,7 @@ class RecordingGroup(SimulatedGroup):
     alltoall_base = all_to_all_single
 
     def get_backend(self, _device: object) -> RecordingGroup:
-        """Return itself."""
+        """Return this group."""
         return self
 
     def _start_coalescing(self, _device: object) -> None:
@@ -321,7 +324,7 @@ class RecordingGroup(SimulatedGroup):
         return SimulatedWork(self._book.steps, [call], given if results is None else results)
 
     def _slots(self, op: str, whole: Any, part: torch.Tensor | None = None) -> Sequence[Any]:
-        """Return one slot for each member, from a list or from a tensor with a part for each."""
+        """Return one slot for each member, from a list of slots or from a tensor of all slots."""
         if isinstance(whole, torch.Tensor) and part is not None:
             if whole.numel() == self._size * part.numel():
                 return list(whole.detach().reshape(self._size, *part.shape))
@@ -341,7 +344,7 @@ class RecordingGroup(SimulatedGroup):
     def _receive(
         self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor] | None
     ) -> None:
-        """Fill tensors with received values. Without values, objects become None."""
+        """Fill tensors with received values. If there are none, pickled objects become None."""
         kinds = [[(each.shape, each.dtype) for each in every] for every in (tensors, values or ())]
         if kinds[0] == kinds[1]:
             for tensor, value in zip(tensors, values or (), strict=True):

@@ -38,9 +38,9 @@ class Disagreement:
     """Calls of a process group that differ or never end. `str()` describes them.
 
     Attributes:
-        group: The process group, as the first of the ranks creates it.
-        number: The position of the call, from 1, among the collectives of this group or the
-            messages from one rank to another. 0 for the creation of the group.
+        group: The process group, as the lowest rank in `calls` creates it.
+        number: 1 for the first collective of this group, or for the first message from one rank to
+            another in this group, and so on. 0 for the creation of the group.
         calls: The calls by rank. For a creation, the group that each rank creates.
         absent: The reason why each other member is missing, by rank.
         differs: The difference between the calls, or "" if they are equal.
@@ -92,7 +92,7 @@ class Simulation(Generic[Result]):
         """Raise unless all simulated ranks agree.
 
         Raises:
-            SimulationError: They do not agree. It is an AssertionError with the first
+            SimulationError: Some ranks disagree. The error is an AssertionError with the first
                 disagreements.
         """
         if self.disagreements:
@@ -175,7 +175,7 @@ def simulate(
         and calls in orders that wait for each other.
 
     Raises:
-        RankFailedError: The function raised. The error has the rank and the traceback.
+        RankFailedError: The function raised. The error contains the rank and the traceback.
         LayoutError: `world_size` or a rank is not an int, or is out of range.
         GroupOptionsError: torch does not know the backend, or `timeout` is not a positive
             timedelta.
@@ -218,7 +218,7 @@ def simulate(
     everyone = {rank: rank for rank in range(world_size)}
     returned: dict[int, Result] = {}
     with other_worlds(lambda: job), mock.patch.dict(os.environ):
-        for name in VARIABLES:  # of a launcher
+        for name in VARIABLES:  # a launcher may have set them
             os.environ.pop(name, None)
         for rank in wanted:
             job = _job(rank, everyone, book, backend, timeout)
@@ -267,7 +267,7 @@ def _job(
 # The steps of each rank.
 Programs = Mapping[int, Sequence[Step]]
 
-# The group, channel and number of a call, which are equal for calls that belong together.
+# The group, channel and number of a call. Calls that belong together have the same point.
 Point = tuple[LoggedGroup, str, int]
 
 
@@ -283,7 +283,8 @@ def judge(programs: Programs) -> tuple[Disagreement, ...]:
         programs: The steps of each simulated rank. Other ranks are assumed to make the right calls.
 
     Returns:
-        The differences, then the waits. Waits for a call that a member never makes are first.
+        The differences, then the waits. Among the waits, those for a call that a member never makes
+        are first.
     """
     known = {None, *programs}  # messages from and to ranks that are not simulated are ignored
     steps = {}
@@ -385,7 +386,7 @@ def _disagreement(
 
 
 def _describe(calls: Mapping[int, LoggedCall]) -> str:
-    """Describe calls that differ. Calls of few ranks are first."""
+    """Describe calls that differ. The calls that the fewest ranks made are first."""
     kinds: dict[object, list[int]] = {}
     for rank in sorted(calls):
         kinds.setdefault(calls[rank].terms, []).append(rank)

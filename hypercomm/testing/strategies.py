@@ -169,7 +169,9 @@ def orders(dim_names: Sequence[str] = DIM_NAMES) -> st.SearchStrategy[str]:
 def grids(
     draw: st.DrawFn, /, *, max_ranks: int = 16, views: bool = False, **bounds: Any
 ) -> HyperCommGrid:
-    """Draw a `HyperCommGrid` without process groups. Examples shrink like `layouts`, to no view.
+    """Draw a `HyperCommGrid` without process groups.
+
+    Examples shrink towards few dims, small sizes and no view.
 
     The grid fills its world, so groups can be created in `fake_world(grid.layout.size)`.
     `given_ranks` builds the grid again on that number of real ranks. Needs torch.
@@ -214,8 +216,9 @@ def views_of(
 ) -> RankLayout:
     """Draw another factorisation of a layout's ranks. Examples shrink towards few dims.
 
-    Register it with `grid.register_view(name, view.shape, view.dim_names, shared_dims)`. Shared
-    dims keep their groups. The ranks between two shared dims are factorised by other dims.
+    Register the view with `grid.register_view(name, view.shape, view.dim_names, shared_dims)`.
+    Shared dims keep their groups. The dims between two shared dims are replaced by other dims with
+    the same product of sizes.
 
     Args:
         draw: Supplied by hypothesis.
@@ -270,7 +273,7 @@ def views_of(
 
 @st.composite
 def _factors(draw: st.DrawFn, number: int, more: int) -> list[int]:
-    """Draw at most 1 + `more` factors of a number, larger than 1 unless the number is 1."""
+    """Cut a number into at most 1 + `more` factors, larger than 1 unless the number is 1."""
     factors: list[int] = []
     for _ in range(draw(st.integers(0, more))):
         fitting = sorted(size for size in divisors(number) if 1 < size < number)
@@ -297,12 +300,12 @@ def mappings(
         draw: Supplied by hypothesis.
         dim_names: The dims of both layouts. They have the default roles of `RankMapping`: "cp" cuts
             the sequence, "pp" is the pipeline, and others replicate.
-        along: The dim that splits the batch, which both layouts have. With None, the mapping is of
-            a weight, and `shardings` draws the dims that cut its two axes.
+        along: The dim that splits the batch. Both layouts have this dim. If it is None, the mapping
+            is for a weight with two axes, and `shardings` draws the dims that cut them.
         max_size: The largest size of a dim.
         max_ranks: The largest number of ranks of each layout.
-        beside: Whether the target has the ranks after the source's (True) or the same ranks from 0
-            on (False). Default: drawn.
+        beside: If True, the target's ranks follow the source's ranks. If False, the ranks of both
+            begin at 0. Default: drawn.
 
     Returns:
         A strategy for mappings.
@@ -342,14 +345,14 @@ def mappings(
 def shardings(
     shape: Sequence[int], *, dim_names: Sequence[str] = ("tp", "cp", "dp")
 ) -> st.SearchStrategy[dict[str, int]]:
-    """Draw the dims that cut a tensor and their axes, for `RankMapping(shards=)`.
+    """Draw the dims that cut a tensor, and the axis of each dim, for `RankMapping(shards=)`.
 
     Each dim cuts one axis or none. If several dims cut an axis, the outermost is drawn first.
     Examples shrink to no cut.
 
     Args:
         shape: The shape of the tensor. An axis of length 0 is not cut.
-        dim_names: The dims that may cut.
+        dim_names: The dims that may cut the tensor.
 
     Returns:
         A strategy for dicts from dims to axes.

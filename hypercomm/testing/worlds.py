@@ -27,7 +27,8 @@ _TABLES = ["pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to
 class OtherWorld(_c10d._World):  # type: ignore[misc]
     """The state of torch.distributed on one rank of another job.
 
-    torch has the state of a job in an object of its class `_World`, which this object replaces.
+    torch keeps the state of a job in a global object of its class `_World`. An `OtherWorld` takes
+    the place of that object.
 
     Args:
         make_world: A function that returns a replacement for WORLD. It is called once for each
@@ -43,7 +44,7 @@ class OtherWorld(_c10d._World):  # type: ignore[misc]
     is_of_another_world = True
     default_pg: Any = None
     group_count = 0
-    # Plain attributes replace properties of torch's class, whose state is global.
+    # In torch's class, these are properties with global state. Plain attributes replace them.
     pg_map = pg_names = pg_group_ranks = pg_backend_config = tags_to_pg = pg_to_tag = default_pg
 
     def __init__(
@@ -143,7 +144,7 @@ def other_worlds(
 
     Args:
         shown: A function that returns the current job. A caller that changes the job must call
-            `show` of the new one.
+            the `show` method of the new job.
         functions: Replacements for further names of torch.distributed.
     """
     replaced: dict[str, object] = {
@@ -188,7 +189,7 @@ def fake_world(
     Args:
         world_size: The number of ranks of the job, at most 2**24.
         rank: The rank of this process.
-        parts: The number of ranks of each part, by name, as `join_world` takes them.
+        parts: The number of ranks of each part, by name, as in `join_world`.
         timeout: The timeout of the job. Default: torch's.
 
     Yields:
@@ -223,7 +224,7 @@ def fake_world(
             f"parts {short_repr(parts)} have {sum(parts.values())} ranks, but world_size is "
             f"{world_size}"
         )
-    if dist.is_initialized():  # a simulated job would ignore the new one
+    if dist.is_initialized():  # a simulated job would ignore the fake job
         raise ValueError("torch.distributed is already initialised; call fake_world() before that")
     fake: Any = importlib.import_module("torch.testing._internal.distributed.fake_pg")
     store = fake.FakeStore()  # importing the module has registered the backend
@@ -240,7 +241,7 @@ def fake_world(
 def registered_groups() -> set[dist.ProcessGroup]:
     """Return the process groups that torch has registered in this process, including WORLD.
 
-    Tests check with it that no group is left.
+    Tests use it to check that no group is left over.
 
     Example:
         >>> from hypercomm import HyperCommGrid

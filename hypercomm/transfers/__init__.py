@@ -1,1 +1,1 @@
-"""Tensors that move as a mapping says."""
+"""Transfers of tensors from one layout to another."""

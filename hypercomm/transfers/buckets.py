@@ -18,7 +18,7 @@ from hypercomm.transfers.holdings import Box, Shape, SourceTensor, Target, Wante
 ALIGNMENT = 16
 """Segments begin at multiples of this number of bytes, which is the size of the largest dtype.
 
-The checksum of a segment takes the same number of bytes after it.
+The checksum follows the segment and takes the same number of bytes.
 """
 
 LEAST_BUCKET = 1024
@@ -35,14 +35,15 @@ class Segment:
 
     Attributes:
         name: The name of the parameter at the target.
-        source_name: The name of the parameter at the source, which may be a part of a fused one.
+        source_name: The name of the parameter at the source. If the target's parameter is fused, it
+            is one of the parts.
         dtype: The type of the sent elements.
         source: The rank that sends.
-        target: The rank that receives. If it is the source, the segment is copied.
+        target: The rank that receives. If it is also the sender, the segment is copied.
         source_slices: The slices of the source's part.
         target_slices: The slices of the target's part.
-        nbytes: Its size in bytes.
-        bucket: The number of its bucket, or -1 for a copy.
+        nbytes: The size of the segment in bytes.
+        bucket: The index of the segment's bucket, or -1 for a copy.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Segment:
 
     @property
     def room(self) -> int:
-        """The size in a buffer in bytes, with padding and room for a checksum.
+        """The bytes that the segment takes in a buffer, with padding and a checksum.
 
         Example:
             >>> Segment("w", "w", torch.int32, 0, 1, (), (), nbytes=20, bucket=0).room
@@ -178,7 +179,10 @@ def segments(
 
 
 def _slices(box: Box, whole: Box, start: Shape) -> Slices:
-    """Return the slices of a box in a tensor that has the box `whole` from index `start` on."""
+    """Return the slices of a box in a tensor.
+
+    The tensor has the box `whole`, which contains `box` and begins at index `start` of the tensor.
+    """
     firsts = [at - span[0] for at, span in zip(start, whole, strict=True)]
     return tuple(
         slice(first + begin, first + end) for first, (begin, end) in zip(firsts, box, strict=True)
@@ -186,11 +190,14 @@ def _slices(box: Box, whole: Box, start: Shape) -> Slices:
 
 
 Holders = dict[int, Shape]
-"""The ranks that have a box, each with the first index of the box in its tensor."""
+"""For each rank that has a box: the first index of the box in the tensor of that rank."""
 
 
 class _Overlaps:
-    """Finds the boxes of the source that overlap a box, once for parameters with equal boxes."""
+    """Finds the boxes of the source that overlap a wanted box.
+
+    Parameters with equal boxes share the result.
+    """
 
     def __init__(self, sources: Mapping[str, SourceTensor]) -> None:
         self._boxes = {name: tuple(source.boxes) for name, source in sources.items()}
@@ -198,7 +205,7 @@ class _Overlaps:
         self._found: dict[tuple[tuple[Box, ...], Box], list[tuple[Box, Box]]] = {}
 
     def of(self, wanted: Wanted) -> Iterator[tuple[Holders, Box, Box]]:
-        """Yield holders, their box, and the part that it shares with the wanted box."""
+        """Yield the holders of a box, the box, and the part that it shares with the wanted box."""
         key = self._boxes[wanted.source], wanted.box
         if key not in self._found:
             self._found[key] = [
@@ -223,7 +230,10 @@ def _common(one: Box, other: Box) -> Box | None:
 def _pieces(
     overlaps: _Overlaps, wanted: Iterable[Wanted], itemsize: int, grain: int
 ) -> Iterator[tuple[Wanted, Holders, Box, Box]]:
-    """Yield pieces of at most `grain` bytes: the wanted box, its holders, their box, the piece."""
+    """Yield the wanted box, the holders of an overlapping box, that box, and a common piece.
+
+    A piece that is sent has at most `grain` bytes.
+    """
     most = max(1, grain // itemsize)
     for one in wanted:
         for holders, held, common in overlaps.of(one):
@@ -265,7 +275,10 @@ def split(lengths: tuple[int, ...], most: int) -> Iterator[Extent]:
 def _reserve(
     last: dict[int, tuple[int, int]], ranks: tuple[int, int], room: int, limit: int
 ) -> int:
-    """Reserve room in the first bucket, from both ranks' last bucket on, that has it on both."""
+    """Reserve room in the first bucket that has enough room on both ranks, and return its index.
+
+    The search starts at the last bucket that the two ranks use.
+    """
     ends = [last.get(rank, (0, 0)) for rank in ranks]
     bucket = max(number for number, _ in ends)
     used = [amount if number == bucket else 0 for number, amount in ends]

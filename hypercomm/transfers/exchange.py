@@ -29,7 +29,7 @@ def consent(
     entries: Sequence[str] = (),
     effect: str = "nothing was sent",
 ) -> BaseException | None:
-    """Wait until all ranks of a transfer have joined and propose the same one.
+    """Wait until all ranks of a transfer have joined and have proposed the same transfer.
 
     Args:
         world: The world of the ranks in the mapping.
@@ -38,11 +38,11 @@ def consent(
         refusal: The error that keeps this rank from taking part. The other ranks raise it, and
             this rank does not wait.
         entries: Further descriptions that must be equal on all ranks.
-        effect: The consequence of a failure for the data, as the error states it.
+        effect: What a failure means for the data. The error begins with these words.
 
     Returns:
-        An interrupt that reached this rank although all ranks continue. The caller raises it after
-        the transfer.
+        An interrupt that this rank received while it waited, or None. All ranks continue with the
+        transfer, so the caller raises the interrupt afterwards.
 
     Raises:
         PlanMismatchError: Ranks propose different transfers.
@@ -68,7 +68,7 @@ def consent(
 
 @lru_cache(maxsize=128)
 def ranks_of(mapping: RankMapping) -> tuple[int, ...]:
-    """Return the ranks of both stages."""
+    """Return the ranks of the sending and the receiving stage, ascending."""
     return tuple(sorted({*mapping.source_ranks, *mapping.target_ranks}))
 
 
@@ -86,7 +86,10 @@ def details(mapping: RankMapping) -> str:
 
 
 def tag_of(text: str) -> int:
-    """Return a tag for messages, so that backends with tags match ranks with the same text only."""
+    """Return a tag for messages.
+
+    Backends that support tags match messages only between ranks that pass the same text.
+    """
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
@@ -96,7 +99,7 @@ def post(
     pg: ProcessGroup | None,
     tag: int = 0,
 ) -> list[Work]:
-    """Start all receives and sends together. Two ranks match their messages in order.
+    """Start all receives and sends together. Messages between two ranks are matched in order.
 
     Empty tensors are skipped. NCCL ignores the tag.
     """
@@ -112,17 +115,17 @@ def gather(
     size: int,
     device: torch.device,
 ) -> dict[int, bytes]:
-    """Gather the block of each rank of a transfer on all its ranks.
+    """Gather a block from every rank of a transfer on every rank of the transfer.
 
-    The number of rounds is the number of binary digits of the number of ranks. In each round, a
-    rank sends all blocks that it has to one rank, and receives as many from another.
+    For n ranks, there are ceil(log2(n)) rounds. In each round, a rank sends the blocks that it has
+    to one rank, and receives as many blocks from another rank.
 
     Args:
         world: The world of the ranks in the mapping.
         mapping: The mapping of the transfer.
         block: The block of this rank.
-        size: The size of the longest block, the same on all ranks.
-        device: The device of the backend's tensors.
+        size: The size of the longest block. All ranks must pass the same value.
+        device: The device on which the backend communicates.
 
     Returns:
         The blocks by rank, padded with zeros.

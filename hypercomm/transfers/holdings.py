@@ -1,8 +1,8 @@
 """The part of each parameter on each rank, as boxes of whole tensors.
 
 Each rank describes its tensors. A plain tensor is one shard along each axis that is cut. The
-indices of a DTensor follow from its mesh and placements. All ranks exchange their descriptions, and
-compute the same boxes from them.
+indices of a DTensor's part follow from its mesh and placements. All ranks exchange their
+descriptions, and compute the same boxes from them.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ Box = tuple[Span, ...]
 
 
 class Fused(NamedTuple):
-    """A parameter of the target that has several parameters of the source as its parts.
+    """A parameter of the target whose parts are several parameters of the source.
 
     Attributes:
-        parts: The names of the parts in their order, or patterns. The first "*" in a pattern stands
-            for the text that the first "*" in the pattern of the fused name matches, and so on.
-        heads: The number of heads of each part. A rank has whole heads. If a part has fewer heads
+        parts: The names of the parts, or patterns of names, in the order of the parts. The first
+            "*" in such a pattern is replaced by the text that matches the first "*" in the pattern
+            of the fused name, the second "*" by the second text, and so on.
+        heads: The number of heads of each part. Heads are not split. If a part has fewer heads
             than there are shards, neighbouring ranks have the same head. Default: each part is cut
             by torch.chunk's rule.
         axis: The axis along which the parts are concatenated.
@@ -59,11 +60,12 @@ class Held:
         name: The name of the parameter.
         dtype: The type of its elements.
         shape: The shape of the part.
-        how: The way the parameter is cut, in words. It is equal on all ranks of an end.
+        how: The way the parameter is cut, in words. The words are equal on all source ranks, and on
+            all target ranks.
         cells: For each axis that is cut: the axis, the shard of this rank, and the number of
             shards.
-        whole: The shape of the whole tensor, or None for a plain tensor, where it is unknown.
-        spans: The spans of a DTensor along each axis of the whole tensor.
+        whole: The shape of the whole tensor. None for a plain tensor, whose whole shape is unknown.
+        spans: For a DTensor, the spans of the part along each axis of the whole tensor.
         fused: The parts, their heads and the axis of a fused parameter, else None.
     """
 
@@ -97,7 +99,7 @@ def _frozen(value: Any) -> Any:
 def describe_plain(
     name: str, dtype: str, shape: Shape, mapping: RankMapping, rank: int, *, is_source: bool
 ) -> Held:
-    """Describe the part of a rank, of a tensor that `mapping` cuts."""
+    """Describe a rank's part of a plain tensor that is cut as in `mapping`."""
     sharding = mapping.before if is_source else mapping.after
     places = sharding.place_of(rank) or ()
     axes = resolve_axes(mapping.cuts, len(shape))
@@ -113,16 +115,16 @@ def describe_dtensor(
     """Describe a DTensor.
 
     Args:
-        name: Its name.
+        name: The name of the parameter.
         tensor: The DTensor.
-        local: Its local tensor.
-        ranks: The ranks of the end. The mesh is on some or all of them.
-        is_numbered: Whether the mesh has the same rank numbers. In a joined world, a mesh on
-            torch's default process group has other numbers.
+        local: The local tensor of the DTensor.
+        ranks: The ranks of the source or of the target. The mesh must be on some or all of these.
+        is_numbered: Whether the mesh and `ranks` number the ranks alike. In a joined world, a mesh
+            on torch's default process group numbers them differently.
 
     Raises:
-        LayoutError: A placement cannot be cut, the mesh has other ranks, or the local tensor has
-            another shape than mesh and placements say.
+        LayoutError: A placement neither shards nor replicates, the mesh has ranks outside of
+            `ranks`, or the shape of the local tensor does not fit the mesh and the placements.
     """
     mesh = tensor.device_mesh
     placements = tensor.placements
@@ -155,12 +157,12 @@ def _members(mesh: Any) -> tuple[int, ...]:
 def spans_of(
     whole: Shape, sizes: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
 ) -> tuple[tuple[Span, ...], ...]:
-    """Return the spans of a rank of a mesh along each axis of a tensor.
+    """Return the spans that one rank of a mesh has along each axis of a tensor.
 
     Args:
         whole: The shape of the whole tensor.
         sizes: The sizes of the mesh.
-        coordinate: The coordinates of the rank in it.
+        coordinate: The coordinates of the rank in the mesh.
         placements: The placement over each dim of the mesh.
 
     Raises:
@@ -180,7 +182,7 @@ def spans_of(
             raise LayoutError(
                 f"has placement {placement}; redistribute it to Replicate() or Shard() first"
             )
-        # A strided shard, such as FSDP2's of a TP shard, is a part of each of several pieces.
+        # A strided shard takes a part of each of several pieces. FSDP2 cuts TP shards in this way.
         pieces = getattr(placement, "split_factor", 1)
         found: list[Span] = []
         for piece in range(pieces):
@@ -190,7 +192,7 @@ def spans_of(
 
 
 def _chunk(spans: Sequence[Span], count: int, at: int) -> list[Span]:
-    """Return one of `count` chunks of the indices in some spans, cut by torch.chunk's rule."""
+    """Cut the indices in some spans by torch.chunk's rule, and return chunk `at` of `count`."""
     sizes = chunk_sizes(sum(stop - start for start, stop in spans), [count])
     first = sum(sizes[:at])
     last = sum(sizes[: at + 1])
@@ -206,14 +208,16 @@ def _chunk(spans: Sequence[Span], count: int, at: int) -> list[Span]:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in torch."""
+    """Return the name of a dtype without the module name."""
     return str(dtype).removeprefix("torch.")
 
 
 def assume(
     held: Iterable[Held], cuts: Mapping[str, RankMapping]
 ) -> tuple[dict[int, list[Held]], dict[int, list[Held]]]:
-    """Return the parts on all ranks of both ends in a fake world, where all shards are even.
+    """Return the parts on all source ranks and on all target ranks, assuming that shards are even.
+
+    This is for a fake world, which has only one rank.
 
     Args:
         held: The parts on one rank.
@@ -250,7 +254,8 @@ class SourceTensor:
     Attributes:
         dtype: The type of its elements.
         whole: The shape of the whole tensor.
-        boxes: For each box the ranks that have it, with its first index in the rank's tensor.
+        boxes: For each box: the ranks that have it, each with the first index of the box in the
+            tensor of that rank.
     """
 
     dtype: str
@@ -260,13 +265,13 @@ class SourceTensor:
 
 @attrs.frozen
 class Wanted:
-    """A box of a whole tensor of the source that a target rank receives or copies.
+    """A box of a source parameter that a target rank receives or copies.
 
     Attributes:
         rank: The target rank.
         source: The name of the parameter of the source.
-        box: The box.
-        start: The first index of the box in the rank's tensor.
+        box: The box, as indices of the whole source tensor.
+        start: The first index of the box in the tensor of the target rank.
     """
 
     rank: int
@@ -280,7 +285,7 @@ class Target:
     """A parameter of the target.
 
     Attributes:
-        name: Its name.
+        name: The name of the parameter.
         dtype: The type of its elements.
         wanted: The boxes that each rank needs.
     """
@@ -295,7 +300,7 @@ def put_together(
     received: Mapping[int, Sequence[Held]],
     dtype: torch.dtype | None = None,
 ) -> tuple[dict[str, SourceTensor], list[Target]]:
-    """Return the parameters of both ends, from the descriptions of all ranks.
+    """Return the parameters of the source and the target, from the descriptions of all ranks.
 
     Args:
         sent: The descriptions of each source rank.
@@ -303,8 +308,8 @@ def put_together(
         dtype: The type to which the sender converts floating-point tensors.
 
     Raises:
-        PlanMismatchError: The tensors of two ranks, or of both ends, do not fit. All ranks raise
-            the same error.
+        PlanMismatchError: The tensors of two ranks, or of source and target, do not fit. All ranks
+            raise the same error.
     """
     sources = {}
     for name, held in _by_name(sent, "state").items():
@@ -342,7 +347,7 @@ def put_together(
 def _unfused(
     name: str, held: Mapping[int, Held], sent: Mapping[int, Sequence[Held]], source: SourceTensor
 ) -> list[list[Wanted]]:
-    """Return the boxes that each rank needs of a parameter that both ends have."""
+    """Return the boxes that each target rank needs of a parameter that is not fused."""
     lengths = _whole(f"into[{name!r}]", held)
     whole = tuple(map(sum, lengths))
     if whole != source.whole:
@@ -371,7 +376,7 @@ def _check_dtype(name: str, target: str, part: str, source: str, dtype: torch.dt
 
 
 def _by_name(described: Mapping[int, Sequence[Held]], what: str) -> dict[str, dict[int, Held]]:
-    """Return the part on each rank by name. Raise if names or cuts differ between ranks."""
+    """Return the part on each rank, by parameter. Raise if names or cuts differ between ranks."""
     found: dict[str, dict[int, Held]] = {}
     for rank, some in described.items():
         for held in some:
@@ -405,7 +410,7 @@ def lengths_of(title: str, held: Mapping[int, Held]) -> list[dict[int, int]]:
 
     Args:
         title: The name of the tensor in errors.
-        held: The part of each rank.
+        held: The part on each rank.
 
     Raises:
         PlanMismatchError: The same shard has different lengths on two ranks.
@@ -428,7 +433,7 @@ def lengths_of(title: str, held: Mapping[int, Held]) -> list[dict[int, int]]:
 def _regions(
     held: Mapping[int, Held], lengths: Sequence[Sequence[int]]
 ) -> dict[int, list[tuple[Box, Shape]]]:
-    """Return the boxes of each rank, each with its first index in the rank's tensor."""
+    """Return the boxes of each rank, and the first index of each box in that rank's tensor."""
     borders = [list(pairwise(accumulate(sizes, initial=0))) for sizes in lengths]
     found = {}
     for rank, one in held.items():
@@ -456,7 +461,7 @@ def size_of(box: Box) -> int:
 
 
 def _fused(rank: int, held: Held, sources: Mapping[str, SourceTensor]) -> list[Wanted]:
-    """Return the boxes that a rank needs of the parts of a fused parameter."""
+    """Return the boxes of the source parameters that a rank needs for a fused parameter."""
     if held.fused is None:
         return []
     parts, heads, axis = held.fused
@@ -499,7 +504,7 @@ def _cut_evenly(length: int, cells: Sequence[tuple[int, int, int]], axis: int) -
 
 
 def _heads_of(part: str, length: int, heads: int, shard: int, count: int) -> Span:
-    """Return the span of a part that a shard has: whole heads, or one head that shards share.
+    """Return a shard's span of a part: whole heads, or one head that several shards have.
 
     >>> _heads_of("q", 64, 8, 1, 4), _heads_of("k", 16, 2, 1, 4), _heads_of("up", 10, 0, 3, 4)
     ((16, 32), (0, 8), (9, 10))

@@ -4,10 +4,10 @@ Each rank computes its messages from the two layouts, without communication.
 
 A cell is the part of the tensor on a rank. Ranks with the same cell are its replicas. A cell of the
 source overlaps one or more cells of the target. The replicas of these target cells are the
-consumers of the source cell. They are numbered from 0 to n - 1: the replicas of a target cell vary
-fastest, then the position along the last axis that is cut. A consumer that has the source cell
-copies it locally. Any other consumer k receives it from replica k * R // n, where R is the number
-of replicas of the source cell. With `leaders`, each cell has one replica.
+consumers of the source cell. The n consumers are numbered from 0 on. The replicas of a target
+cell vary fastest, then the position along the last axis that is cut. A consumer that has the source
+cell copies it locally. Any other consumer k receives it from replica k * R // n, where R is the
+number of replicas of the source cell. With `leaders`, only the first replica of a cell counts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Shards = tuple[tuple[str, int], ...]
 GivenShards = Mapping[str, int] | Iterable[tuple[str, int]] | None
 
 _MAY_LACK = ("dp", "cp", "pp")
-"""The dims of the default arguments, which a layout need not have."""
+"""The dims in the default arguments. A layout need not have them."""
 
 Sizes = tuple[tuple[int, ...], tuple[int, ...]]
 """The lengths of the shards of an axis, at the source and at the target."""
@@ -57,7 +57,7 @@ class HasLayout(Protocol):
 
 
 AnyLayout = RankLayout | HasLayout | str | Mapping[str, int]
-"""A layout, a grid that has one, or sizes as text or by name."""
+"""A layout, a grid, or sizes as text or by dim name."""
 
 
 # ---- cuts, parts and messages -------------------------------------------------------------------
@@ -67,9 +67,8 @@ AnyLayout = RankLayout | HasLayout | str | Mapping[str, int]
 class Cut:
     """A tensor axis that the source and the target cut into shards.
 
-    Lengths are in units. Without `sizes`, the shards are even, and the number of units of the axis
-    is the least common multiple of both numbers of shards, so no border of a shard cuts a unit.
-    With `sizes`, a unit is one element.
+    Lengths are in units. Without `sizes`, the shards are even, and the axis has lcm(source, target)
+    units, so every shard has a whole number of units. With `sizes`, a unit is one element.
 
     Attributes:
         axis: The tensor axis. -1 is the last.
@@ -124,7 +123,7 @@ class Cut:
 
 
 def _overlapping(shard: int, own: Sequence[int], others: Sequence[int]) -> range:
-    """Return the other shards that overlap a shard, and empty shards between them.
+    """Return the other layout's shards from the first to the last that overlap a shard.
 
     >>> _overlapping(0, (0, 5), (0, 3, 3, 5)), _overlapping(1, (0, 3, 3, 5), (0, 5))
     (range(0, 3), range(0, 1))
@@ -158,12 +157,14 @@ class Part:
 
 @attrs.frozen
 class Message:
-    """A part of a tensor that one rank sends to another, whole along every axis that is not cut.
+    """A part of a tensor that one rank sends to another.
+
+    Along an axis that is not cut, the part has the full length.
 
     Attributes:
         source: The rank that sends.
-        target: The rank that receives, which may be the same.
-        parts: The units of each axis that is cut, the axis of the batch first.
+        target: The rank that receives. It may be the rank that sends.
+        parts: The units along each axis that is cut, the batch axis first.
 
     Example:
         The source cuts 12 rows into two shards, the target into three. The second source shard,
@@ -191,7 +192,7 @@ class Message:
 
         Raises:
             LayoutError: A length is not a multiple of the number of units of its axis, or the
-                tensor does not have an axis that is cut.
+                mapping cuts an axis that the tensor does not have.
         """
         return self._slices(shape, [(0, part.units) for part in self.parts])
 
@@ -238,12 +239,12 @@ def length_of_unit(axis: int, length: int, units: int) -> int:
 
 
 def chunk_sizes(length: int, counts: Iterable[int]) -> tuple[int, ...]:
-    """Return the sizes of the shards of an axis, cut one or more times by torch.chunk's rule.
+    """Cut an axis one or more times by torch.chunk's rule, and return the sizes of the shards.
 
     Args:
         length: The length of the axis.
-        counts: The number of shards of each cut, the outermost first. The last shards may be
-            empty.
+        counts: For each cut, the number of shards that it makes of each existing shard, the
+            outermost cut first. The last shards may be empty.
 
     Example:
         >>> chunk_sizes(10, [4]), chunk_sizes(5, [2, 2]), chunk_sizes(2, [3])
@@ -259,7 +260,7 @@ def chunk_sizes(length: int, counts: Iterable[int]) -> tuple[int, ...]:
 
 
 def resolve_axes(cuts: Iterable[Cut | Part], ndim: int) -> list[int]:
-    """Return the axes that are cut as numbers from 0 on, for a tensor of `ndim` axes.
+    """Return the axes that are cut as non-negative indices, for a tensor of `ndim` axes.
 
     Raises:
         LayoutError: The tensor has no such axis, or one axis is cut twice.
@@ -288,7 +289,7 @@ def resolve_axes(cuts: Iterable[Cut | Part], ndim: int) -> list[int]:
 
 
 def number_at(digits: Iterable[int], sizes: Iterable[int]) -> int:
-    """Return the number with these digits, the last one varying fastest.
+    """Return the number with these mixed-radix digits, the last digit varying fastest.
 
     >>> number_at([1, 2], [2, 3]), digits_of(5, [2, 3])
     (5, (1, 2))
@@ -300,7 +301,7 @@ def number_at(digits: Iterable[int], sizes: Iterable[int]) -> int:
 
 
 def digits_of(number: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the digits of a number, the inverse of `number_at`."""
+    """Return the mixed-radix digits of a number. The inverse of `number_at`."""
     digits = []
     for size in reversed(sizes):
         number, digit = divmod(number, size)
@@ -318,7 +319,7 @@ class Sharding:
         layout: The layout of the ranks.
         cuts: For each tensor axis that is cut, the dims that cut it, outermost first. Dims that
             the layout does not have count as dims of size 1.
-        stage: The coordinate of the stage along the dim of the pipeline. Empty for all ranks.
+        stage: The coordinate of the stage along the pipeline dim. If empty, all ranks take part.
         leaders: Whether only the first replica of a cell sends or receives.
 
     Attributes:
@@ -363,7 +364,8 @@ class Sharding:
     def cell_of(self, rank: int) -> Cell | None:
         """Return the cell that a rank of the layout sends or receives.
 
-        Returns None outside the stage, and on a rank whose leader sends or receives for it.
+        Returns None outside the stage. With `leaders`, also returns None on all replicas of a cell
+        except the first.
         """
         is_idle = self.replica_of(rank) >= self.active
         return None if is_idle else self.place_of(rank)
@@ -376,12 +378,12 @@ class Sharding:
         return tuple([self._number(dims, coords) for dims in self._axes])
 
     def chunks_of(self, lengths: Iterable[int]) -> list[tuple[int, ...]]:
-        """Return the sizes of the shards of each axis that is cut, given the whole lengths."""
+        """Return the sizes of the shards along each axis that is cut, given the axes' lengths."""
         sizes = [[self._sizes[dim] for dim in dims] for dims in self._axes]
         return [chunk_sizes(*one) for one in zip(lengths, sizes, strict=True)]
 
     def rank_at(self, cell: Cell, replica: int) -> int:
-        """Return the rank with some replica of a cell."""
+        """Return the rank that has a replica of a cell, given the index of the replica."""
         coords = dict(self.stage)
         for dims, number in zip((*self._axes, self._copying), (*cell, replica), strict=True):
             sizes = [self._sizes[dim] for dim in dims]
@@ -397,7 +399,7 @@ class Sharding:
         return self.layout.ranks_where(**others)
 
     def _number(self, dims: tuple[str, ...], coords: Mapping[str, int]) -> int:
-        """Return the position of coordinates along dims, the last one varying fastest."""
+        """Return the index of coordinates along some dims, the last dim varying fastest."""
         return number_at([coords[dim] for dim in dims], [self._sizes[dim] for dim in dims])
 
 
@@ -409,31 +411,32 @@ class RankMapping:
     """The messages that redistribute a tensor from one layout to another.
 
     One dim splits the batch, further dims may cut further axes, and every other dim replicates the
-    tensor. The last pipeline stage of the source sends it to the first stage of the target. Each
-    target rank receives each element from exactly one source rank: from itself if it has the
-    element, else from one of the replicas. The replicas send equally many messages, whatever their
-    size: if n ranks need a part that R ranks have, each of the R ranks sends it to at most
-    ceil(n / R) of them.
+    tensor. The last pipeline stage of the source sends the tensor to the first stage of the target.
+    Each target rank receives each element from exactly one source rank: from itself if it has the
+    element, else from one of the source ranks that have it. These ranks share the messages evenly,
+    by number and not by size. If n target ranks need a part that R source ranks have, each of the R
+    ranks sends the part to at most ceil(n / R) ranks.
 
     A mapping is a value: frozen, hashable and picklable. It needs no torch. `hypercomm.transfer`
     moves tensors with it. The layouts may be disjoint, overlap, or have the same ranks.
 
     Args:
-        source: The layout of the ranks that have the tensor: a layout, a grid, or sizes as text for
-            ranks from 0 on.
-        target: The layout of the ranks that receive it, in the same forms.
-        along: The dim that splits the batch. Of its two sizes, one must be a multiple of the other.
-            In a layout without this dim, its size is 1. Pass None for a tensor without a batch,
-            such as a weight.
+        source: The layout of the ranks that have the tensor. Give a layout, a grid, or sizes as
+            text for ranks from 0 on.
+        target: The layout of the ranks that receive the tensor, in the same forms.
+        along: The dim that splits the batch. Its size in one layout must be a multiple of its size
+            in the other. In a layout without this dim, the size is 1. Pass None for a tensor
+            without a batch, such as a weight.
         batch_axis: The tensor axis of the batch. -1 is the last.
-        shards: Further dims that cut the tensor into contiguous blocks, and the axis of each. If
-            several dims cut one axis, `along` is outermost, followed by the others in the order
-            given. Sizes need not divide each other. Default: with a batch, "cp" cuts the sequence,
-            which is axis 1, or axis 0 if the batch is axis 1.
+        shards: Further dims that cut the tensor into contiguous blocks, and the axis that each
+            of them cuts. If several dims cut one axis, `along` is outermost, followed by the others
+            in the order given. Sizes need not divide each other. Default: if there is a batch,
+            "cp" cuts the sequence, which is axis 1, or axis 0 if the batch is axis 1.
         pipeline: The dim of the pipeline. If it is None, or a layout does not have it, all ranks of
             the layout take part.
-        leaders: Whether only the first of the ranks with the same elements sends, and only the
-            first of the ranks that need them receives. That rank broadcasts them to the others.
+        leaders: Whether only leaders send and receive. Of the source ranks that have the same
+            elements, only the first one sends. Of the target ranks that need these elements, only
+            the first one receives. It broadcasts the elements to the others.
         backward: Whether the tensor is sent from the first stage of the source to the last stage of
             the target, like gradients. `inverse()` makes such a mapping.
         sizes: For each of `cuts`, the lengths of the shards at the source and at the target, as
@@ -442,8 +445,9 @@ class RankMapping:
     Raises:
         LayoutError: `source` or `target` is not a layout, a dim has two roles, an axis is not an
             int, or neither size along the batch is a multiple of the other.
-        UnknownDimError: Neither layout has a dim other than "dp", "cp" and "pp", or neither has
-            `along` while dims without a role would replicate the tensor.
+        UnknownDimError: An argument names a dim that neither layout has. Only "dp", "cp" and "pp"
+            may be absent. As `along`, they may be absent only if every dim larger than 1 has a
+            role, because dims without a role would replicate the tensor.
 
     Example:
         Ranks 0 and 1 of the source have the first half of the batch, ranks 2 and 3 the second.
@@ -475,7 +479,7 @@ class RankMapping:
     backward: bool
     sizes: tuple[Sizes, ...]
     cuts: tuple[Cut, ...] = attrs.field(init=False, eq=False)
-    """The tensor axes that are cut, the axis of the batch first if it is."""
+    """The tensor axes that are cut. If the batch axis is cut, it is first."""
     before: Sharding = attrs.field(init=False, eq=False)
     """The distribution of the tensor over the ranks of the source."""
     after: Sharding = attrs.field(init=False, eq=False)
@@ -534,11 +538,11 @@ class RankMapping:
         Args:
             source: The layout of the ranks that have the tensor.
             target: The layout of the ranks that receive it.
-            shards: The dims that cut the tensor, and the axis of each. If a dim of both layouts
-                cuts it in one layout only, such as dp with FSDP, rename the dim there:
-                `layout.rename(dp="fsdp")`.
+            shards: The dims that cut the tensor, and the axis that each of them cuts. If both
+                layouts have a dim that cuts the tensor in only one of them, such as dp with FSDP,
+                rename the dim in that layout: `layout.rename(dp="fsdp")`.
             at: Coordinates of the source ranks that have the tensor, such as {"pp": 1} for a weight
-                of that stage. Default: all ranks have it.
+                of stage 1. Default: all source ranks have the tensor.
 
         Example:
             >>> mapping = RankMapping.weights("tp=2,pp=2", "tp=4", {"tp": 0}, at={"pp": 1})
@@ -592,8 +596,8 @@ class RankMapping:
     def inverse(self) -> RankMapping:
         """Return the mapping from the target back to the source, for gradients.
 
-        Each source rank receives the gradient of its part from one of the target's replicas. All
-        replicas must have the same gradient, as after the all-reduce of tensor parallelism.
+        Each source rank receives the gradient of its part from one of the target ranks that have
+        it. All replicas must have the same gradient, as after the all-reduce of tensor parallelism.
 
         Example:
             >>> mapping = RankMapping(RankLayout("pp=2"), RankLayout("pp=2"))
@@ -609,10 +613,11 @@ class RankMapping:
         )
 
     def of_shape(self, shape: Sequence[int]) -> RankMapping:
-        """Return this mapping for a tensor of some whole shape, cut by torch.chunk's rule.
+        """Return this mapping for a tensor of a given shape, which torch.chunk's rule cuts.
 
-        If several dims cut an axis, each cuts the shards of the dim before it. The last shards of
-        an axis may be shorter, or empty. The units of the new mapping's messages are elements.
+        If several dims cut an axis, each of them cuts the shards that the dim before it made. The
+        last shards of an axis may be shorter, or empty. The units of the new mapping's messages are
+        elements.
 
         Args:
             shape: The shape of the whole tensor.
@@ -637,7 +642,7 @@ class RankMapping:
         """Return the shape of a rank's part of a tensor.
 
         Args:
-            rank: A rank of the source's last stage, or of the target's first.
+            rank: A rank of the stage that sends or of the stage that receives.
             shape: The shape of the whole tensor. Without `sizes`, it is cut by torch.chunk's rule.
             is_source: Whether `rank` is a rank of the source.
 
@@ -659,8 +664,8 @@ class RankMapping:
         """Return all messages as a table.
 
         Returns:
-            A structured array, sorted by source and target: "source" and "target" (ranks), and
-            "start" and "stop" (units, one column for each of `cuts`).
+            A structured array, sorted by source and target. The fields "source" and "target" are
+            ranks. The fields "start" and "stop" are units, in one column for each of `cuts`.
 
         Raises:
             LayoutError: There are more than a million messages.
@@ -693,7 +698,7 @@ class RankMapping:
     # ---- one rank ---------------------------------------------------------------------------
 
     def sends(self, rank: int) -> tuple[Message, ...]:
-        """Return the messages that a rank sends, by target. Empty outside the sending stage.
+        """Return the messages that a rank sends, sorted by target. Empty outside the sending stage.
 
         Args:
             rank: A rank of the source.
@@ -711,7 +716,9 @@ class RankMapping:
         return tuple(sorted(messages, key=attrgetter("target")))
 
     def receives(self, rank: int) -> tuple[Message, ...]:
-        """Return the messages that a rank receives, by source. Empty outside the receiving stage.
+        """Return the messages that a rank receives, sorted by source.
+
+        The result is empty outside the receiving stage.
 
         Args:
             rank: A rank of the target.
@@ -739,8 +746,8 @@ class RankMapping:
     def broadcast_siblings(self, rank: int) -> tuple[int, ...]:
         """Return the target ranks that need the same elements as `rank`, including `rank`.
 
-        The first is the leader, which receives for all of them in a mapping with `leaders`. The
-        result is empty outside the stage that receives.
+        The first one is the leader. In a mapping with `leaders`, it receives for all of them. The
+        result is empty outside the receiving stage.
 
         Raises:
             RankOutsideError: The target does not contain `rank`.
@@ -789,7 +796,7 @@ class RankMapping:
             *positions, receiver = digits_of(turn, counts)
             there = tuple([some[at] for some, at in zip(choices, positions, strict=True)])
             target = self.after.rank_at(there, receiver)
-            if _cell_of(self.before, target) != here:  # otherwise the target copies its own
+            if _cell_of(self.before, target) != here:  # otherwise the target copies the cell
                 yield self._message(here, there, rank, target)
 
     def _received_at(self, there: Cell, rank: int) -> Iterator[Message]:
@@ -813,7 +820,7 @@ class RankMapping:
         return Message(source, target, tuple(parts))
 
     def _check_roles(self) -> None:
-        """Raise unless each dim is known and has one role, and the sizes along the batch divide."""
+        """Raise unless each dim is known and has one role, and the batch is cut compatibly."""
         given = [("along", self.along), *(("shards", dim) for dim, _ in self.shards)]
         named = [*given, ("pipeline", self.pipeline)]
         roles = roles_of([(role, dim) for role, dim in named if dim is not None])
@@ -845,7 +852,7 @@ class RankMapping:
 
 
 def _cell_of(sharding: Sharding, rank: int) -> Cell | None:
-    """Return the cell of any rank, or None if it is not in the layout."""
+    """Return the cell of a rank, or None if the layout does not contain the rank."""
     return sharding.cell_of(rank) if rank in sharding.layout else None
 
 
@@ -862,7 +869,7 @@ def as_shards(value: object) -> Shards:
     """Return the tensor axis that each dim cuts, from a mapping or from pairs.
 
     Raises:
-        LayoutError: It is neither, or an axis is not an int.
+        LayoutError: The value is neither, or an axis is not an int.
 
     Example:
         >>> as_shards({"cp": 1, "tp": -1})

@@ -1,7 +1,8 @@
 """Move all parameters of a model to other ranks, for example from a trainer to inference.
 
-The parameters travel in buckets, at most two of which are in progress at a time. Each segment is a
-message: the contiguous bytes of a tensor, or a packed copy with room for a checksum.
+The parameters are sent in buckets, of which at most two are in progress at a time. A bucket
+consists of segments. Each segment is one message: the contiguous bytes of a tensor, or a packed
+copy with room for a checksum.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from hypercomm.transfers.transfer import (
 BUCKET_BYTES = 64 << 20
 
 _KEPT = 8
-"""How many plans a rank keeps for each world."""
+"""The number of plans that a rank keeps for each world."""
 
 _HEAD_BYTES = 64
 _DAMAGE_BYTES = 1024
@@ -80,39 +81,42 @@ def transfer_state(
 ) -> int | None:
     """Move all parameters of a model between ranks. All ranks of both layouts must call it.
 
-    The ranks exchange descriptions of their tensors. If names, shapes or dtypes of both ends do not
-    fit, every rank raises and nothing is sent. Then the parameters are sent in buckets, in the
-    order of their names. A rank that already has a part copies it. Otherwise the replica that has
-    sent the fewest bytes so far sends the part. A second call with the same names, shapes and
-    mapping uses the plan of the first call.
+    The ranks exchange descriptions of their tensors. If the names, shapes or dtypes at the source
+    and the target do not fit, every rank raises and nothing is sent. Then the parameters are sent
+    in buckets, in the order of their names. A rank that already has a part copies it. Otherwise,
+    one of the source ranks with this part sends it: the rank that has sent the fewest bytes so far.
+    A second call with the same names, shapes and mapping uses the plan of the first call.
 
     Args:
-        mapping: The mapping between the layouts, with `along=None`, because weights have no batch,
-            and without leaders, as `RankMapping.weights` makes it. With a pipeline, make one call
-            for each stage, with a mapping of the ranks of that stage (`at={"pp": 0}`).
-        state: On a source rank, its parts of the parameters by name: DTensors whose mesh has ranks
-            of the source, or plain tensors that are cut as in `shards`.
-        into: On a target rank, the tensors to receive into by name, DTensors or plain. A tensor
-            must not overlap another one in memory, nor a tensor of `state`, unless it is the same
-            tensor and the rank keeps exactly the part that it has.
-        shards: The dims that cut the plain tensors of this rank, with the axis:
-            {"*.qkv.weight": {"tp": 0}, "*": {}}. The first pattern that matches a name applies, as
-            in `fnmatch`. A dim without an axis replicates. Shards are in order, of any lengths.
+        mapping: The mapping between the layouts, as `RankMapping.weights` makes it. It must have
+            `along=None`, because weights have no batch, and no leaders. With a pipeline, make one
+            call for each stage, with a mapping of the ranks of that stage (`at={"pp": 0}`).
+        state: On a source rank, its parts of the parameters, by name. Each part is a DTensor on a
+            mesh of source ranks, or a plain tensor that is cut as in `shards`.
+        into: On a target rank, the DTensors or plain tensors to receive into, by name. They must
+            not overlap each other in memory. They must not overlap tensors of `state` either. The
+            only exception is a tensor that is in both because the rank keeps exactly its part.
+        shards: The dims that cut the plain tensors of this rank, and the axis that each dim cuts:
+            {"*.qkv.weight": {"tp": 0}, "*": {}}. The keys are patterns as in `fnmatch`. The first
+            pattern that matches a name applies. A dim without an axis replicates the tensor. Shards
+            are in the order of the coordinates, and may have any lengths.
             Default: the shards of the mapping, for all parameters.
-        fused: On a target rank, the parameters that have several parameters of the source as parts:
+        fused: On a target rank, the parameters whose parts are several parameters of the source:
             {"*.gate_up.weight": ["*.gate.weight", "*.up.weight"]}. Each rank receives its shard of
-            each part, one after another. A `hypercomm.Fused` also has the numbers of heads. A
-            single part renames a parameter.
-        dtype: The type to which the sender converts floating-point tensors, and which they have in
-            `into`. All ranks must pass the same value. Default: dtypes are equal on both ends.
-        bucket_bytes: The most bytes that a rank sends and receives in one bucket. A rank needs
-            memory for two buckets in addition to the tensors.
-        start: The first bucket to move. After a failed bucket, all ranks continue with it: in a job
-            that was initialised again, or in the same job if the bucket was damaged.
-        verify: Whether each segment is sent with a checksum, which the receiver compares. If one
-            differs, every rank raises at the end. All ranks must pass the same value. Default: the
-            environment variable HYPERCOMM_VERIFY, "0" or "1".
-        world: The world of the ranks in the mapping. Default: the world of WORLD.
+            each part, one after another. Use `hypercomm.Fused` to give the numbers of heads as
+            well. With a single part, the parameter is only renamed.
+        dtype: The type to which the sender converts floating-point tensors. In `into`, these must
+            have this type. All ranks must pass the same value. Default: nothing is converted, and
+            the dtypes in `state` and `into` must be equal.
+        bucket_bytes: The largest sum of the bytes that a rank sends and receives in one bucket. A
+            rank needs memory for two buckets in addition to the tensors.
+        start: The index of the first bucket to move. After a bucket has failed, all ranks continue
+            with this bucket. If communication failed, first initialise torch.distributed again. If
+            data was damaged, continue in the same job.
+        verify: Whether each segment is sent with a checksum, which the receiver compares. If a
+            checksum differs, every rank raises at the end. All ranks must pass the same value.
+            Default: the environment variable HYPERCOMM_VERIFY, "0" or "1".
+        world: The world of the ranks in the mapping. Default: the world of torch's WORLD group.
 
     Returns:
         The number of buckets, or None on a rank of neither layout.
@@ -123,14 +127,15 @@ def transfer_state(
         LayoutError: An argument does not fit.
         PlanMismatchError: Ranks, or `state` and `into`, differ. Nothing was sent.
         GroupCreationTimeout, CreationError: Ranks are missing, or one failed. Nothing was sent.
-        StateTransferError: Communication failed, or data was damaged. It names the parameters that
-            may be partly written. All ranks continue with the smallest `bucket` of their errors.
+        StateTransferError: Communication failed, or data was damaged. The error names the
+            parameters that may be partly written. To continue, all ranks pass the smallest `bucket`
+            of their errors as `start`.
         OutcomeUnknownError: The job's store is gone. Restart the job.
         GroupOptionsError: `verify` is not True, False or None.
 
-    Every rank computes the whole plan, once for the same parameters. This takes time proportional
-    to the number of parameters and target ranks. `transfer` explains devices and backends. In a
-    fake or simulated world, plain tensors are assumed to be even shards.
+    Every rank computes the whole plan, once for each set of parameters. This takes time
+    proportional to the number of parameters and target ranks. `transfer` explains devices and
+    backends. In a fake or simulated world, plain tensors are assumed to be even shards.
 
     Example:
         >>> from hypercomm import RankLayout
@@ -178,7 +183,7 @@ def transfer_state(
     if how.is_verified:
         _share_damage(world, mapping, own, mover)
     if interrupt is not None:
-        raise interrupt  # only now, because the other ranks had this rank's consent
+        raise interrupt  # only now, because this rank had agreed to take part
     return mover.plan.buckets
 
 
@@ -208,10 +213,11 @@ class _Own:
     """The tensors of this rank.
 
     Attributes:
-        given: `state` and `into`, by whether it is the source's, if this rank is in that layout.
-        sent: The parts that it sends, by name. Empty if it is not a source.
-        received: The parts that it receives into, by name. Empty if it is not a target.
-        facts: The values on which their descriptions depend.
+        given: `state` under the key True, and `into` under False, each if this rank is in its
+            layout.
+        sent: The parts that this rank sends, by name. Empty if it is not a source.
+        received: The parts that this rank receives into, by name. Empty if it is not a target.
+        facts: The values on which the descriptions of the tensors depend.
         device: The device of all tensors.
     """
 
@@ -227,7 +233,7 @@ class _About:
     """The descriptions of the tensors of this rank.
 
     Attributes:
-        text: All of them, for the other ranks.
+        text: All descriptions as JSON, for the other ranks.
         cuts: The mapping of each plain tensor.
     """
 
@@ -236,7 +242,7 @@ class _About:
 
 
 def read_tensors(mapping: RankMapping, given: Mapping[bool, object], rank: int) -> _Own:
-    """Check the tensors of this rank. `given` has `state` by True, and `into` by False."""
+    """Check the tensors of this rank. `given` maps True to `state`, and False to `into`."""
     ends = {True: mapping.source_ranks, False: mapping.target_ranks}
     values = {
         end: _as_state(given[end], _WHAT[end], rank) for end, ranks in ends.items() if rank in ranks
@@ -319,7 +325,7 @@ def _held(
     *,
     is_source: bool,
 ) -> Held:
-    """Describe a tensor of an end. `cuts` has the mappings of plain tensors."""
+    """Describe a tensor of `state` or `into`. `cuts` has the mapping of each plain tensor."""
     if _is_dtensor(tensor):
         ranks = mapping.source_ranks if is_source else mapping.target_ranks
         return describe_dtensor(name, tensor, local, ranks, is_numbered=not world.parts)
@@ -430,7 +436,7 @@ def _planned(
 def _exchange_texts(
     world: World, mapping: RankMapping, own: _Own, about: _About, digest: str
 ) -> dict[int, bytes] | None:
-    """Return the descriptions of all ranks, or None if all have a plan with this digest."""
+    """Return the descriptions of all ranks, or None if all ranks have a plan with this digest."""
     if not world.has_store:
         return None
     head = json.dumps([digest, len(about.text)]).encode()
@@ -503,7 +509,9 @@ class _Piece:
 
 
 class _Mover:
-    """Executes the plan of a rank. The constructor allocates all memory, so it fails first.
+    """Executes the plan of a rank.
+
+    The constructor allocates all memory. If there is too little, it raises before data is sent.
 
     Attributes:
         damage: The error for the first segment with a wrong checksum.
@@ -530,7 +538,7 @@ class _Mover:
         self.buckets = [self._pieces(number) for number in range(plan.buckets)]
 
     def _check_overlaps(self) -> None:
-        """Raise if a buffer overlaps another tensor, unless the rank keeps its part in place."""
+        """Raise if a buffer overlaps another tensor, unless the rank keeps a part in place."""
         moved = {one.name for bucket in self.plan.receives for one in bucket}
         for one in self.plan.copies:
             if one.source_name != one.name or one.source_slices != one.target_slices:
@@ -560,7 +568,7 @@ class _Mover:
             active.append(item)
 
     def _pieces(self, number: int) -> tuple[list[_Piece], list[_Piece]]:
-        """Return the pieces that a bucket receives, and the pieces that it sends."""
+        """Return the pieces that this rank receives in a bucket, and the pieces that it sends."""
         received = self.plan.receives[number]
         sent = self.plan.sends[number]
         pieces = []
@@ -688,7 +696,7 @@ def _advice(world: World) -> str:
 
 
 def _share_damage(world: World, mapping: RankMapping, own: _Own, mover: _Mover) -> None:
-    """Raise on all ranks if one of them received damaged data. The error has the first bucket."""
+    """Raise on all ranks if one of them received damaged data. The error names the first bucket."""
     damage = mover.damage
     found = None if damage is None else [damage.bucket, str(damage)[:800]]
     blocks = {world.rank: json.dumps(found).encode()}

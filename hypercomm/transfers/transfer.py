@@ -1,8 +1,8 @@
 """Move a tensor between the ranks of the running job, following a RankMapping.
 
-The ranks exchange the shapes of their tensors, so each knows the size of every message. All checks
-precede the first message. Then each rank posts all its receives and sends together, so ranks cannot
-deadlock.
+The ranks exchange the shapes of their tensors, so each rank knows the size of every message. All
+checks precede the first message. Then each rank posts all its receives and sends together, so ranks
+cannot deadlock.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ from hypercomm.transfers.mapping import Message, RankMapping, chunk_sizes, resol
 Shape = tuple[int, ...]
 
 Pieces = list[tuple[int, Tensor]]
-"""Views of parts of a tensor, each with the rank at the other end, in the same order on both."""
+"""Views of parts of a tensor, each with the rank that sends or receives it.
+
+The sender and the receiver have the pieces in the same order.
+"""
 
 _OFFER_BYTES = 512
 """The size of the description that each rank sends to all others."""
@@ -45,10 +48,10 @@ class _Offer:
     """The description that a rank sends to all others before a transfer.
 
     Attributes:
-        dtype: The type of the elements of its tensors.
-        sent: The shape of the part that it sends, or None if it is not a source.
-        buffer: The shape of its buffer, or None if it has no buffer.
-        refusal: The error that keeps it from taking part, or "".
+        dtype: The type of the elements of the rank's tensors.
+        sent: The shape of the part that the rank sends, or None if it is not a source.
+        buffer: The shape of the rank's buffer, or None if it has no buffer.
+        refusal: The error that keeps the rank from taking part, or "".
     """
 
     dtype: str = ""
@@ -57,7 +60,7 @@ class _Offer:
     refusal: str = ""
 
     def block(self) -> bytes:
-        """Return it as JSON of at most `_OFFER_BYTES` bytes."""
+        """Return the description as JSON of at most `_OFFER_BYTES` bytes."""
         refusal = self.refusal.encode("ascii", "replace").decode()
         return json.dumps([self.dtype, self.sent, self.buffer, refusal[:200]]).encode()
 
@@ -74,11 +77,11 @@ class _Role:
     """The role of one rank in a mapping, for tensors of any shape.
 
     Attributes:
-        is_source: Whether it sends.
-        siblings: The target ranks that receive the same part, including this one. Empty if it does
-            not receive.
-        sends: The messages to other ranks and to itself.
-        receives: The messages from other ranks and from itself.
+        is_source: Whether the rank sends.
+        siblings: The target ranks that receive the same part, including this rank. Empty if this
+            rank does not receive.
+        sends: The messages from this rank to other ranks and to itself.
+        receives: The messages to this rank from other ranks and from itself.
     """
 
     is_source: bool
@@ -99,30 +102,31 @@ def transfer(
 ) -> Tensor | None:
     """Move a tensor between the ranks of the running job. Every rank of both stages must call it.
 
-    Shards may have different lengths: the ranks first exchange the shapes of their tensors, and all
-    of them raise if the shapes do not fit. Autograd does not see the transfer. Send gradients back
-    with `transfer(mapping.inverse(), gradient)`.
+    Shards may have different lengths, because the ranks first exchange the shapes of their tensors.
+    All ranks raise if the shapes do not fit. Autograd does not see the transfer. Send gradients
+    back with `transfer(mapping.inverse(), gradient)`.
 
     Args:
         mapping: The mapping from the source layout to the target layout.
-        tensor: On a source rank, the part to send. On a rank of the target only, the buffer to
-            receive into. Ignored on all other ranks.
-        groups: If `mapping` has leaders, on a target rank whose part other ranks need, too: the
-            process group of its `broadcast_siblings`, in which the first rank broadcasts. Otherwise
-            None or torch's `GroupMember.NON_GROUP_MEMBER`.
+        tensor: On a source rank, the part to send. On a rank that is only in the target, the buffer
+            to receive into. Ignored on all other ranks.
+        groups: The process group of this rank's `broadcast_siblings`, in which the first rank
+            broadcasts. It is needed on a target rank if `mapping` has leaders and other ranks need
+            the same part. Otherwise, pass None or torch's `GroupMember.NON_GROUP_MEMBER`.
         out: On a rank of both stages, the buffer to receive into. It must not overlap `tensor` in
-            memory. Default: a new tensor. Along an axis that is cut, it joins whole source shards
-            if the number of source shards is a multiple of the number of target shards. Otherwise
-            torch.chunk's rule gives its length.
+            memory. Default: a new tensor. Along an axis that is cut, the new tensor consists of
+            whole source shards if the number of source shards is a multiple of the number of target
+            shards. Otherwise its length follows from torch.chunk's rule.
         rows: The lengths of the shards of the batch, in the order of `along`, in the layout that
-            has more shards. In the other layout, the lengths are sums of these. All ranks must
-            pass the same value. Then shapes are not exchanged, and other axes are cut evenly.
+            has more shards. A shard of the other layout has the sum of consecutive lengths. All
+            ranks must pass the same value. With `rows`, shapes are not exchanged, and the other
+            axes must be cut evenly.
             Default: the lengths of the tensors.
         verify: Whether all ranks of both stages first check that they propose the same mapping.
-            Every rank raises if two differ, if one rejects its arguments or leaves, or if one has
-            not joined by the timeout of WORLD. All ranks must pass the same value. Default: the
-            environment variable HYPERCOMM_VERIFY, "0" or "1".
-        world: The world of the ranks in the mapping. Default: the world of WORLD.
+            Every rank raises if two mappings differ, if a rank rejects its arguments or leaves, or
+            if a rank has not joined by the timeout of WORLD. All ranks must pass the same value.
+            Default: the environment variable HYPERCOMM_VERIFY, "0" or "1".
+        world: The world of the ranks in the mapping. Default: the world of torch's WORLD group.
 
     Returns:
         The received tensor on a target rank, None on other ranks.
@@ -144,13 +148,13 @@ def transfer(
 
     Without `verify`, a rank that waits for a missing rank raises torch's error at the timeout. With
     `rows`, a rank that rejects its arguments raises alone, and the others wait until the timeout.
-    Ranks whose mappings or `rows` differ wait, too. NCCL ignores tags, so it may match their
-    messages.
+    Ranks whose mappings or `rows` differ also wait. NCCL may instead deliver the wrong message,
+    because it ignores tags.
 
-    In the exchange of shapes, each rank sends as many small messages as the number of ranks has
-    binary digits. With NCCL, the host waits for it, so pass `rows` if the lengths are known. As
-    with torch's `batch_isend_irecv`, all ranks of the job must have communicated before, or the
-    default process group must be bound to a device.
+    To exchange shapes among n ranks, each rank sends ceil(log2(n)) small messages. With NCCL, the
+    host waits for this exchange, so pass `rows` if the lengths are known. As with torch's
+    `batch_isend_irecv`, all ranks of the job must have communicated before, or the default process
+    group must be bound to a device.
 
     Example:
         >>> from hypercomm import RankLayout
@@ -189,7 +193,7 @@ def transfer(
     if received is not None:
         mark_written(received)
     if interrupt is not None:
-        raise interrupt  # only now, because the other ranks had this rank's consent
+        raise interrupt  # only now, because this rank had agreed to take part
     return received
 
 
@@ -409,7 +413,7 @@ def _described(
 
 
 def _by_rule(sizes: Sequence[int], count: int) -> tuple[int, ...]:
-    """Return the lengths of the target's shards if no buffer gives them.
+    """Return the default lengths of the target's shards, from the lengths of the source's shards.
 
     >>> _by_rule((3, 2), 1), _by_rule((5, 3), 4), _by_rule((3, 2), 3)
     ((5,), (3, 2, 2, 1), (2, 2, 1))
@@ -425,7 +429,7 @@ def _by_rule(sizes: Sequence[int], count: int) -> tuple[int, ...]:
 def _sizes_from_own(
     mapping: RankMapping, rank: int, offer: _Offer, rows: Sequence[int] | None
 ) -> tuple[RankMapping, Shape]:
-    """Return the same as `_fit`, computed from the tensors of this rank alone.
+    """Return what `_fit` returns, but compute it from the tensors of this rank alone.
 
     Raises:
         LayoutError: The tensors of this rank have the wrong shapes.
@@ -459,11 +463,14 @@ def _sizes_from_own(
 
 
 def _with_rows(mapping: RankMapping, rows: Sequence[int], whole: list[int]) -> RankMapping:
-    """Return a mapping whose batch is cut into `rows`, and write its length into `whole`."""
+    """Return a mapping whose batch is cut into `rows`. Set the batch's length in `whole`."""
     given = tuple(as_int(one, "each of rows", 0) for one in as_ordered(rows, "rows"))
     axes = [cut.axis for cut in mapping.cuts]
     if mapping.along is None or mapping.batch_axis not in axes:
-        raise LayoutError(f"rows needs a batch that is cut, got rows={given} for {mapping}")
+        raise LayoutError(
+            f"rows= is only allowed if the mapping splits the batch axis; got rows={given} for "
+            f"{mapping}"
+        )
     number = axes.index(mapping.batch_axis)
     counts = mapping.cuts[number].source, mapping.cuts[number].target
     if len(given) != max(counts) or max(counts) % min(counts):
@@ -489,7 +496,7 @@ def mark_written(tensor: Tensor) -> None:
 def _move(
     world: World, exact: RankMapping, whole: Shape, given: Tensor, buffer: Tensor | None
 ) -> Tensor | None:
-    """Send the parts of a tensor, and return the received one."""
+    """Send this rank's parts of a tensor, and return the tensor that it receives."""
     role = _role(exact, world.rank)
     received = buffer
     receiving: Pieces = []
