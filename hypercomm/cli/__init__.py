@@ -29,7 +29,7 @@ class _Command(NamedTuple):
     """A command that is imported when it is called.
 
     Attributes:
-        home: The module and the name of the command.
+        home: The module that defines the command, a colon, and the command's name in it.
         summary: Its line in `hypercomm --help`.
         example: The arguments of a typical call.
     """
@@ -80,7 +80,7 @@ _USUAL_NAMES = {
     "--nproc": "--world-size",
     "--ranks": "--world-size",
 }
-"""Options of launchers and of other commands, and the option that has their purpose here."""
+"""For options of launchers and of other commands, the option here with the same purpose."""
 
 
 class _LazyGroup(click.Group):

@@ -46,7 +46,7 @@ preloads.append(__name__)  # the ranks import this module; only its functions im
     "--world-size",
     "ranks",
     type=click.IntRange(min=1),
-    help="The number of ranks; infers the one size that is -1.",
+    help="The number of ranks. The one size that is -1 is inferred from it.",
 )
 @options.views
 @click.option(
@@ -85,10 +85,11 @@ def check(
 
     torchrun --nproc-per-node 8 -m hypercomm check tp=2,cp=2,dp=2
     """
-    # torch reads this variable when it is loaded. Its reports of a dead peer would hide ours.
+    # torch reads this variable when it is loaded. Without it, torch's reports of a dead peer would
+    # hide the error of this command.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     job = find_job(os.environ)
-    if job is not None and job.size == 1:  # a job of one rank starts local ranks
+    if job is not None and job.size == 1:  # in a job of one rank, start the ranks here
         job = None
     room = "" if ranks is None else f"--nprocs is {ranks}"
     if job is not None:
@@ -148,7 +149,10 @@ class Figures(TypedDict):
 
 
 Message = tuple[int, Key, str | Figures]
-"""A rank, the dims of its group, and the step that begins, or the figures at the end."""
+"""A rank, the dims of its group, and the name of the step that begins.
+
+After the last step, the rank's `Figures` take the place of the name.
+"""
 
 
 @attrs.define
@@ -157,7 +161,7 @@ class CheckResult:
 
     Attributes:
         request: The layout and the groups.
-        found: The figures of each rank, by group.
+        found: The measurements of each rank, by the dims of the groups.
         failed: The rank that failed and the reason, or None. In a launched job this is always the
             rank of this process, even if another rank caused the error.
     """
@@ -171,7 +175,7 @@ class CheckResult:
     def start(self, timeout: float) -> None:
         """Run the probe on local ranks."""
         request = self.request
-        if request.backend != "gloo":  # this process needs torch for no other reason
+        if request.backend != "gloo":  # check_backend loads torch, which is slow
             from hypercomm.process_groups.options import check_backend
 
             check_backend(request.backend)
@@ -188,7 +192,7 @@ class CheckResult:
             self.failed = error.rank, error.reason
 
     def join(self, job: FoundJob, timeout: float) -> None:
-        """Run the probe as one rank of a launched job; rank 0 gathers the figures."""
+        """Run the probe as one rank of a launched job. Rank 0 gathers the measurements."""
         from datetime import timedelta
 
         import torch.distributed as dist
@@ -196,7 +200,7 @@ class CheckResult:
         from hypercomm.launch import join
 
         def send(message: Message) -> None:
-            if isinstance(message[2], str):  # a step; only figures are gathered
+            if isinstance(message[2], str):  # the name of a step stays on this rank
                 self.record(message)
                 return
             everyone: list[Any] = [None] * job.size
@@ -275,7 +279,10 @@ class CheckResult:
         return {**place, "step": step, "reason": reason}
 
     def _row(self, key: Key, found: Mapping[int, Figures]) -> dict[str, Any]:
-        """Return the row of the groups over some dims, with the figures of the slowest rank."""
+        """Return the table row of the groups over some dims.
+
+        The creation time is the longest of all ranks. The bandwidth is the slowest rank's.
+        """
         groups = self.request.views.layout_of(key.view).groups(*key.dims)
         slowest = min(sorted(found), key=lambda rank: found[rank]["bandwidth"])
         alone = groups.group_size == 1
@@ -339,11 +346,11 @@ def probe_local(request: Request) -> None:
 def probe(
     request: Request, send: Callable[[Message], None], device: torch.device | None = None
 ) -> None:
-    """Create all requested groups, one after another, and report the figures of each.
+    """Create all requested groups, one after another, and send the measurements of each.
 
     Args:
         request: The groups. The layout must fill the world.
-        send: Called with each step that begins, and with the figures.
+        send: A function that is called when a step begins, and with the measurements of each group.
         device: The device of the tensors. Default: the CPU.
     """
     import torch

@@ -22,7 +22,8 @@ _COLOURS = {"kept": "green", "partly": "yellow", "gone": "red", "new": "cyan"}
 @click.option(
     "--world-size",
     type=click.IntRange(min=1),
-    help="The number of ranks; infers a size that is -1. Default: the ranks of the other layout.",
+    help="The number of ranks. A size that is -1 is inferred from it. Default: the number of ranks "
+    "of the other layout.",
 )
 @options.as_json
 def diff(before: str, after: str, world_size: int | None, as_json: bool) -> None:
@@ -59,8 +60,8 @@ def read(before: str, after: str, world_size: int | None = None) -> tuple[RankLa
     is_open = [UNSPECIFIED in given.values() for given in sizes]
     if world_size is None and all(is_open):
         raise LayoutError(
-            f"both {before!r} and {after!r} have an unspecified size; give one of them all its "
-            f"sizes, or the number of ranks with --world-size"
+            f"both {before!r} and {after!r} have an unspecified size; give all sizes of one "
+            f"layout, or the number of ranks with --world-size"
         )
     room = ""
     if world_size is None and any(is_open):

@@ -23,7 +23,7 @@ from hypercomm.errors import CreationError, LaunchError
 from hypercomm.job_environment import VARIABLES, find_job
 
 _PIPED_WIDTH = 100
-"""Columns of the table in a pipe."""
+"""The width of the table, in characters, unless stdout is a terminal."""
 
 _PACKAGES = ("torch", "numpy", "attrs", "megatron-core", "deepspeed")
 _TIMEOUT = timedelta(seconds=60)
@@ -37,7 +37,7 @@ _FAMILIES = ("CUDA_", "GLOO_", "HYPERCOMM_", "NCCL_", "OMPI_COMM_", "TORCH")
 
 @attrs.define
 class Report:
-    """The state of this installation. With `problems`, the exit code is 1.
+    """The state of this installation. If there are `problems`, the exit code is 1.
 
     `backends` and `strategies` map each name to the reason why it does not work here, or to None
     if it works.
@@ -141,14 +141,14 @@ def _why_not(creation: Any) -> str | None:
     """Create a group with one strategy, in a world of one gloo rank, and communicate over it.
 
     Returns:
-        The reason why it does not work, or None if it does.
+        The reason why the strategy does not work, or None if it works.
     """
     import torch.distributed as dist
 
     from hypercomm.grid import HyperCommGrid
     from hypercomm.process_groups import torch_internals as torchdist
 
-    stores: Any = dist  # type checkers do not know its stores
+    stores: Any = dist  # type checkers do not know the stores of torch.distributed
     try:
         store = stores.HashStore()
         dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=_TIMEOUT)

@@ -66,8 +66,8 @@ def read_sizes(
     Args:
         text: The sizes, as in "tp=2,dp=-1".
         ranks: The number of ranks, or None if it is unknown.
-        room: The clause of an error about that number. Default: "the world has 8".
-        option: The option of the command that gives the number, if it has one.
+        room: A clause on the number of ranks for errors. Default: one such as "the world has 8".
+        option: The command's option that sets the number of ranks, if it has such an option.
 
     Raises:
         LayoutError: The text cannot be read, or the number of ranks is needed and unknown.
@@ -91,7 +91,7 @@ def read_sizes(
 # ---- the groups that a command is about ---------------------------------------------------------
 
 _MANY_DIMS = 6
-"""With more dims, only single dims and pairs are shown."""
+"""If more dims are larger than 1, only single dims and pairs are shown."""
 
 
 @attrs.frozen
@@ -112,7 +112,9 @@ class Key:
 
 
 def combinations_of(layout: RankLayout) -> list[tuple[str, ...]]:
-    """Return each dim, and the combinations of dims larger than 1: of more than 6 dims, pairs.
+    """Return each dim alone, and all combinations of the dims larger than 1.
+
+    If more than 6 dims are larger than 1, only pairs are combined.
 
     Example:
         >>> combinations_of(RankLayout("tp=2,cp=1,dp=2"))
@@ -125,13 +127,13 @@ def combinations_of(layout: RankLayout) -> list[tuple[str, ...]]:
 
 
 def read_views(layout: RankLayout, texts: Sequence[str]) -> Views:
-    """Read views such as "expert:ep=2,rest=-1". A second view without a name is called "view2".
+    """Read views such as "expert:ep=2,rest=-1". If the second view has no name, it is "view2".
 
     Dims that make the same groups in the layout and in the view are shared.
 
     Raises:
         LayoutError: A text cannot be read.
-        LayoutError, WorldSizeError: The sizes do not fit.
+        LayoutError, WorldSizeError: The sizes do not fit the layout.
 
     Example:
         >>> dense = RankLayout("tp=2,dp=2,pp=2")

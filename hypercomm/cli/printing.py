@@ -1,4 +1,4 @@
-"""Output of the commands: tables and JSON, in pipes without trailing spaces."""
+"""Output of the commands: tables and JSON. In a pipe, trailing spaces are removed."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class _Output(Console):
 
 
 def console(piped_width: int = 120) -> Console:
-    """Return a console for stdout, with `piped_width` columns unless it is a terminal."""
+    """Return a console for stdout, with `piped_width` columns unless stdout is a terminal."""
     found = _Output(highlight=False)
     return found if found.is_terminal else _Output(highlight=False, width=piped_width)
 
 
 def write(text: str) -> None:
-    """Write to stdout. A pipe that its reader has closed, as `head` does, is not an error."""
+    """Write to stdout. Nothing is raised if the reader of a pipe, such as `head`, has closed it."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -50,7 +50,7 @@ def print_json(value: object, **options: Any) -> None:
 
 
 def table(*columns: Column | str) -> Table:
-    """Return an empty table in the look of all commands."""
+    """Return an empty table in the style that all commands share."""
     return Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
 
 

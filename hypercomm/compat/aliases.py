@@ -17,13 +17,13 @@ def install(homes: Mapping[str, str], packages: Sequence[str], loaded: str) -> b
     """Make import paths resolve to modules of hypercomm, from their next import on.
 
     Args:
-        homes: The module of hypercomm for each path.
+        homes: For each import path, the module of hypercomm that it resolves to.
         packages: The packages of these paths, outermost first. Packages that are not installed are
             created empty.
         loaded: The package that must not have been imported yet.
 
     Returns:
-        True, or False if an earlier call has done so.
+        True, or False if an earlier call has already installed these paths.
 
     Raises:
         StateError: `loaded` was imported before. Nothing was changed.
@@ -64,7 +64,7 @@ class _Aliases(MetaPathFinder, Loader):
         if fullname not in self.homes:
             return None
         spec = ModuleSpec(fullname, self)
-        # Includes the finders of editable installs.
+        # All other finders are asked, including those of editable installs.
         others = (finder for finder in sys.meta_path if finder is not self)
         found = (finder.find_spec(fullname, path, target) for finder in others)
         theirs = next(filter(None, found), None)
@@ -76,7 +76,7 @@ class _Aliases(MetaPathFinder, Loader):
         module = importlib.import_module(self.homes[spec.name])
         spec.loader_state = module.__spec__
         own = list(getattr(module, "__path__", []))
-        if own:  # importlib sets the path of other modules
+        if own:  # importlib sets the path of a module that has none
             theirs = spec.submodule_search_locations or []
             module.__path__ = list(dict.fromkeys([*own, *theirs]))
         return module

@@ -29,7 +29,7 @@ Dims = str | Iterable[str] | None
 """The dims of a role: one, several, or none."""
 
 _ALONE = "deepspeed.alone"
-"""The name of the group of one rank, for roles without dims."""
+"""The name of the groups of one rank each, for roles without dims."""
 
 
 _TP = ("tp",)
@@ -39,7 +39,7 @@ _DP = ("dp",)
 _SP = ("sp",)
 _SP_DP = ("sp", "dp")
 _SPANS = (_TP, _PP, _MODEL, _DP, _SP, _SP_DP)
-"""The roles whose dims a group spans, in the order of creation."""
+"""The roles of each group, in the order of creation. A group spans the dims of its roles."""
 
 
 def _group(roles: tuple[str, ...]) -> Callable[[Mpu], ProcessGroup]:
@@ -99,7 +99,7 @@ def _read_roles(layout: RankLayout, given: Mapping[str, Dims]) -> dict[str, tupl
             parts = ", ".join(f"{part}={short_repr(dims)}" for part, dims in given.items())
             raise LayoutError(
                 f"dim {name!r} of size {size} has no role in {parts}, so DeepSpeed would not "
-                f"keep its ranks equal; add it to a role, as in dp=('dp', {name!r})"
+                f"keep the weights of its ranks equal; add it to a role, as in dp=('dp', {name!r})"
             )
     return {
         part: tuple(name for name in layout.dim_names if name in names)
@@ -110,15 +110,15 @@ def _read_roles(layout: RankLayout, given: Mapping[str, Dims]) -> dict[str, tupl
 class Mpu:
     """The process groups of a grid under the names that DeepSpeed needs of an `mpu`.
 
-    Every rank of the grid must make one, in the same order as its other groups. Missing groups are
-    created, all or none. The grid owns the groups. Methods look them up in the grid, so they raise
-    after the grid is destroyed, and RankOutsideError on ranks outside the grid. Model parallel is
-    tp x pp. ZeRO shards and reduces over sp x dp, and divides by the size of dp, so the loss of an
-    sp rank must be its part of the loss.
+    Every rank of the grid must make an `Mpu`, in the same order as the other groups of the grid.
+    Groups that the grid lacks are created, all or none. The grid owns the groups. The methods look
+    the groups up in the grid. They raise if the grid is destroyed, and they raise RankOutsideError
+    on ranks outside the grid. Model parallel is tp x pp. ZeRO shards and reduces over sp x dp, but
+    divides by the size of dp. Therefore, each sp rank must return only its part of the loss.
 
     DeepSpeed derives some groups itself. For the groups of its MoE layers, tp must be the fastest
-    varying dim and pp the slowest. ZeRO-3 shards over dp alone, unless
-    `deepspeed.zero.Init(data_parallel_group=...)` has the sequence data parallel group.
+    varying dim and pp the slowest. ZeRO-3 shards over dp alone, unless the sequence data parallel
+    group is passed to `deepspeed.zero.Init(data_parallel_group=...)`.
 
     Args:
         grid: A grid, or a view of one.
@@ -244,16 +244,16 @@ name_functions(vars(Mpu), __name__, "Mpu.")
 # ---- topology -----------------------------------------------------------------------------------
 
 _AXES = {"pp": "pipe", "dp": "data", "tp": "model"}
-"""DeepSpeed's names of the roles. It needs the first two, even with size 1."""
+"""DeepSpeed's axis for each role. DeepSpeed needs "pipe" and "data", even with size 1."""
 
 
 def topology_axes(
     layout: RankLayout | GridView, *, pp: Dims = "pp", dp: Dims = "dp", tp: Dims = "tp"
 ) -> dict[str, int]:
-    """Return the axes of DeepSpeed's numbering of a layout's ranks, the LAST one varying fastest.
+    """Return the axes along which DeepSpeed numbers a layout's ranks. The LAST axis varies fastest.
 
     Args:
-        layout: A layout, or a grid, of ranks from 0 on without gaps.
+        layout: A layout or a grid. Its ranks must start at 0 and have no gaps.
         pp: The dim, or neighbouring dims, of DeepSpeed's axis "pipe". Dims that the layout does not
             have count as dims of size 1.
         dp: The dim, or neighbouring dims, of the axis "data".
@@ -264,8 +264,8 @@ def topology_axes(
         The size of each axis, in DeepSpeed's order, which is the reversed order of the layout.
 
     Raises:
-        LayoutError: The ranks do not start at 0, have gaps or another order, the dims of an axis
-            are not adjacent, a dim has two roles, or a dim larger than 1 has none.
+        LayoutError: The ranks do not start at 0, have gaps or are in another order, the dims of an
+            axis are not adjacent, a dim has two roles, or a dim larger than 1 has none.
 
     Example:
         Rank = tp * 1 + dp * 2 + pp * 8, so DeepSpeed's slowest axis is the pipeline.
@@ -297,8 +297,8 @@ def process_topology(
 ) -> Any:
     """Make DeepSpeed's ProcessTopology of a layout, for `PipelineModule(topology=)`.
 
-    DeepSpeed creates the process groups of the pipeline itself. If a grid has created groups over
-    the same ranks, there are two groups over them.
+    DeepSpeed creates the process groups of the pipeline itself. If a grid has also created a group
+    over the same ranks, these ranks have two groups.
 
     Args:
         layout: A layout, or a grid, of the whole world.

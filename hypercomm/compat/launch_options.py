@@ -71,7 +71,7 @@ _PREFIX = re.compile(r"(vllm|sglang|rollout|encoder|teacher|critic|parallelism_c
 """A flag of one module of the program, such as `--vllm-tensor-parallel-size`."""
 
 _PARTS = {"vllm": "rollout", "sglang": "rollout", "parallelism_config": "parallelism"}
-"""The module of each prefix that is not the name of the module."""
+"""For each prefix that differs from the name of its module, the name of the module."""
 
 _TRANSPARENT = re.compile(
     r"\d+|actor_rollout_ref|cluster|colocated|config|distributed|engine|env|expert_parallel|"
@@ -81,11 +81,13 @@ _TRANSPARENT = re.compile(
 """The parts of a key that are not modules."""
 
 SERVING = re.compile(r"\brollout|generation|inference|vllm|sglang|trtllm")
-"""The words in the keys of inference engines."""
+"""A pattern that matches words in the keys of inference engines."""
 
 
 def module_and_size(path: Sequence[str]) -> tuple[str, str]:
-    """Return the module of a key, or "" for the whole file, and the size that it sets, or "".
+    """Return the module of a key, and the size that the key sets.
+
+    The module is "" for a key of the whole file. The size is "" for a key that sets no size.
 
     Example:
         >>> module_and_size(("actor_rollout_ref", "ref", "megatron", "tensor_model_parallel_size"))
@@ -110,13 +112,13 @@ class Framework(NamedTuple):
     """A framework, and the pattern that recognises its files.
 
     Attributes:
-        name: Its name.
-        mark: A pattern that its files contain.
+        name: The name of the framework.
+        mark: A pattern that matches a part of the framework's files.
         kind: The kind of its modules, for `framework_layouts`.
         serving: The kind of its inference engines.
         modules: The modules that exist even if none of their sizes is given.
         parents: For a module, the module whose sizes are its defaults.
-        defaults: The sizes with another default in this framework.
+        defaults: The default sizes that differ from those of other frameworks.
     """
 
     name: str
@@ -197,25 +199,26 @@ RULES = (
     Rule(
         "megatron",
         lambda given: "order" in given,
-        "Megatron's command line has no --order, which initialize_model_parallel takes; "
+        "Megatron's command line has no --order, only initialize_model_parallel has it; "
         "--use-tp-pp-dp-mapping places pp before dp",
     ),
     Rule(
         "torchtitan",
         lambda given: given["expt_tp"] > 1,
-        "torchtitan 0.3 has no expert_tensor_parallel_degree: it does not cut experts by tp",
+        "torchtitan 0.3 has no expert_tensor_parallel_degree, because it does not split experts "
+        "over tp",
         ("expt_tp",),
     ),
     Rule(
         "deepspeed",
         lambda given: given["sp"] > 1 and "dp" not in given,
-        "DeepSpeed 0.19 makes groups of sequence_parallel_size={sp} only if data_parallel_size is "
-        "given too, or an mpu",
+        "DeepSpeed 0.19 creates groups of sequence_parallel_size={sp} ranks only if "
+        "data_parallel_size or an mpu is also given",
     ),
     Rule(
         "deepspeed",
         lambda given: given["hpz"] > 1 and given["stage"] != 3,
-        "zero_hpz_partition_size={hpz} is ignored: it needs ZeRO stage 3",
+        "zero_hpz_partition_size={hpz} is ignored, because it needs ZeRO stage 3",
         ("hpz",),
     ),
     Rule(
@@ -233,7 +236,8 @@ RULES = (
     Rule(
         "vllm",
         lambda given: ("expert_parallel" in given or given["ep"] > 1) and given["pp"] > 1,
-        "each stage cuts its experts over its tp and dp ranks; the experts have no layout here",
+        "each stage splits its experts over its tp and dp ranks; "
+        "the layout of the experts is not shown",
         ("ep", "expert_parallel"),
     ),
 )

@@ -63,12 +63,12 @@ EXPERT_SIZES = {
 SIZES = tuple(dict.fromkeys([*DENSE_SIZES.values(), *EXPERT_SIZES.values()]))
 
 _EXPERT_DIMS = {"tp": "expt_tp", "dp": "expt_dp", GTP: f"expt_{GTP}"}
-"""The names in this module of expert dims that the dense layers also have."""
+"""For expert dims that Megatron calls like a dense dim, the names in this module."""
 
 NAMES = {argument: dim for dim, argument in DENSE_SIZES.items()} | {
     argument: _EXPERT_DIMS.get(dim, dim) for dim, argument in EXPERT_SIZES.items()
 }
-"""The name in this module of each of Megatron's sizes."""
+"""For each of Megatron's size arguments, the name of the dim in this module."""
 
 
 # ---- Megatron -----------------------------------------------------------------------------------
@@ -153,7 +153,11 @@ def layouts_of(
 def _with_dp(
     sizes: Mapping[str, Any], arguments: Mapping[str, str], names: Mapping[str, str], total: int
 ) -> dict[str, int]:
-    """Return the sizes by dim, which must divide the world. dp takes the remaining ranks."""
+    """Return the size of each dim. dp takes the ranks that the other sizes leave.
+
+    Raises:
+        WorldSizeError: The other sizes do not divide the world.
+    """
     found = {}
     called = {}
     room = ""
@@ -174,7 +178,7 @@ def _with_dp(
 def _check_pipelines(layouts: Layouts, order: str) -> None:
     """Raise unless dense and expert layers have the same pipelines, as Megatron requires.
 
-    Unless pp is last in the order, their data parallel sizes must also be equal.
+    Unless pp is last in the order or has size 1, the data parallel sizes must also be equal.
     """
     dense, expert = layouts
     is_last = order.lower().endswith("pp") or dense.size_of("pp") == 1
@@ -191,11 +195,11 @@ def _check_pipelines(layouts: Layouts, order: str) -> None:
 def order_layout(
     order: str, sizes: Mapping[str, int], rank_offset: int, anchor: str | None = None
 ) -> RankLayout:
-    """Return the layout of Megatron's sizes in an order, which may omit dims of size 1.
+    """Return the layout of Megatron's sizes in an order. The order may omit dims of size 1.
 
     Args:
         order: The dims, the first one varying fastest.
-        sizes: Their sizes. The dim gtp_remat exists only if it has a size here.
+        sizes: The size of each dim. The dim gtp_remat exists only if it has a size here.
         rank_offset: The smallest rank.
         anchor: The dim after which gtp_remat is inserted if the order does not name it. Default:
             the order must name it.
@@ -222,7 +226,9 @@ def order_layout(
 
 
 def inject_gtp(order_str: str, after: str = "tp") -> str:
-    """Return an order with `gtp_remat` inserted after a dim, or after tp, or as the first dim.
+    """Return an order with `gtp_remat` inserted after a dim.
+
+    If the order does not name that dim, `gtp_remat` is inserted after tp, or as the first dim.
 
     >>> inject_gtp("tp-cp-ep-dp-pp"), inject_gtp("tp-cp-ep-dp-pp", after="ep"), inject_gtp("dp-pp")
     ('tp-gtp_remat-cp-ep-dp-pp', 'tp-cp-ep-gtp_remat-dp-pp', 'gtp_remat-dp-pp')
@@ -243,7 +249,7 @@ TORCHTITAN_VIEWS = {
     "sparse": ("pp", "dp_replicate", "efsdp", "ep"),
     "spmd": ("pp", "dp", "cp", "tp"),
 }
-"""The dims of each view, the last one varying fastest. One of them has an unspecified size."""
+"""The dims of each view, the last one varying fastest. The size of one of them is inferred."""
 
 
 def torchtitan_layouts(
@@ -269,7 +275,8 @@ def torchtitan_layouts(
 
     Raises:
         LayoutError: A size is not a positive int.
-        WorldSizeError: The sizes do not multiply to the world, or `ep` does not divide.
+        WorldSizeError: The sizes do not multiply to the world, or `ep` does not divide
+            dp_shard * cp * tp.
 
     Example:
         >>> print(torchtitan_layouts(tp=2, cp=2, ep=4, world_size=16)["sparse"].layout)
@@ -392,7 +399,7 @@ def framework_layouts(kind: str, sizes: Mapping[str, Any], world_size: int | Non
 
 
 def _fitting(kind: str, sizes: Mapping[str, Any], world_size: int | None) -> list[str]:
-    """Return the nearest fitting value of each size, such as "tp=2", with the other sizes kept."""
+    """For each size, return the nearest value that fits the other sizes, such as "tp=2"."""
     found = []
     given = {name: size for name, size in sizes.items() if name not in _CHOICES and size != 1}
     if kind == "megatron" and "ep" in given:
@@ -439,7 +446,7 @@ def _framework_layouts(kind: str, sizes: Mapping[str, Any], world_size: int | No
 
 
 def _sizes_of(kind: str) -> set[str]:
-    """Return the sizes of a kind of module."""
+    """Return the names of the sizes that a kind of module has."""
     if kind in KINDS:
         row = KINDS[kind]
         return {"engine", *row.dims}.union(*row.views.values())
@@ -452,13 +459,16 @@ def _sizes_of(kind: str) -> set[str]:
 
 
 def _is_whole(row: Kind, sizes: Mapping[str, int]) -> bool:
-    """Return whether the sizes alone give the number of ranks."""
+    """Return whether the sizes alone determine the number of ranks."""
     own = {dim: sizes.get(dim, 1) for dim in row.dims}
     return row.rest in sizes or (row.is_exact and known_size(own) > 1)
 
 
 def _of_engine(kind: str, given: Mapping[str, int]) -> dict[str, int]:
-    """Add the sizes that an inference engine infers: tp from its GPUs, dp from its experts."""
+    """Add the sizes that an inference engine infers.
+
+    They are tp, from the number of its GPUs, and for vLLM dp, from the expert parallel size.
+    """
     sizes = dict(given)
     if "engine" in sizes and "tp" not in sizes:
         parts = {"tp": UNSPECIFIED, "pp": sizes.get("pp", 1)}

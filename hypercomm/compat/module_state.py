@@ -61,7 +61,7 @@ class ModuleState:
     def create(cls, *args: Any, **kwargs: Any) -> Self:
         """Return an initialised state. Every rank must call this, in the same order.
 
-        It has the arguments and errors of `initialize`.
+        See `initialize` for the arguments and errors.
         """
         state = cls()
         state.initialize(*args, **kwargs)
@@ -78,7 +78,7 @@ class ModuleState:
         Args:
             names: The globals that must be empty.
             destroy: The name of the function that empties them.
-            read: A function of the world size that checks the arguments.
+            read: A function that checks the arguments, given the world size.
 
         Returns:
             The return value of `read`.
@@ -150,7 +150,7 @@ class CurrentState(Generic[State]):
         name: The name of the module.
         default: The state outside all blocks.
         alone: The default state if no block is open and no other state is alive, otherwise None.
-            Getters read it first, because `torch.compile` cannot trace the rest of `get`.
+            Getters read `alone` first, because `torch.compile` cannot trace the rest of `get`.
     """
 
     def __init__(self, name: str, kind: type[State]) -> None:
@@ -181,10 +181,10 @@ class CurrentState(Generic[State]):
             self._scoped.reset(token)
 
     def get(self) -> State:
-        """Return the current state. Warn once if it is the default one while others are alive.
+        """Return the current state. Warn once if it is the default state and others are alive.
 
         Raises:
-            StateError: One of the states is strict. It is raised in place of the warning.
+            StateError: A warning is due, and one of the states is strict.
         """
         state = self.alone or self._scoped.get()
         if state is None:
@@ -237,9 +237,9 @@ class CurrentState(Generic[State]):
             self.alone = self.default if is_alone and not self._open else None
 
     def bind(self, module: ModuleType, names: Iterable[str]) -> None:
-        """Give a module one attribute for each name, which reads and writes the current state."""
+        """Add attributes to a module that read and write the current state."""
         members: dict[str, Any] = {name: _global(name, self.get) for name in names}
-        # cloudpickle pickles the module with functions that use it.
+        # cloudpickle pickles a module together with the functions that use the module.
         members["__reduce__"] = lambda module: (importlib.import_module, (module.__name__,))
         members["__getattr__"] = _raise_unknown
         module.__class__ = type("LegacyModule", (ModuleType,), members)
@@ -263,7 +263,7 @@ def _raise_unknown(module: ModuleType, name: str) -> None:
 
 
 def name_functions(namespace: Mapping[str, Any], module: str, within: str = "") -> None:
-    """Set the names of functions that other functions returned to their names in a namespace.
+    """Give functions that other functions created the names that they have in a namespace.
 
     Args:
         namespace: The namespace of a module or of a class.

@@ -60,7 +60,7 @@ def _fail(problem: str) -> None:
 
 
 def _hide_frames() -> None:
-    """Print tracebacks from the first frame of the program on."""
+    """Omit the frames above the program's first frame from tracebacks."""
     show = sys.excepthook
 
     def show_program(

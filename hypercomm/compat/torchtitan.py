@@ -1,8 +1,9 @@
 """torchtitan's meshes, as views of one grid.
 
-Source: `torchtitan.distributed.parallel_dims` of torchtitan 0.3.0, `ParallelDims.build_mesh`: the
-names of its meshes and of their dims, and which sizes multiply to which. The one dim of its loss
-mesh is called "loss_mesh" there, and "loss" here. `torchtitan.config`: the names of the sizes.
+Sources, of torchtitan 0.3.0: `ParallelDims.build_mesh` in `torchtitan.distributed.parallel_dims`
+for the names of the meshes, and for the names and sizes of their dims; `torchtitan.config` for the
+names of the arguments. The only dim of the loss mesh is called "loss_mesh" in torchtitan, and
+"loss" here.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _NAMES = {
     "pipeline_parallel_degree": "pp",
     "expert_parallel_degree": "ep",
 }
-"""The names here of torchtitan's sizes."""
+"""For each of torchtitan's sizes, the name in this module."""
 
 _MESHES: dict[str, dict[str, tuple[str | None, tuple[str, ...]]]] = {
     "partial_dtensor": {
@@ -48,7 +49,10 @@ _MESHES["spmd_types"] = _MESHES["partial_dtensor"] | {
     "spmd_dense_for_fwdbwd": ("spmd", ("dp", "cp", "tp")),
     "spmd_sparse_for_fwdbwd": ("sparse", ("dp_replicate", "efsdp", "ep")),
 }
-"""torchtitan's meshes by backend: their view, or None for the grid itself, and their dims."""
+"""torchtitan's meshes, by backend and name.
+
+A mesh is a pair of its view, or None for the grid itself, and its dims.
+"""
 
 
 @hints_at_keywords
@@ -75,18 +79,23 @@ def torchtitan_grids(
     verify: bool | None = None,
     enable_reconfigure: bool = False,
 ) -> GridSet:
-    """Return the grid of one of torchtitan's models, "training", whose views are its meshes.
+    """Return the grid "training" for one of torchtitan's models. Its views are the meshes.
 
-    The grid has the dims tp, cp, dp_shard, dp_replicate and pp, the first varying fastest. In its
-    view "dataloading" batch is dp_replicate with dp_shard, in "loss" loss is batch with cp, in
-    "dense" fsdp is dp_shard with cp, in "sparse" ep and efsdp divide tp, cp and dp_shard, and in
-    "spmd" dp is dp_replicate with dp_shard. Dims of one name have one process group in all views.
-    No group is created; `torchtitan_meshes` creates them.
+    The grid has the dims tp, cp, dp_shard, dp_replicate and pp, the first one varying fastest. Some
+    dims of its views combine dims of the grid:
+
+    * batch in "dataloading" and dp in "spmd" combine dp_replicate and dp_shard;
+    * loss in "loss" combines dp_replicate, dp_shard and cp;
+    * fsdp in "dense" combines dp_shard and cp;
+    * ep and efsdp in "sparse" together combine tp, cp and dp_shard.
+
+    Dims with the same name share one process group in all views. This function creates no groups.
+    `torchtitan_meshes` creates them.
 
     Args:
-        dp_replicate: Ranks that hold the same weights (HSDP's replicas); default: 1.
-        dp_shard: Ranks that share the weights; default: the remaining ranks of the world.
-        cp: Context parallel size; default: 1, as for the sizes that follow.
+        dp_replicate: Number of replicas of the sharded model (HSDP). Default: 1.
+        dp_shard: Number of ranks that FSDP shards over. Default: the remaining ranks of the world.
+        cp: Context parallel size. The default of this and of the following sizes is 1.
         tp: Tensor parallel size.
         pp: Pipeline parallel size.
         ep: Expert parallel size, a divisor of dp_shard * cp * tp.
@@ -96,18 +105,19 @@ def torchtitan_grids(
         tensor_parallel_degree: torchtitan's name of `tp`.
         pipeline_parallel_degree: torchtitan's name of `pp`.
         expert_parallel_degree: torchtitan's name of `ep`.
-        world_size: Number of ranks of the job; default: as for `HyperCommGrid`.
-        name: Distinguishes this set from others; see `GridSet`.
-        backend: As for `HyperCommGrid`, as are the next five.
+        world_size: Number of ranks of the job. Default: see `HyperCommGrid`.
+        name: Distinguishes this set from others. See `GridSet`.
+        backend: Backend of the groups. `HyperCommGrid` documents this and the next five arguments.
         creation: How groups are created.
-        share: Whether keys may hold one group.
+        share: Whether several keys may use one group.
         lazy_init: When the members of a group connect.
         verify: Whether ranks compare their creations.
         enable_reconfigure: Whether groups stay when a reshape changes their members.
 
     Raises:
         LayoutError: A size is not a positive int.
-        WorldSizeError: The sizes do not multiply to the world, or `ep` does not divide.
+        WorldSizeError: The sizes do not multiply to the world, or `ep` does not divide
+            dp_shard * cp * tp.
         TypeError: A size is given by both of its names.
 
     Example:
@@ -140,24 +150,25 @@ def torchtitan_grids(
 def torchtitan_meshes(
     grids: GridSet, spmd_backend: SpmdBackend = "partial_dtensor"
 ) -> dict[str, DeviceMesh]:
-    """Create the process groups of torchtitan's meshes, each once, and return the meshes.
+    """Create the process groups of torchtitan's meshes, and return the meshes.
 
-    Every rank of the job must call this. torchtitan creates the group of a dim again for each mesh
-    that has it; here meshes share them.
+    Every rank of the job must call this. If several meshes have the same dim, they share its group
+    here. torchtitan creates a group for each of these meshes.
 
     Args:
         grids: The result of `torchtitan_grids`.
-        spmd_backend: torchtitan's setting of that name, whose default there is "spmd_types".
+        spmd_backend: The value of torchtitan's setting with this name. torchtitan's default is
+            "spmd_types".
 
     Returns:
-        "dataloading", "dense" and "sparse", with torchtitan's dims, and "loss", of the one dim
-        "loss": batch with cp. For "spmd_types" also "spmd_dense_for_fwdbwd", and
-        "spmd_sparse_for_fwdbwd" if ep is larger than 1.
+        The meshes by name: "dataloading", "dense" and "sparse" with torchtitan's dims, and "loss"
+        with the only dim "loss". With "spmd_types", there is also "spmd_dense_for_fwdbwd", and if
+        ep is larger than 1, "spmd_sparse_for_fwdbwd".
 
     Raises:
         UnknownDimError: `grids` lacks a grid or view that `torchtitan_grids` makes.
         GroupOptionsError: `spmd_backend` is unknown.
-        CreationError, GroupExistsError: As for `HyperCommGrid.create_pgs`.
+        CreationError, GroupExistsError: See `HyperCommGrid.create_pgs`.
 
     Example:
         >>> from hypercomm.testing import fake_world
@@ -177,7 +188,7 @@ def torchtitan_meshes(
     for view, dims in wanted.values():
         for dim in dims:
             holder = None if dim in grid.dim_names else view
-            share: Share | None = "identical" if dim in ("batch", "dp") else None  # two names
+            share: Share | None = "identical" if dim in ("batch", "dp") else None  # equal groups
             requests.setdefault(dim, GroupRequest(dim, view=holder, share=share))
     grid.create_pgs(requests.values())
     return {

@@ -19,7 +19,9 @@ _MOST_ROWS = 20
 
 @click.command(short_help="Find the rank that a hung job waits for, from its dumps.")
 @click.argument("folder")
-@click.option("--layout", "sizes", help="The layout, as in tp=2,dp=4, if the dumps have none.")
+@click.option(
+    "--layout", "sizes", help="The layout, as in tp=2,dp=4, if the dumps do not contain it."
+)
 @options.as_json
 def blame(folder: str, sizes: str | None, as_json: bool) -> int:
     """Show which rank has not entered which collective, and which ranks wait for it.
@@ -48,7 +50,7 @@ def _show(verdict: Verdict) -> None:
     if verdict.waits:
         out.print(rows)
     if len(verdict.waits) > _MOST_ROWS:
-        out.print(f"and {len(verdict.waits) - _MOST_ROWS} more; --json has all of them")
+        out.print(f"and {len(verdict.waits) - _MOST_ROWS} more; --json shows all of them")
     out.print(f"{len(evidence.ranks)} dumps of {evidence.world_size} ranks")
     for note in evidence.unreadable.values():
         out.print(f"note: {note}", markup=False, soft_wrap=True)

@@ -30,7 +30,7 @@ _EXAMPLE = 16
 """The most ranks of an example group that JSON shows."""
 
 _MOST_RANKS = 2**24
-"""The most ranks. So many are enumerated in a fraction of a second for each combination."""
+"""The most ranks of a layout. The groups over any dims are enumerated in less than a second."""
 
 
 @with_files("sizes")
@@ -39,8 +39,8 @@ _MOST_RANKS = 2**24
 @click.option(
     "--world-size",
     type=click.IntRange(min=1),
-    help="The number of ranks; infers the one size that is -1. Default: the ranks of the job, in a "
-    "job.",
+    help="The number of ranks. The one size that is -1 is inferred from it. Default in a job: the "
+    "number of ranks of the job.",
 )
 @click.option("--rank-offset", type=click.IntRange(min=0), default=0, help="The smallest rank.")
 @click.option("--rank", type=int, help="Show the coordinates of this rank, and its groups.")
@@ -131,7 +131,7 @@ def _hosts_of(layout: RankLayout, hosts: NDArray[np.int64]) -> dict[str, Any]:
 def _groups_over(
     layout: RankLayout, key: Key, rank: int, hosts: NDArray[np.int64]
 ) -> dict[str, Any]:
-    """Return the row of the groups over some dims.
+    """Return the table row of the groups over some dims.
 
     Args:
         layout: The layout or view that has the dims.

@@ -109,7 +109,7 @@ CALLS = [
     ("place tp=2 --on 8,12", "16 GPUs would work"),
     ("place tp=2 --on hots=2", "did you mean 'host'?"),
     ("place tp=2 --on node[1-", "write it like 'node[01-09]'"),
-    ("place tp --on n1,n2", "add their number, as in --on 8"),
+    ("place tp --on n1,n2", "add the number of GPUs per host, as in --on 8"),
     (
         "place tp=3 --on nope --on nop",
         "lists the host of each rank, because its values are not files",
@@ -127,7 +127,7 @@ CALLS = [
     # ---- pictures and checks
     ("draw tp=2 --groups pp", "unknown dim 'pp'; this layout has dims ('tp',)"),
     ("draw tp=2 tp=4 --groups tp", "--groups applies to a layout; leave it out for a change"),
-    ("draw tp=2,dp=4 tp=4,dp=2 --to dp=8", "--to a mapping; give one of them"),
+    ("draw tp=2,dp=4 tp=4,dp=2 --to dp=8", "--to a picture of a mapping; give one of them"),
     ("draw tp=2 --to tp=2", "add it, as in 'tp=2,dp=1'"),
     ("draw tp=2,dp=4 --to dp=3", "for example 3 or 6 on the source"),
     ("check tp=2 --timeout 0", "0.0 is not in the range 0<x<=1000000.0"),

@@ -45,13 +45,16 @@ _GROUPS = {
     "pp": ("pipeline_parallel", "_PIPELINE_PARALLEL_GROUP", "_PIPELINE_PARALLEL_RANKS"),
     "cp": ("context_parallel", "_CONTEXT_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GROUP_RANKS"),
 }
-"""The dims in the order of creation: ezpz's name, and the globals of the group and its ranks."""
+"""For each dim, in the order of creation: ezpz's name of the dim, and two globals.
+
+The first global contains the group over the dim, the second one contains the ranks of the group.
+"""
 
 _GLOBALS = [name for _, *names in _GROUPS.values() for name in names]
 
 
 def install() -> None:
-    """Replace `ezpz.tp` by this module. Other modules, such as `ezpz.tp.layers`, stay ezpz's.
+    """Replace `ezpz.tp` by this module. Other modules, such as `ezpz.tp.layers`, are not replaced.
 
     Call it before `ezpz` is imported. ezpz need not be installed. A second call has no effect.
 
@@ -113,7 +116,7 @@ class TensorParallelState(ModuleState):
 
 
 def _fitting_layout(given: dict[str, Any]) -> RankLayout:
-    """Return the layout of sizes of tp, cp and pp, with the remaining ranks along dp."""
+    """Return the layout over tp, cp, pp and dp. dp takes the remaining ranks."""
     names = [f"{_GROUPS[dim][0]}_size" for dim in ("tp", "cp", "pp")]
     size, *others = [positive(given[name], name) for name in names]
     world_size = dist.get_world_size()
@@ -149,8 +152,8 @@ def initialize_tensor_parallel(
     call fails, no groups are left.
 
     Args:
-        tensor_parallel_size: Ranks that share each layer's tensors. A number above the size of the
-            world is reduced to it, with a warning.
+        tensor_parallel_size: Ranks that share each layer's tensors. If it exceeds the world
+            size, the world size is used, with a warning.
         pipeline_parallel_size: Pipeline stages.
         context_parallel_size: Ranks that share each sequence.
         tensor_parallel_backend: Backend of the tensor parallel groups. Default: WORLD's.
@@ -191,7 +194,7 @@ def tensor_parallel_is_initialized() -> bool:
 
 
 def _value_of(dim: str, name: str) -> Any:
-    """Return the value of a global of a dim, which must be set."""
+    """Return the value of one of a dim's globals. Raise if it is None."""
     value = current.get().read(name)
     if value is None:
         raise StateError(
@@ -207,7 +210,7 @@ def _words(dim: str) -> str:
 
 
 def _group(dim: str) -> Callable[[], ProcessGroup]:
-    """Return a getter of the group of a dim."""
+    """Return a function that returns the calling rank's group over a dim."""
     name = _GROUPS[dim][1]
 
     def get() -> ProcessGroup:
@@ -219,7 +222,7 @@ def _group(dim: str) -> Callable[[], ProcessGroup]:
 
 
 def _ranks(dim: str) -> Callable[[], list[int]]:
-    """Return a getter of the ranks of the group of a dim."""
+    """Return a function that returns the ranks of the calling rank's group over a dim."""
     name = _GROUPS[dim][2]
 
     def get() -> list[int]:
@@ -231,7 +234,10 @@ def _ranks(dim: str) -> Callable[[], list[int]]:
 
 
 def _size(dim: str, default: int | None = None) -> Callable[[], int]:
-    """Return a getter of the size of the group of a dim, with a default for no group."""
+    """Return a function that returns the size of the calling rank's group over a dim.
+
+    If there is no such group, it returns `default`, or raises if `default` is None.
+    """
     name = _GROUPS[dim][1]
 
     def get() -> int:
@@ -242,12 +248,15 @@ def _size(dim: str, default: int | None = None) -> Callable[[], int]:
 
     get.__doc__ = f"Return the size of the calling rank's {_words(dim)} group."
     if default is not None:
-        get.__doc__ += f" Without a group: {default}."
+        get.__doc__ += f" If there is no such group, return {default}."
     return get
 
 
 def _rank(dim: str, default: int | None = None) -> Callable[[], int]:
-    """Return a getter of the rank in the group of a dim, with a default for no group."""
+    """Return a function that returns the calling rank's position in its group over a dim.
+
+    If there is no such group, it returns `default`, or raises if `default` is None.
+    """
     name = _GROUPS[dim][1]
 
     def get() -> int:
@@ -258,7 +267,7 @@ def _rank(dim: str, default: int | None = None) -> Callable[[], int]:
 
     get.__doc__ = f"Return the position of the calling rank in its {_words(dim)} group."
     if default is not None:
-        get.__doc__ += f" Without a group: {default}."
+        get.__doc__ += f" If there is no such group, return {default}."
     return get
 
 

@@ -2,8 +2,8 @@
 
 The modules have Megatron's names: `parallel_state`, `process_groups_config`, `hyper_comm_grid`.
 `install()` makes `megatron.core` resolve to them, whether megatron-core is installed or not.
-`version` is the release that they follow if releases differ. `collections_of` returns Megatron's
-collections of a `GridSet`.
+If Megatron's releases differ, they follow the release that `version` selects. `collections_of`
+returns Megatron's collection for each grid of a `GridSet`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,10 @@ from hypercomm.layout.views import BASE
 from hypercomm.process_groups.spec import GroupKey
 
 Key: TypeAlias = "str | tuple[str, tuple[str, ...]]"
-"""Dims in reversed grid order, joined by dashes. For a group of a view, its name and the dims."""
+"""The dims of a group in reversed grid order, joined by dashes.
+
+For a group of a view: the name of the view, and a tuple of the dims.
+"""
 
 _BASE_VIEW_NAME = "base"
 
@@ -66,7 +69,8 @@ class HyperCommGrid(grid.HyperCommGrid):
     def _pgs(self) -> Mapping[Key, ProcessGroup | None]:
         """A read-only mapping of the groups without names, by dims in reversed grid order.
 
-        A mapping can be assigned. Its groups that the grid did not create are kept.
+        A mapping can be assigned. The groups in it that the grid did not create are added to the
+        groups of the grid.
         """
         own = {_joined(key): group for key, group in self.pgs.items() if key.name is None}
         return MappingProxyType(own | self._given)
@@ -108,8 +112,8 @@ class HyperCommGrid(grid.HyperCommGrid):
         """Add another factorisation of the ranks, like `hypercomm.HyperCommGrid.register_view`.
 
         Raises:
-            LayoutError, UnknownDimError: The arguments are wrong. Messages have the words that
-                Megatron's programs match.
+            LayoutError, UnknownDimError: The arguments are wrong. The messages contain the words
+                that programs written for Megatron match.
         """
         names = list(dim_names or ())
         shared = list(shared_dims or ())

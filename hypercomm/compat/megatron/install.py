@@ -41,7 +41,7 @@ def install() -> None:
 
 
 class MegatronNotReplacedWarning(UserWarning):
-    """megatron.core has its own parallel state, where its layers do not find the groups."""
+    """megatron.core was not replaced, so its layers do not find the groups of this package."""
 
 
 _PUBLIC = re.compile(r"^(?:def|class) ([A-Za-z]\w*)", re.MULTILINE)

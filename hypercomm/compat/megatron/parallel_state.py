@@ -71,8 +71,9 @@ def use(state: ParallelState) -> contextlib.AbstractContextManager[ParallelState
     """Make the functions and globals of this module act on `state` within a `with` block.
 
     Each thread and each asyncio task has its own blocks. A backward pass on a GPU runs in a thread
-    of autograd, outside the block. A getter that is called there warns while several states are
-    alive. `initialize_model_parallel` and `destroy_model_parallel` always act on the default state.
+    of autograd, outside the block. If several states are alive, a getter that is called in this
+    thread warns. `initialize_model_parallel` and `destroy_model_parallel` always act on the default
+    state.
 
     Example:
         >>> from hypercomm.testing import fake_world
@@ -114,18 +115,20 @@ def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
         create_gloo_process_groups: Also create a gloo group for each data parallel group.
         high_priority_stream_groups: Keys of groups whose streams have a high priority.
         sharp_enabled_group: "dp" or "dp_replica". Default with `use_sharp`: "dp".
-        hybrid_context_parallel: Create groups of every power of 2 within data and context parallel.
-        dynamic_context_parallel: The name of the same feature in Megatron's development branch,
-            with other sizes.
-        min_dynamic_context_parallel_size: The smallest size with `dynamic_context_parallel`.
-        create_all_gather_group: Create a second dp-cp group, for all-gathers that overlap.
+        hybrid_context_parallel: Create groups of 2, 4, 8, ... ranks within each dp-cp group.
+        dynamic_context_parallel: The same feature, as named in Megatron's development branch, with
+            groups of other sizes.
+        min_dynamic_context_parallel_size: The size of the smallest groups with
+            `dynamic_context_parallel`.
+        create_all_gather_group: Create a second dp-cp group, so that all-gathers can overlap with
+            the traffic of the first one.
         gtp_remat_size: Number of GTP peers, which share each weight of the dense layers, gather it
             for each use, and process different data.
         expert_gtp_remat_size: Number of GTP peers that share the weights of experts.
         rank_offset: The smallest rank of the model.
         local_world_size: The number of ranks of the model. Default: the world size.
         share: "identical" creates one group for each distinct set of ranks, except for groups that
-            overlap their traffic. Default: only groups of one rank are shared.
+            exist to overlap traffic. Default: only groups of one rank are shared.
         strict: Raise if a getter is called outside `use(state)` while several states are alive.
             Default: warn once.
 
@@ -229,7 +232,7 @@ def _held(name: str, check_initialized: bool = True) -> Any:
 
 
 def _getter(name: str) -> Callable[..., Any]:
-    """Return a getter of a global."""
+    """Return a function that returns the value of a global."""
 
     def get(check_initialized: bool = True) -> Any:
         state = current.alone or _state()
@@ -276,11 +279,11 @@ get_sequence_parallel_group = _group(CP)
 get_sequence_data_parallel_group = _group(DP_CP)
 
 _PARTS = {DP: NO_PART, DP_CP: table.INTRA_DP_CP, EXPERT_DP: table.INTRA_EXPERT_DP}
-"""The part of a data parallel group in one optimizer instance."""
+"""For each data parallel group, the global of its part in one optimizer instance."""
 
 _PEERS = {name: name + table.WITH_GTP for name in (*_PARTS, *_PARTS.values())}
 _PEERS[NO_PART] = NO_PART
-"""The data parallel group that includes the GTP peers."""
+"""For each of these groups, the global of the group that also includes the GTP peers."""
 
 
 def get_data_parallel_group(
@@ -299,7 +302,7 @@ def get_data_parallel_group(
             the group has only the ranks with the same weights.
         partial_data_parallel: Whether to return the part of the group in one optimizer instance.
             Needs `with_context_parallel`.
-        independent_all_gather: Whether to return the second group, for all-gathers. Needs
+        independent_all_gather: Whether to return the second group for all-gathers. Needs
             `with_context_parallel`.
     """
     state = current.alone or _state()
@@ -317,7 +320,7 @@ _EXPERT_FLAGS = ("partial_expert_data_parallel",)
 
 
 def _named(state: ParallelState, flags: Sequence[str], given: Sequence[bool]) -> dict[str, bool]:
-    """Return arguments by name, in the order of the release that a state follows."""
+    """Name positional arguments. Their order depends on the release that the state follows."""
     names = ("with_gtp_remat", flags[0]) if state.answers_gtp else flags
     if len(given) > len(names):
         raise TypeError(f"only {', '.join(names)} can be given by position, got {given}")
@@ -400,7 +403,7 @@ def get_tensor_and_data_parallel_group(
 def get_expert_tensor_model_pipeline_parallel_group(
     check_initialized: bool = True, with_egtp_remat: bool = False
 ) -> ProcessGroup:
-    """Return the group over experts' tensors, experts and stages, optionally with GTP peers."""
+    """Return the group over expert tp, ep and pp, optionally with the GTP peers."""
     name = f"{table.EXPERT_MP}_WITH_EGTP" if with_egtp_remat else table.EXPERT_MP
     return _held(name, check_initialized)
 
@@ -452,7 +455,7 @@ def get_data_modulo_expert_parallel_group(
 
 
 def _known(state: ParallelState, name: str, fact: str, getter: str) -> int | None:
-    """Return the cached size of a group or position of the calling rank in it, or None.
+    """Return the cached size of a group, or the calling rank's cached position in it, or None.
 
     Args:
         state: The state that has the group.
@@ -465,7 +468,12 @@ def _known(state: ParallelState, name: str, fact: str, getter: str) -> int | Non
 
 
 def _fact_getter(name: str, fact: str) -> Callable[[], int]:
-    """Return a getter of a fact about the group that `_X_GROUP` has and `get_x_group` returns."""
+    """Return a function that returns the size of a group, or the calling rank's position in it.
+
+    Args:
+        name: The global `_X_GROUP` with the group, which `get_x_group` returns.
+        fact: `SIZE` or `RANK`.
+    """
     getter = f"get{name.lower()}"
     has_peers = name in (table.GTP_GROUP, table.EXPERT_GTP_GROUP)
     given = {"check_initialized": False} if has_peers else {}
@@ -578,7 +586,10 @@ def get_sequence_data_parallel_rank() -> int:
 
 
 def get_all_ranks() -> str:
-    """Return the ranks in tp, gtp_remat (from 0.19), dp, cp, pp and ep, joined by underscores."""
+    """Return the rank's positions in the tp, gtp_remat (from 0.19), dp, cp, pp and ep groups.
+
+    The positions are joined by underscores.
+    """
     peers = [get_gtp_weight_remat_rank() or 0] if _state().answers_gtp else []
     ranks = [
         get_tensor_model_parallel_rank(),
@@ -595,7 +606,7 @@ def get_all_ranks() -> str:
 
 
 def _setter(name: str) -> Callable[[int | None], None]:
-    """Return a function that sets a size or rank, which getters prefer to the group's."""
+    """Return a function that sets a size or rank. Getters return it instead of the group's."""
 
     def set_world_size(world_size: int | None) -> None:
         _state().write(name, world_size)
@@ -604,7 +615,7 @@ def _setter(name: str) -> Callable[[int | None], None]:
         _state().write(name, rank)
 
     setter = set_rank if name.endswith(RANK) else set_world_size
-    setter.__doc__ = f"Set {name}, which getters prefer to the value of the group."
+    setter.__doc__ = f"Set {name}. Getters return it instead of the value of the group."
     return setter
 
 
@@ -678,14 +689,14 @@ def get_data_parallel_group_ranks() -> list[int]:
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Return whether this is the first stage, also of `vp_stage` with `ignore_virtual=False`."""
+    """Return whether this is the first stage. `ignore_virtual=False` checks `vp_stage` too."""
     if not ignore_virtual and _virtual_stage(vp_stage) not in {None, 0}:
         return False
     return get_pipeline_model_parallel_rank() == 0
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Return whether this is the last stage, also of `vp_stage` with `ignore_virtual=False`."""
+    """Return whether this is the last stage. `ignore_virtual=False` checks `vp_stage` too."""
     if not ignore_virtual:
         stage = _virtual_stage(vp_stage)
         size = get_virtual_pipeline_model_parallel_world_size()
@@ -746,7 +757,7 @@ def _set_global_memory_buffer() -> None:
 
 
 def _set_global_symmetric_memory_buffer() -> None:
-    """Set the buffer of 256 MiB. Its class is in `megatron.core.utils` up to 0.16."""
+    """Create the symmetric buffer of 256 MiB. `megatron.core.utils` has its class up to 0.16."""
     utils: Any = importlib.import_module("megatron.core.utils")
     _fill_once(
         _SYMMETRIC,
@@ -779,7 +790,8 @@ def generate_masked_orthogonal_rank_groups(
     """Enumerate the groups over the dims that a mask marks, the first dim varying fastest.
 
     Args:
-        world_size: The number of ranks. If the sizes multiply to more, later groups are omitted.
+        world_size: The number of ranks. If the sizes multiply to a larger number, later groups
+            are omitted.
         parallel_size: The size of each dim.
         mask: For each dim, whether the groups span it.
 
@@ -795,7 +807,7 @@ def generate_masked_orthogonal_rank_groups(
         [[0, 4], [1, 5], [2, 6], [3, 7]]
     """
     names = [f"d{axis}" for axis in range(len(mask))]
-    # With a further dim of size 1, a mask may mark no dim. Then each rank is a group.
+    # If the mask marks no dim, the groups span only this further dim, so each rank is a group.
     layout = RankLayout([*parallel_size, 1], [*names, "one"])
     spanned = [name for name, marked in zip(names, mask, strict=True) if marked]
     groups = layout.groups(*spanned, "one")
@@ -809,7 +821,7 @@ def generate_masked_orthogonal_rank_groups(
 
 @attrs.define(slots=False, eq=False)
 class RankGenerator:
-    """Enumerates the groups of ranks of one factorisation, by dims such as "tp-dp".
+    """Enumerates the groups of one factorisation of the ranks, over dims such as "tp-dp".
 
     Args:
         tp: Tensor parallel size.
@@ -904,8 +916,8 @@ def create_group(
 ) -> ProcessGroup:
     """Create a group with `torch.distributed.new_group`, and register it for `update_pg_timeout`.
 
-    Every rank of the world must call this. The caller must destroy the group. Within
-    `initialize_model_parallel`, the state destroys it.
+    Every rank of the world must call this. The caller must destroy the group, except within
+    `initialize_model_parallel`, where the state destroys it.
     """
     group: Any = dist.new_group(
         ranks, timeout, backend, pg_options, use_local_synchronization, group_desc=group_desc
@@ -925,20 +937,21 @@ def create_hierarchical_groups(
     timeout: timedelta | None = None,
     group_desc: str | None = None,
 ) -> tuple[list[ProcessGroup], list[ProcessGroup | None]]:
-    """Create the groups of each level of a hierarchy of ranks. All ranks of the world must call it.
+    """Create the groups of each level of a hierarchy. All ranks of the world must call this.
 
     Args:
         rank: The calling rank.
         ranks: The ranks, in order.
         hierarchical_group_sizes: The group size of each level, innermost first.
-        create_gloo_process_groups: Whether to create also a gloo group for each group.
+        create_gloo_process_groups: Whether to also create a gloo group for each group.
         pg_options: The options of all groups, or a list with the options of each level.
         timeout: The timeout of each group.
         group_desc: A part of the description of each group.
 
     Returns:
-        The calling rank's group at each level, and its gloo groups, which are None if they are not
-        created. Both lists are empty if `rank` is not in `ranks`.
+        The calling rank's group at each level, and its gloo group at each level. If no gloo groups
+        are created, the second list contains None. Both lists are empty if `rank` is not in
+        `ranks`.
 
     Raises:
         LayoutError: The sizes do not multiply to the number of ranks.
@@ -955,7 +968,7 @@ def create_hierarchical_groups(
 
 
 def _create_each(rank: int, groups: Iterable[Sequence[int]], **options: Any) -> ProcessGroup | None:
-    """Create several groups, and return the group of one rank. All ranks must call it."""
+    """Create several groups, and return the group of one rank. All ranks must call this."""
     created = [(members, create_group(members, **options)) for members in groups]
     return next((group for members, group in created if rank in members), None)
 
@@ -963,7 +976,7 @@ def _create_each(rank: int, groups: Iterable[Sequence[int]], **options: Any) -> 
 def create_hybrid_dp_cp_groups(
     rank: int, ranks: Sequence[int], pg_options: Any
 ) -> dict[int, ProcessGroup]:
-    """Create groups of each power of 2 from 2 on. All ranks of the world must call it.
+    """Create groups of 2, 4, 8, ... ranks. All ranks of the world must call this.
 
     Args:
         rank: The calling rank.
@@ -979,7 +992,7 @@ def create_hybrid_dp_cp_groups(
 def create_dynamic_dp_cp_groups(
     rank: int, ranks: Sequence[int], pg_options: Any, min_cp_size: int = 1
 ) -> dict[int, ProcessGroup]:
-    """Create groups of each power of 2 from `min_cp_size` on. See `create_hybrid_dp_cp_groups`."""
+    """Create groups of each power of 2 from `min_cp_size`. See `create_hybrid_dp_cp_groups`."""
     return _by_size(rank, ranks, pg_options, "DYNAMIC", min_cp_size)
 
 
@@ -1001,10 +1014,10 @@ def create_all_gather_groups(
     timeout: timedelta | None = None,
     nccl_comm_cfgs: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> tuple[ProcessGroup | None, ProcessGroup | None]:
-    """Create second dp-cp and expert dp groups, for all-gathers that overlap.
+    """Create a second dp-cp group and a second expert dp group, for overlapping all-gathers.
 
-    The state owns the groups, and `update_pg_timeout` applies to them. A collection of the state
-    has them as `dp_cp_ag` and `expt_dp_ag`. A second call returns the same groups.
+    The state owns the groups, and `update_pg_timeout` applies to them. In a collection of the
+    state, they are the fields `dp_cp_ag` and `expt_dp_ag`. A second call returns the same groups.
 
     Returns:
         The two groups. The expert group is None if `for_expert_parallelism` is False or the expert
@@ -1100,7 +1113,7 @@ _SHARED = {"pp": "pipeline_model_parallel", "dp": "data_parallel", "tp": "tensor
 _DENSE = {**_SHARED, "cp": "context_parallel", GTP: "gtp_weight_remat"}
 _EXPERT = {"pp": _SHARED["pp"], "dp": "expert_data_parallel", "tp": "expert_tensor_parallel"}
 _EXPERT |= {"ep": "expert_model_parallel", GTP: "expert_gtp_weight_remat"}
-"""The getters of the sizes of Megatron's dims."""
+"""For each dim, the `x` in the name of its getter, `get_x_world_size`."""
 
 
 def _create_by_functions(
@@ -1111,7 +1124,8 @@ def _create_by_functions(
 ) -> list[ProcessGroup | None]:
     """Create groups with the functions of this module, like Megatron.
 
-    Every rank calls them for every group of the job, so that a replaced function gets all calls.
+    Every rank calls the functions for every group of the job, as Megatron does, because a
+    program may have replaced them.
 
     Args:
         config: The configuration.
@@ -1155,7 +1169,7 @@ def _create_by_functions(
 
 
 def _generator(config: table.Configuration, sizes: Mapping[str, int], after: str) -> RankGenerator:
-    """Return the generator of a layout's groups, made with the functions of this module."""
+    """Return the `RankGenerator` of a layout. A program may have replaced the class."""
     given = {dim: sizes.get(dim, 1) for dim in DIMS}
     order = config.order
     if config.has_gtp or "gtp_remat" in config.changes:
@@ -1168,7 +1182,11 @@ def _generator(config: table.Configuration, sizes: Mapping[str, int], after: str
 def _create_parts(
     config: table.Configuration, name: str, ranks: list[int], request: GroupRequest
 ) -> Mapping[Any, ProcessGroup]:
-    """Create the groups of a row of several within some ranks, by position or size."""
+    """Create the groups of a row with several groups among `ranks`.
+
+    Returns:
+        The calling rank's groups, by position or size.
+    """
     rank = dist.get_rank()
     options = request.pg_options
     if name == table.HYBRID:

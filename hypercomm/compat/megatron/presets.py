@@ -1,4 +1,4 @@
-"""The grids of Megatron's models, with experts and inference, and their collections."""
+"""The grids of Megatron's models for training and inference, and their collections."""
 
 from __future__ import annotations
 
@@ -48,21 +48,25 @@ def megatron_grids(
     verify: bool | None = None,
     enable_reconfigure: bool = False,
 ) -> GridSet:
-    """Make the grids of one of Megatron's models: "training", and "inference" if it is asked for.
+    """Make the grids of one of Megatron's models: "training", and "inference" if it is given.
 
-    Each grid has the dims tp, cp, dp and pp, and the view "expert" of the same ranks with the dims
-    expt_tp, ep, expt_dp and pp, which both share; dp gets the remaining ranks of the world. No
-    process group is created: `create_megatron_pgs` creates all that Megatron's code asks for.
+    Each grid has the dims tp, cp, dp and pp. Its view "expert" numbers the same ranks along the
+    dims expt_tp, ep, expt_dp and pp. The grid and the view share pp. dp and expt_dp take the
+    remaining ranks of the world. No process group is created. `create_megatron_pgs` creates all
+    groups that Megatron's code needs.
 
     Args:
-        tp: Tensor parallel size; default: 1, as for the other sizes.
+        tp: Tensor parallel size. The default of this and of most other sizes is 1.
         cp: Context parallel size.
         pp: Pipeline parallel size.
         ep: Expert parallel size.
-        expt_tp: Tensor parallel size of the experts; default: `tp`.
-        gtp_remat: GTP peers, ranks that share each weight and gather it to use it; where there are
-            any, they are a dim of the grid, after tp unless the order names them.
-        expt_gtp_remat: The same for the weights of experts, in the view, after ep.
+        expt_tp: Tensor parallel size of the experts. Default: `tp`.
+        gtp_remat: Number of GTP peers, which share each weight and gather it for each use. If it is
+            larger than 1, gtp_remat is a dim of the grid. It is inserted after tp (after cp from
+            megatron-core 0.20 on) unless the order names it.
+        expt_gtp_remat: Number of GTP peers that share the weights of experts. If it is larger than
+            1, expt_gtp_remat is a dim of the view, inserted after ep unless the order names
+            gtp_remat.
         tensor_model_parallel_size: Megatron's name of `tp`.
         context_parallel_size: Megatron's name of `cp`.
         pipeline_model_parallel_size: Megatron's name of `pp`.
@@ -70,25 +74,24 @@ def megatron_grids(
         expert_tensor_parallel_size: Megatron's name of `expt_tp`.
         gtp_remat_size: Megatron's name of `gtp_remat`.
         expert_gtp_remat_size: Megatron's name of `expt_gtp_remat`.
-        order: The order of the dims, the first varying fastest, for the dense and the expert ones.
-        world_size: Number of ranks of the job; default: as for `HyperCommGrid`.
-        inference: The sizes of inference on the ranks of training, with the same names and
-            defaults.
-        name: Distinguishes this set from others; see `GridSet`.
-        backend: As for `HyperCommGrid`, as are the next five.
+        order: The order of the dense and of the expert dims. The first dim varies fastest.
+        world_size: Number of ranks of the job. Default: see `HyperCommGrid`.
+        inference: The sizes for inference on the same ranks, with the same names and defaults.
+        name: Distinguishes this set from others. See `GridSet`.
+        backend: Backend of the groups. `HyperCommGrid` documents this and the next five arguments.
         creation: How groups are created.
-        share: Whether keys may hold one group.
+        share: Whether several keys may use one group.
         lazy_init: When the members of a group connect.
         verify: Whether ranks compare their creations.
         enable_reconfigure: Whether groups stay when a reshape changes their members.
 
     Raises:
         LayoutError: A size is not a positive int, or the order cannot be read.
-        ConfigurationError: The order leaves out a dim that is larger than 1, or the dense and the
-            expert layers have different pipelines.
+        ConfigurationError: The order omits a dim larger than 1, or the dense and the expert layers
+            have different pipelines.
         UnknownDimError: The order or `inference` names a dim that Megatron does not have.
-        WorldSizeError: The sizes of the dense layers, or those of the experts, do not divide the
-            world.
+        WorldSizeError: The sizes of the dense layers, or the sizes of the experts, do not divide
+            the world.
         TypeError: A size is given by both of its names.
 
     Example:
@@ -105,7 +108,8 @@ def megatron_grids(
         for dim in inference:
             if dim not in {*NAMES, *NAMES.values()}:
                 raise UnknownDimError(
-                    f"inference has no dim {short_repr(dim)}, but {list(NAMES.values())}"
+                    f"unknown dim {short_repr(dim)} in inference; the dims are "
+                    f"{list(NAMES.values())}"
                     f"{did_you_mean(dim, (*NAMES.values(), *NAMES))}"
                 )
         models["inference"] = dict(inference)
@@ -147,36 +151,38 @@ def megatron_requests(
     nccl_communicator_config_path: str | None = None,
     high_priority_stream_groups: Sequence[str] | None = None,
 ) -> list[GroupRequest]:
-    """List the process groups that Megatron's code asks for, as `create_pgs` takes them.
+    """Return requests, for `create_pgs`, for the process groups that Megatron's code needs.
 
-    A dim that the grid lacks has size 1. Megatron's code takes None for WORLD, so a field all of
-    whose dims are lacking, such as `cp`, gets groups of one rank, which are one process group.
-    Derived groups, such as the embedding groups, are derived again by `grid.reshape(...)` if the
-    dims keep their names. SHARP is not requested: only the first communicator of a job has it.
+    Dims that the grid does not have count as dims of size 1. If the grid has none of the dims of a
+    field, such as `cp`, the field gets groups of one rank, because Megatron's code would take None
+    for WORLD. These fields share one process group. `grid.reshape(...)` derives groups such as the
+    embedding groups again if the dims keep their names. SHARP is not requested, because only the
+    first communicator of a job can use it.
 
     Args:
-        grid: A grid with some of the dims tp, gtp_remat, cp, dp and pp; its view "expert", if it
-            has one, has some of tp, ep, gtp_remat, dp and pp, perhaps as expt_tp, expt_gtp_remat
-            and expt_dp. Without that view the experts are laid out as the dense layers.
-        num_distributed_optimizer_instances: The number of parts that dp is cut into.
-        hierarchical_context_parallel_sizes: Sizes of the levels of cp, innermost first.
-        create_all_gather_group: Whether dp and cp have a second group, for all-gathers; with
-            expert parallelism the dp of experts has one, too.
-        get_embedding_ranks: Returns the ranks of a pipeline that hold word embeddings; default:
-            its first and last.
-        get_position_embedding_ranks: The same for position embeddings; default: its first.
+        grid: A grid with some of the dims tp, gtp_remat, cp, dp and pp. Its view "expert" has some
+            of the dims tp, ep, gtp_remat, dp and pp, or expt_tp, expt_gtp_remat and expt_dp. If
+            there is no such view, experts have the layout of the dense layers.
+        num_distributed_optimizer_instances: The number of optimizer instances over dp.
+        hierarchical_context_parallel_sizes: The group size of each level of cp, innermost first.
+        create_all_gather_group: Whether to create a second dp-cp group, for all-gathers. With
+            expert parallelism, a second expert dp group is also created.
+        get_embedding_ranks: A function that returns the ranks of a pipeline with word embeddings.
+            Default: the first and the last rank.
+        get_position_embedding_ranks: A function that returns the ranks of a pipeline with position
+            embeddings. Default: the first rank.
         nccl_communicator_config_path: A yaml file with NCCL options for each group.
         high_priority_stream_groups: Keys of groups whose streams have a high priority.
 
     Returns:
-        A request for each row of Megatron's groups, in Megatron's order.
+        The requests, in the order in which Megatron creates the groups.
 
     Raises:
         LayoutError: `grid` has none of Megatron's dims.
-        ConfigurationError: `grid` cannot be cut like this, there are several optimizer instances
-            with GTP, or the NCCL configuration cannot be used.
-        FileNotFoundError: The NCCL configuration is not there.
-        NotInitializedError: There are NCCL options, but no job.
+        ConfigurationError: The arguments do not fit the dims of `grid`, several optimizer instances
+            are combined with GTP, or the NCCL configuration cannot be used.
+        FileNotFoundError: The file of the NCCL configuration does not exist.
+        NotInitializedError: There are NCCL options, but torch.distributed is not initialised.
 
     Example:
         >>> grid = HyperCommGrid([2, 4, 2], ["tp", "dp", "pp"], world_size=16)
@@ -233,22 +239,23 @@ def create_megatron_pgs(
     nccl_communicator_config_path: str | None = None,
     high_priority_stream_groups: Sequence[str] | None = None,
 ) -> dict[str, ProcessGroupCollection]:
-    """Create every process group that Megatron's code asks for, in each grid, all or none.
+    """Create all process groups that Megatron's code needs, in each grid, all or none.
 
-    Every rank of the job must call this. After `reshape` of one of the grids the groups are those
-    of its new sizes: `collections_of(grids)` collects them anew.
+    Every rank of the job must call this. If a grid is reshaped later, call `collections_of(grids)`
+    to collect its groups again.
 
     Args:
-        grids: The result of `megatron_grids`, or other grids with dims as for `megatron_requests`.
-        backend: As for `GridSet.create_pgs`; so are the other two.
-        timeout: Of each group, and for the whole call.
-        share: Whether keys may hold one group.
-        num_distributed_optimizer_instances: As for `megatron_requests`, as are the next six. For
-            grids that differ in these, give the requests of each to `grids.create_pgs`.
-        hierarchical_context_parallel_sizes: Sizes of the levels of cp.
-        create_all_gather_group: Whether dp and cp have a second group.
-        get_embedding_ranks: Returns the ranks that hold word embeddings.
-        get_position_embedding_ranks: Returns the ranks that hold position embeddings.
+        grids: The result of `megatron_grids`, or grids whose dims `megatron_requests` accepts.
+        backend: The backend of the groups. See `GridSet.create_pgs`.
+        timeout: The timeout of each group, and of the whole call.
+        share: Whether several keys may use one group.
+        num_distributed_optimizer_instances: The number of optimizer instances. `megatron_requests`
+            documents this and the next six arguments. If grids need different values, pass the
+            requests of each grid to `grids.create_pgs`.
+        hierarchical_context_parallel_sizes: The group size of each level of cp.
+        create_all_gather_group: Whether to create second groups for all-gathers.
+        get_embedding_ranks: A function that returns the ranks with word embeddings.
+        get_position_embedding_ranks: A function that returns the ranks with position embeddings.
         nccl_communicator_config_path: A yaml file with NCCL options.
         high_priority_stream_groups: Keys of groups whose streams have a high priority.
 
@@ -257,7 +264,7 @@ def create_megatron_pgs(
 
     Raises:
         LayoutError: A grid has none of Megatron's dims.
-        HyperCommError: As for `megatron_requests` and `GridSet.create_pgs`.
+        HyperCommError: See `megatron_requests` and `GridSet.create_pgs`.
 
     Example:
         >>> from hypercomm.testing import fake_world
@@ -290,17 +297,16 @@ def create_megatron_pgs(
 
 
 def collections_of(grids: GridSet) -> dict[str, ProcessGroupCollection]:
-    """Return Megatron's collection for each grid of a set, by name, if it has the calling rank.
+    """Return Megatron's collection for each grid that contains the calling rank, by name.
 
-    Each collection holds the groups that were created: see
-    `ProcessGroupCollection.from_grid`. A grid without the view "expert" uses its own layout
-    for its experts.
+    Each collection contains the groups that were created. See `ProcessGroupCollection.from_grid`.
+    If a grid has no view "expert", the experts have the layout of the grid.
 
     Args:
         grids: The set.
 
     Raises:
-        GridDestroyedError: One of these grids was destroyed.
+        GridDestroyedError: A grid with the calling rank was destroyed.
         NotInitializedError: The calling rank is unknown.
 
     Example:

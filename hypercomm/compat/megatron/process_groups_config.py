@@ -43,8 +43,8 @@ class ProcessGroupHelperMeta(type):
 class ProcessGroupCollection:
     """The process groups of one model. A field that was not set is None.
 
-    With megatron-core 0.16, reading such a field raises AttributeError. Other attributes can be
-    set.
+    With megatron-core 0.16, reading such a field raises AttributeError. Attributes that are not
+    fields can also be set.
 
     Args:
         kwargs: Groups by field name.
@@ -138,15 +138,16 @@ class ProcessGroupCollection:
 
         Args:
             grid: The dense grid, over some of the dims tp, gtp_remat, cp, dp and pp.
-            expert: The expert grid, over some of the dims tp, ep, gtp_remat, dp and pp, or expt_tp,
-                expt_gtp_remat and expt_dp. Default: the view "expert" of `grid`, if it has one. If
-                it is `grid`, experts have the layout of the dense layers, replicated along cp.
+            expert: The expert grid, over some of the dims tp, ep, gtp_remat, dp and pp. The dims
+                tp, gtp_remat and dp may also be called expt_tp, expt_gtp_remat and expt_dp.
+                Default: the view "expert" of `grid`, if there is one. If `expert` is `grid`,
+                experts have the layout of the dense layers, replicated along cp.
 
         Returns:
             A collection with every field whose group was created. Dims that a grid does not have
             count as dims of size 1, so without cp, `dp_cp` is `dp`. If the grid has none of the
-            dims of a field, such as `cp`, the field is the group whose name is the field's. The
-            same is true for derived groups, such as `embd`.
+            dims of a field, such as `cp`, the field is set to the group that has the name of the
+            field. The same is true for derived groups, such as `embd`.
 
         Example:
             >>> from hypercomm import HyperCommGrid
@@ -189,7 +190,7 @@ class ProcessGroupCollection:
             pg_collection: The collection of the groups. Default: the current parallel state.
             model_chunks: The model chunks. The configuration of the first one decides which groups
                 are needed.
-            use_gloo_process_groups: Whether to add gloo groups. With GTP, the state has none.
+            use_gloo_process_groups: Whether to add gloo groups. With GTP, they are not added.
 
         Raises:
             ValueError: A needed group was not set, or a gloo group is missing.
@@ -266,11 +267,11 @@ class ProcessGroupCollection:
 
 
 def resolve_gtp_remat_group(pg_collection: ProcessGroupCollection | None, is_expert: bool) -> Group:
-    """Return the group of GTP peers of a module that owns weights.
+    """Return the group of GTP peers that share the weights of a module.
 
     Args:
-        pg_collection: The groups of the module. Default: the current parallel state, which also
-            replaces a collection without this field.
+        pg_collection: The groups of the module. If it is None or lacks this field, the current
+            parallel state is used.
         is_expert: Whether the weights belong to experts.
 
     Source: name, signature and behaviour follow `megatron.core.process_groups_config`.
@@ -322,7 +323,7 @@ def _groups_of(grid: GridView, row: table.Row) -> dict[Any, Group]:
 
 
 def _given(collection: ProcessGroupCollection | None) -> Mapping[str, Group]:
-    """Return the groups that were set in a collection, or the groups of the state without one."""
+    """Return the groups that were set in a collection, or in the current state if it is None."""
     if collection is not None:
         return vars(collection)
     held = vars(ProcessGroupCollection.use_mpu_process_groups())
@@ -369,7 +370,7 @@ def _take(given: Mapping[str, Group], name: str) -> Group:
 
 
 def _config_of(model: Any) -> Any:
-    """Return the configuration of a model or of a wrapped model, by Megatron's function."""
+    """Return the configuration of a model, which may be wrapped, with Megatron's function."""
     return importlib.import_module("megatron.core.utils").get_model_config(model)
 
 

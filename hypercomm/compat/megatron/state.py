@@ -1,6 +1,7 @@
 """ParallelState: one Megatron configuration, as a grid with the groups of the table.
 
-Also the options of NCCL, and the environment variables of SHARP and UCC, for their creation.
+To create the groups, this module also sets NCCL options, and the environment variables of SHARP
+and UCC.
 """
 
 from __future__ import annotations
@@ -58,20 +59,20 @@ GLOBALS: dict[str, Callable[[], Any]] = {
 """Every global of Megatron's parallel_state, with a function that returns its empty value."""
 
 NO_PART = "_INTRA_PARTIAL_DATA_PARALLEL_GROUP"
-"""A name for the part of the data parallel group without context parallel, which never exists."""
+"""A group that never exists: the part of the dp group without cp in one optimizer instance."""
 
 _SHARP = {"dp": table.DP_CP, "dp_replica": table.INTER_INSTANCES}
 """The global with the group that uses SHARP, by `sharp_enabled_group`."""
 
 _NEED_A_JOB = (table.TP, table.PP, table.MP, table.EXPERT_TP)
-"""Groups whose getters raise without torch.distributed. Getters of other groups return 0."""
+"""Groups whose getters raise if torch.distributed is not initialised. Other getters return 0."""
 
 
 _GROUPS = {
     name: f"_MPU{name.removeprefix('_INTRA_PARTIAL').partition('_GROUP')[0]}"
     for name in (*table.ROWS, table.EXPERT_ALL_GATHER.name, NO_PART)
 }
-"""The prefix of the globals that override the facts of a group, by the global of the group."""
+"""For the global of each group, the prefix of the globals that override the facts about it."""
 
 
 def words_of(name: str) -> str:
@@ -122,7 +123,7 @@ _USERS = (
     ("megatron.core.transformer.moe.fused_a2a", "nccl_ep_finalize"),
     ("megatron.core.inference.symmetric_memory", "SymmetricMemoryManager.destroy"),
 )
-"""Modules of Megatron whose objects use process groups, and the functions that destroy these."""
+"""Modules of Megatron whose objects use process groups, and functions that destroy the objects."""
 
 
 def destroy_users_of_groups() -> None:
@@ -141,7 +142,7 @@ CreateFunction = Callable[
     [table.Configuration, list[Mapping[str, int]], list[table.WantedGroup], list[GroupRequest]],
     "list[ProcessGroup | None]",
 ]
-"""A function that creates groups, from the sizes of the layouts, and returns the rank's groups."""
+"""A function that creates groups for the sizes of the layouts, and returns the rank's groups."""
 
 _COLLNET = "NCCL_COLLNET_ENABLE"
 _PRIORITY = "is_high_priority_stream"
@@ -212,16 +213,16 @@ class Functions:
 def options_by_key(
     config: table.Configuration, functions: Functions | None = None
 ) -> dict[str, Any]:
-    """Return the options of groups by key, from a configuration's file and stream priorities.
+    """Return the backend options that a configuration's file and stream priorities set, by key.
 
-    Equal options are one object, so that groups with them can be shared. If the backend of WORLD
-    does not take options, they are omitted with a warning in the log. If a program has replaced
-    `get_nccl_options`, it is called for every key.
+    Keys with equal options get the same object, so that their groups can be shared. If the backend
+    of WORLD does not take options, they are omitted with a warning in the log. If a program has
+    replaced `get_nccl_options`, the replacement is called for every key.
 
     Raises:
         OSError, YAMLError: The file cannot be read.
-        ConfigurationError: The file has an unknown group key or NCCL option, or pyyaml is missing,
-            which the extra `nccl-config` installs.
+        ConfigurationError: The file has an unknown group key or NCCL option, or pyyaml is missing.
+            The extra `nccl-config` installs pyyaml.
         NotInitializedError: There are options, but torch.distributed is not initialised, so the
             backend is unknown.
     """
@@ -256,7 +257,7 @@ def _read(path: str) -> NcclConfig:
         raise ConfigurationError(
             f"{path} needs pyyaml; pip install 'hypercomm[nccl-config]'"
         ) from error
-    with Path(path).open("rb") as file:  # yaml's errors have the name of the file
+    with Path(path).open("rb") as file:  # yaml's errors name the file
         content = yaml.safe_load(file)
     if not isinstance(content, dict):
         raise ConfigurationError(f"{path} must map groups to options, got {short_repr(content)}")
@@ -294,9 +295,9 @@ class ParallelState(ModuleState):
             state.
         answers_gtp: Whether data parallel getters return groups with GTP peers by default.
         values: The value of each global.
-        facts: Cached size of each group and position of the calling rank in it, by fact and by
-            global. A group that is not torch's, such as a mock, has no cached facts unless a
-            caller has set them.
+        facts: The cached size of each group, and the cached position of the calling rank in it, by
+            fact and by global. If a group is not a ProcessGroup, as in tests with mocks, only
+            facts that a caller has set are cached.
 
     Example:
         >>> from hypercomm.testing import fake_world
@@ -352,12 +353,12 @@ class ParallelState(ModuleState):
     def initialize(self, *args: Any, **kwargs: Any) -> None:
         """Create all groups of a configuration. If the call fails, nothing is changed.
 
-        It has the arguments and errors of `parallel_state.initialize_model_parallel`.
+        See `parallel_state.initialize_model_parallel` for the arguments and errors.
         """
         self.begin(table.Configuration(*args, **kwargs), Functions())
 
     def begin(self, configuration: table.Configuration, functions: Functions) -> None:
-        """Create all groups of a configuration with some functions. See `initialize`."""
+        """Create all groups of a configuration with the given functions. See `initialize`."""
         names = (*table.ROWS, "_GLOBAL_MEMORY_BUFFER")
         layouts = self.check_new(names, "destroy_model_parallel", configuration.layouts)
         options = options_by_key(configuration, functions)
@@ -452,9 +453,10 @@ def _create(
     wanted: list[table.WantedGroup],
     config: table.Configuration,
 ) -> list[ProcessGroup | None]:
-    """Create all groups in one call, or in three calls around the group with SHARP.
+    """Create all groups in one call. If a group uses SHARP, create it in a separate call.
 
-    NCCL uses SHARP for the first communicator, which exists only after its first collective.
+    NCCL uses SHARP for the first communicator, which it creates at the first collective of the
+    group.
     """
     sharp = _SHARP[config.sharp_enabled_group or "dp"] if config.use_sharp else None
     requests: list[GroupRequest] = []
@@ -483,7 +485,7 @@ def _create(
 def _values_of(
     wanted: list[table.WantedGroup], groups: list[ProcessGroup | None]
 ) -> dict[str, Any]:
-    """Return the values of the globals with the calling rank's groups or their ranks."""
+    """Return the values of the globals that contain the calling rank's groups, or their ranks."""
     held: dict[str, dict[Any, ProcessGroup | None]] = {}
     values: dict[str, Any] = {}
     for each, group in zip(wanted, groups, strict=True):

@@ -222,12 +222,12 @@ def one_instance(config: Configuration, groups: RankGroups, _: Any) -> RankGroup
 
 
 def across_instances(config: Configuration, groups: RankGroups, _: Any) -> RankGroups:
-    """Return groups of the ranks with equal positions in different optimizer instances."""
+    """Return groups of ranks that have the same position in different optimizer instances."""
     return _by_instance(config, groups)[1]
 
 
 def whole_instance(config: Configuration, groups: RankGroups, _: Any) -> RankGroups:
-    """Return groups of all ranks of each optimizer instance.
+    """Return one group for each optimizer instance, with all of its ranks.
 
     Example:
         >>> config = Configuration(num_distributed_optimizer_instances=2)
@@ -282,7 +282,7 @@ class Row:
     """One of Megatron's groups.
 
     Attributes:
-        grid: The layers of the group, "dense" or "expert".
+        grid: The layers that use the group, "dense" or "expert".
         dims: The dims that the group spans.
         key: The key in an NCCL configuration.
         field: The field of a `ProcessGroupCollection`.
@@ -294,8 +294,8 @@ class Row:
         derive: A function that derives the groups of one part from the groups over `dims`. Default:
             the groups over `dims`.
         gtp: Whether the group exists because of GTP.
-        otherwise: The globals whose group is used if this group was not created. The first one that
-            was created is used.
+        otherwise: The globals of groups that replace this group if it was not created. The first of
+            them that was created is used.
         option: The argument that enables the group, which is not created by default.
         overlaps: Whether the group exists to overlap its traffic with the traffic of another group.
         part: For a row of several groups, the prefix of the position or size in their names.
@@ -324,7 +324,7 @@ class Row:
         return own if part is None else self.numbered(own, part)
 
     def numbered(self, name: str, part: object) -> str:
-        """Return the name of one of the groups of a row of several."""
+        """Return the name of one group of a row with several groups."""
         return f"{name}_{self.part}{part}"
 
 
@@ -418,7 +418,7 @@ ROWS = {row.name: row for row in TABLE} | {row.name + GLOO: row for row in TABLE
 EXPERT_ALL_GATHER = _expert(
     "dp", "ep_dp", "expt_dp_ag", f"{EXPERT_DP}_AG", option="create_all_gather_group", overlaps=True
 )
-"""The expert group of `create_all_gather_groups`, which has no global."""
+"""The expert group that `create_all_gather_groups` creates. Megatron has no global for it."""
 
 NCCL_KEYS = tuple(dict.fromkeys(row.key for row in TABLE))
 """The keys of an NCCL configuration."""
@@ -432,7 +432,7 @@ FIELDS = {field: row.name for field, row in FIELD_ROWS.items()}
 # ---- Megatron's dims in any layout --------------------------------------------------------------
 
 _REPLICAS = {"dense": "ep", "expert": "cp"}
-"""The dim along which these layers are replicated, because only the other layers are cut."""
+"""The dim along which these layers are replicated. Only the other layers are split along it."""
 
 
 def own_dims(layout: RankLayout, dims: str, grid: Side) -> tuple[str, ...]:
@@ -443,7 +443,7 @@ def own_dims(layout: RankLayout, dims: str, grid: Side) -> tuple[str, ...]:
     Args:
         layout: The layout of a grid, or of its view "expert".
         dims: Megatron's dims, as in "tp-ep-pp".
-        grid: The layers of Megatron's dims. In "expert", tp, dp and gtp_remat may be called
+        grid: The layers that the dims belong to. For "expert", tp, dp and gtp_remat may be called
             expt_tp, expt_dp and expt_gtp_remat.
 
     Example:
@@ -466,7 +466,7 @@ def _megatron_dims(layout: RankLayout, grid: str) -> dict[str, str]:
         if grid == "dense":
             called = name
         elif f"expt_{name}" in names:
-            continue  # experts have the dim with the prefix
+            continue  # experts use the dim with the prefix
         else:
             called = name.removeprefix("expt_")
         found[name] = "dp" if name == _REPLICAS[grid] and size > 1 else called
@@ -482,8 +482,8 @@ class WantedGroup:
 
     Attributes:
         row: The row.
-        part: The position or size of the group in a row of several, or None in a row of one group.
-        name: The global with the group, or with the list or dict that it is in.
+        part: The position or size of the group in a row with several groups, otherwise None.
+        name: The global with the group, or with the list or dict that contains the group.
         request: The arguments of `create_pg`.
     """
 
@@ -512,7 +512,7 @@ def rows(
     table: Iterable[Row] = TABLE,
     by_functions: bool = False,
 ) -> Iterator[WantedGroup]:
-    """Yield each group of a model with the request that creates it, in Megatron's order.
+    """Yield each group of a model, and the request that creates the group, in Megatron's order.
 
     Args:
         config: The configuration.
@@ -520,8 +520,8 @@ def rows(
         options: The backend options by NCCL key.
         view: The view of the expert layers, or None if the dense layers have the same layout.
         table: The rows.
-        by_functions: Whether functions of the program create the groups. They are also called for a
-            group that a grid would replace by an equal one.
+        by_functions: Whether functions of the program create the groups. They are also called for
+            groups that a grid would replace by an equal group.
 
     Example:
         >>> config = Configuration(tensor_model_parallel_size=2)
@@ -541,7 +541,7 @@ def rows(
         is_cut = row.derive is whole_instance and _INSTANCES in chosen
         asked = ("dp" if is_cut else row.dims).split("-")
         dims = tuple(compress(own, map(asked.__contains__, own.values())))
-        if row.gtp and GTP not in own.values():  # before 0.19, one peer has no group
+        if row.gtp and GTP not in own.values():  # before 0.19, there are no groups of one peer
             is_made = row.dims == GTP or (by_functions and row.name == _ALWAYS_MADE)
             is_needed = is_made and "gtp_remat" in config.changes
         elif row.option is not None and row.dims != GTP:
@@ -618,7 +618,7 @@ def _derive(
         row: The row.
         config: The configuration.
         is_alone: Whether the layout has none of the row's dims, so that each rank is a group.
-        part: The position or size of the group in a row of several, or None in a row of one group.
+        part: The position or size of the group in a row with several groups, otherwise None.
         groups: The groups over the dims.
     """
     groups = groups.chunks(1) if is_alone else groups

@@ -26,8 +26,9 @@ CHANGES: dict[str, Version] = {
     "unset_is_none": (0, 17, 0),
     # Data parallel getters return groups with GTP peers; RankGenerator has the dim gtp_remat.
     "gtp_remat": (0, 19, 0),
-    # An order without gtp_remat has it after cp in the dense layers (Megatron-LM pull request
-    # 6868). Before, it was after tp. Pull request 6886 will fold cp into the GTP peers.
+    # If an order does not name gtp_remat, it is inserted after cp in the dense layers
+    # (Megatron-LM pull request 6868). Before, it was inserted after tp. Pull request 6886 will
+    # fold cp into the GTP peers.
     "cp_before_gtp_remat": (0, 20, 0),
 }
 """The behaviours that differ between releases, and the first release with the new behaviour."""
@@ -87,13 +88,13 @@ def current() -> Version:
 
 @functools.cache
 def changes() -> frozenset[str]:
-    """Return the names of the `CHANGES` that the followed release has."""
+    """Return the names of the `CHANGES` that apply to the followed release."""
     release = current()
     return frozenset(change for change, first in CHANGES.items() if release >= first)
 
 
 def installed() -> Version | None:
-    """Return the version of the installed megatron-core, or None. It is not imported."""
+    """Return the version of the installed megatron-core, or None, without importing it."""
     folder = source_folder()
     if folder is None:
         return None

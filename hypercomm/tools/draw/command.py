@@ -38,11 +38,14 @@ def draw(
     """Draw a layout such as tp=8,dp=4,pp=2: ranks on their hosts, and groups as colours.
 
     With a second layout, draw which groups a change keeps, ends and creates. With --to, draw the
-    messages of a mapping. Large layouts are schematics. Without -o, print to the terminal. With
-    --on none, draw no hosts.
+    messages of a mapping. Large layouts are drawn as schematics. Without -o, print to the terminal.
+    With --on none, draw no hosts.
     """
     if after is not None and target is not None:
-        raise LayoutError("a second layout draws a change, --to a mapping; give one of them")
+        raise LayoutError(
+            "a second layout requests a picture of a change, and --to a picture of a mapping; "
+            "give one of them"
+        )
     where = None if on == ("none",) else machine(on)
     if where is None and on != ("none",):
         return  # --on live: the first rank of the job draws
@@ -65,6 +68,6 @@ def _mapping(source: RankLayout, target: RankLayout) -> RankMapping:
     if "dp" not in source.dim_names and "dp" not in target.dim_names:
         raise LayoutError(
             f"--to maps a batch that is split along dim 'dp', and neither {source} nor {target} "
-            f"has it; add it, as in '{source},dp=1'"
+            f"has this dim; add it, as in '{source},dp=1'"
         )
     return RankMapping(source, target)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(repr=False)
 class Drawing:
-    """A picture, made by `hypercomm.draw`; `print` shows it, and so does a notebook.
+    """A picture that `hypercomm.draw` returns. `print` and notebooks show it.
 
     Example:
         >>> import hypercomm
@@ -70,7 +70,7 @@ class Drawing:
         """Return the picture as text for a terminal, with a column for each rank.
 
         Args:
-            width: The columns of the text. Default: the columns of the current terminal.
+            width: The width of the text in characters. Default: the width of the current terminal.
             color: Whether groups have colours.
 
         Raises:
@@ -150,18 +150,18 @@ def draw(
 ) -> Drawing:
     """Return a picture of a layout, a grid, a change or a mapping.
 
-    Up to 64 ranks, each host has a table of its ranks: their coordinates along each dim, in the
-    colours of their groups. Larger layouts get a schematic: one host with its ranks, the dims that
-    repeat it, and pipeline stages as columns.
+    Up to 64 ranks, a table for each host shows the coordinates of its ranks along each dim, in the
+    colours of their groups. Larger layouts are drawn as schematics, which show one host with its
+    ranks, the dims that repeat this host, and pipeline stages as columns.
 
     Args:
         what: A layout or its sizes, as in "tp=2,dp=4"; a grid, a `difference`, a `RankMapping`, or
             the result of `place`, which includes the machine.
         on: The machine: GPUs per host, 8, or another form that `read_topology` accepts, such as
-            "host=4,domain=72", a hostfile or SLURM's topology.conf. Default: not shown. A mapping
-            never shows it.
+            "host=4,domain=72", a hostfile or SLURM's topology.conf. Default: no machine
+            is shown. Pictures of mappings never show the machine.
         groups: The dims whose groups have colours, as in "tp" or "tp,dp+cp". A schematic colours
-            the first of them. Default: each dim.
+            only the groups over the first of them. Default: each dim.
 
     Returns:
         A drawing. Print it, show it in a notebook, or `save` it as SVG or PNG.
@@ -169,7 +169,7 @@ def draw(
     Raises:
         UnknownDimError: The layout has no such dim.
         LayoutError: `what` has another type or ranks above 2**24, `groups` is given for a change
-            or a mapping, or `on` cannot be read or has fewer ranks.
+            or a mapping, or `on` cannot be read or describes a machine with fewer ranks.
 
     Example:
         >>> import hypercomm

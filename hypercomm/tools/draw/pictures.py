@@ -28,16 +28,16 @@ MOST_DRAWN = 4
 # The ranks in a row of a table.
 IN_ROW = 8
 
-# The most rows and columns of a mapping's matrix. In larger mappings, ranks share them.
+# The most rows and columns of a mapping's matrix. In larger mappings, ranks share a row or column.
 MOST_ROWS = 16
 
-# The suffix in the name of the outer part of a dim that is split between blocks.
+# If a dim is split between blocks, the name of its outer part has this suffix.
 OUTER = "/outer"
 
-# The link between the ranks of a unit. Other levels use the name of the level.
+# The link between the ranks of one unit, by level. For other levels, it is the level's name.
 LINKS = {"host": "NVLink", "domain": "NVLink domain"}
 
-# The fill of groups by the effect of a change on them, and the mark in their labels.
+# The fill of a group by the effect of a change on it, and the mark in the group's label.
 FATES = {"kept": "#99DDFF", "partly": "#EEDD88", "gone": "#EE8866", "new": "#BBCC33"}
 MARKS = {"kept": "=", "gone": "-", "new": "+"}
 
@@ -122,7 +122,7 @@ class Scene:
             box = self._schematic(every[0], {dims: link for dims, (_, link) in reaches.items()})
         table = [[Cell("dim"), Cell("groups"), Cell("link")]]
         table += [[Cell("+".join(dims)), *map(Cell, reach)] for dims, reach in reaches.items()]
-        columns = 3 if self.levels else 2  # links are known on a machine
+        columns = 3 if self.levels else 2  # without a machine, links are unknown
         return Box(str(self.layout), line, [box, [row[:columns] for row in table]], columns=1)
 
     @cached_property
@@ -172,7 +172,7 @@ class Scene:
         """Return a description of the groups over some dims, and the link between their ranks."""
         host, layout, inner, outer = self._blocks
         groups = some = self.layout.groups(*dims)
-        if host:  # all ranks of a host are in the same units: one rank of each host is enough
+        if host:  # all ranks of a host are in the same units, so one of them is enough
             outside = [dim for dim in outer if dim.removesuffix(OUTER) in dims]
             fixed = inner if outside else outer
             some = layout.select(**dict.fromkeys(fixed, 0)).groups(*(outside or dims))
@@ -192,7 +192,7 @@ class Scene:
     # ---- schematics -----------------------------------------------------------------------------
 
     def _schematic(self, lit: Dims, links: Mapping[Dims, str]) -> Box:
-        """Return one block of ranks inside the dims that repeat it, with stages as columns.
+        """Return one block of ranks inside boxes of the dims that repeat it. Stages are columns.
 
         Args:
             lit: The dims whose groups have colours.
@@ -234,10 +234,12 @@ class Scene:
 
     @cached_property
     def _blocks(self) -> tuple[Level | None, RankLayout, Dims, Dims]:
-        """The layout as equal blocks of ranks: hosts if whole dims fill them, else the first dim.
+        """The layout as equal blocks of ranks.
 
-        The four values are the level of the hosts, or None if blocks are not hosts; the layout,
-        with a dim that is partly inside a block split in two; the inner dims; the outer dims.
+        Blocks are hosts if some dims, one of which may be split in two, fill each host exactly.
+        Otherwise, a block spans the first dim larger than 1. The values are the level of the hosts,
+        or None if blocks are not hosts; the layout, with the split dim; the dims inside a block;
+        the dims outside.
         """
         for host in self.levels[:1]:
             units = self._units(host)
@@ -299,7 +301,8 @@ def change_picture(found: LayoutDifference, levels: Sequence[Level]) -> Box:
 def mapping_picture(mapping: RankMapping) -> Box:
     """Return a matrix of the parts that each source rank sends to each target rank.
 
-    Parts that stay on their rank are marked "=". In large mappings, ranks share rows and columns.
+    Parts that stay on their rank are marked "=". In large mappings, ranks share a row or
+    column.
     """
     table = mapping.table()
     amounts = (table["stop"] - table["start"]).prod(axis=1)
@@ -335,7 +338,7 @@ def mapping_picture(mapping: RankMapping) -> Box:
 
 
 def _amount_cell(pair: str, moved: int, kept: int, most: int) -> Cell:
-    """Return a cell of the matrix: the parts that move, "=" for parts that stay, else "."."""
+    """Return a cell of the matrix: the number of moved parts, "=" for kept parts, "." for none."""
     tip = f"{pair}: {pluralize(moved, 'part')}"
     if kept:
         tip += f", {pluralize(kept, 'part')} kept in place"

@@ -19,11 +19,11 @@ from hypercomm.tools.launch_files.config import LaunchConfig, is_launch_file, re
 _WORLD_SIZE = click.Option(
     ["--world-size"],
     type=click.IntRange(min=1),
-    help="The number of ranks; infers the one size that is -1, also in a launch file.",
+    help="The number of ranks. The one size that is -1 is inferred from it, also in a launch file.",
 )
 _HELP = (
     "Instead of sizes, a launch file of Megatron, torchtitan, verl, DeepSpeed, vLLM or others can "
-    "be given. Its problems are shown, and the exit code is 1 if there are any."
+    "be given. The problems of the file are shown. If there are any, the exit code is 1."
 )
 
 
@@ -31,12 +31,12 @@ def with_files(*arguments: str) -> Callable[[click.Command], click.Command]:
     """Return a decorator that lets a command accept launch files instead of sizes.
 
     Args:
-        arguments: The names of the command's arguments with sizes.
+        arguments: The names of the command's arguments that take sizes.
     """
 
     def decorate(command: click.Command) -> click.Command:
         run = command.callback
-        assert run is not None  # noqa: S101 - a decorated function has a callback
+        assert run is not None  # noqa: S101 - every decorated command has a callback
         names = {parameter.name for parameter in command.params}
         own = [] if "world_size" in names else [_WORLD_SIZE]
 

@@ -65,7 +65,7 @@ class LaunchConfig:
 
     @property
     def layouts(self) -> dict[str, RankLayout]:
-        """Each layout by its name: "training", and "training:expert" for a view of it."""
+        """All layouts by name, such as "training", and "training:expert" for its view "expert"."""
         found: dict[str, RankLayout] = {}
         for module, views in self.views.items():
             found[module] = views.base
@@ -76,7 +76,7 @@ class LaunchConfig:
         """Return the place of a size in the file.
 
         Args:
-            size: The name, such as "rollout.tp". "tp" is the size of the first module that has it.
+            size: The name, such as "rollout.tp". "tp" selects the first module that has this size.
 
         Raises:
             UnknownDimError: No module has such a size.
@@ -94,7 +94,8 @@ class LaunchConfig:
             arguments: Further arguments of `GridSet`.
 
         Raises:
-            LayoutError: The file does not give the layout of a module. The error has the problems.
+            LayoutError: The file does not give the layout of a module. The message lists the
+                problems.
             WorldSizeError: A module has more ranks than the world.
 
         Example:
@@ -133,7 +134,7 @@ def read_config(
     """Read the layouts of a launch file: a script, a configuration or a command line.
 
     The file is not run, and nothing in it is imported. Variables that a script does not set are
-    taken from the environment, as the script would do.
+    taken from the environment, as if the script ran.
 
     Args:
         path_or_text: The path or the text of a shell script, or of a YAML, TOML or JSON file.
@@ -183,7 +184,7 @@ def is_launch_file(text: str) -> bool:
 
 
 def _load(given: str | os.PathLike[str]) -> tuple[str, Path]:
-    """Return the text and the path of its file. The path is empty for text."""
+    """Return the text and the path of a file. If the text itself is given, the path is empty."""
     if not isinstance(given, (str, os.PathLike)):
         raise LayoutError(f"expected a path or a text, got a value of type {type(given).__name__}")
     is_text = isinstance(given, str) and not is_launch_file(given)
@@ -242,7 +243,7 @@ class _Reading:
         framework: The framework of the file.
         sources: The place of each size.
         problems: The problems so far.
-        unknown: The modules with a size that has no number.
+        unknown: The modules with a size whose value is not a number.
     """
 
     framework: known.Framework
@@ -311,7 +312,7 @@ class _Reading:
             if size and not (one.is_variable and others & written):
                 found[name].sizes[size].append(one)
             if one.path[:1] == ("defaults",) and one.value != "_self_":
-                self.problem(one, "is not read; sizes that are only in it count as 1")
+                self.problem(one, "is not read; sizes that only this file sets count as 1")
         for name in ("", *self.framework.modules):
             found["" if name == "training" else name]
         return dict(sorted(found.items(), key=lambda pair: pair[0] in self.framework.parents))
@@ -344,7 +345,7 @@ class _Reading:
         return given
 
     def _value(self, label: str, size: str, one: Source) -> int | str | None:
-        """Return the value of a size or choice, or None if it has no number.
+        """Return the value of a size or choice, or None if the value cannot be used.
 
         A value that is not a number adds a problem, unless it is a word such as "auto" or "none".
         """
@@ -353,7 +354,7 @@ class _Reading:
             return 1 if text in ("true", "1", "yes", "on") else None
         if size in known.TEXTS:
             return text if re.fullmatch(known.TEXTS[size], text) else None
-        number = text.rpartition(":")[2] if size == "gpus" else text  # gpu:8
+        number = text.rpartition(":")[2] if size == "gpus" else text  # such as gpu:8
         if re.fullmatch(r"-?[0-9]{1,9}", number):
             return int(number)
         if text in ("", "null", "none", "~", "auto") or (size in known.WEAK and "$" not in text):

@@ -19,7 +19,7 @@ from hypercomm.errors import LayoutError
 from hypercomm.lazy import required
 
 _MOST_NODES = 20_000
-"""The most values of a tree. Aliases of YAML can expand to billions."""
+"""The most values of a tree. Aliases of YAML can expand to billions of values."""
 
 _MOST_PASSES = 6
 """The most levels of references between values, and of commands quoted in commands."""
@@ -34,7 +34,7 @@ _SIGNS = {
     "bash": r"(?m)(^|\s)--?[a-z]|^\s*(export\s+)?\w+=|^\S*\w\.\w+=",
     "yaml": r"(?m)^[\s-]*[\w.-]+\s*:(\s|$)",
 }
-"""Patterns that select the suffix of a text without a known suffix. The first match counts."""
+"""Patterns that select the format of a text without a known suffix. The first match counts."""
 
 
 @attrs.frozen
@@ -46,9 +46,9 @@ class Source:
         key: The key or flag as written. "" for a default.
         raw: The value as written, such as "${TP:-8}".
         file: The name of the file. "" for a text.
-        line: The line, from 1. 0 for a default.
+        line: The number of the line, starting at 1. 0 for a default.
         path: The parts of the key, in lower case, with underscores.
-        is_variable: Whether it sets a variable of a script.
+        is_variable: Whether a script assigns the value to a variable.
     """
 
     value: Any
@@ -162,7 +162,7 @@ def _of_tree(text: str) -> Iterator[Source]:
 
 
 def _of_toml(text: str) -> Iterator[Source]:
-    """Yield the values of TOML. Its reader gives no lines, so keys are searched in order."""
+    """Yield the values of TOML. The parser reports no lines, so the keys are searched for."""
     name = "tomllib" if sys.version_info >= (3, 11) else "tomli"
     at = 0
 
@@ -209,7 +209,7 @@ class _Script:
 
     def read(self, text: str, line: int, depth: int = 0) -> None:
         """Add the settings of a text that begins at `line`. Quoted commands are read too."""
-        flag: tuple[str, int] | None = None  # the next word is its value
+        flag: tuple[str, int] | None = None  # a flag whose value is the next word
         for token in _TOKEN.finditer(text):
             kind = token.lastgroup
             here = line

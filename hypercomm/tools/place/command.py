@@ -26,8 +26,8 @@ def on_option(*default: str) -> Callable[[_Command], _Command]:
         default=default or None,
         show_default=" ".join(default) or False,
         help="The machine: GPUs per host and domain (4,72), a hostfile, a node list, "
-        "topology.conf, topology.yaml, or 'live' in a job. May be repeated: the first names the "
-        "hosts in order.",
+        "topology.conf, topology.yaml, or 'live' in a job. May be repeated. The first value that "
+        "names hosts sets their order.",
     )
 
 
@@ -56,8 +56,8 @@ def place_command(
     """Show how the groups of a layout such as tp=4,dp=16,pp=4 are spread over a machine.
 
     The table shows how many groups of each dim leave their host, domain or switch, and how many
-    bytes cross. Below it are the best order of the dims, and of the ranks if hosts alternate. No
-    process is started, and torch is loaded for --on live only.
+    bytes cross. Below the table is the best order of the dims, and of the ranks if consecutive
+    ranks alternate between hosts. No process is started, and torch is loaded for --on live only.
     """
     where = machine(on)
     if where is None:

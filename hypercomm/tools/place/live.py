@@ -25,10 +25,10 @@ _FABRIC_COMPLETED = 3
 def live_topology() -> Topology:
     """Return the host, NVLink domain and switches of each rank of the running job.
 
-    Every rank of WORLD must call this. Ranks with the same host name are on one host, and
-    CUDA_VISIBLE_DEVICES gives their GPUs. Ranks with the same NVML cluster and clique are in one
-    NVLink domain; this needs nvidia-ml-py. SLURM's variables give the switches. A level that is
-    unknown on some ranks is left out.
+    Every rank of WORLD must call this. Ranks with the same host name are on one host.
+    CUDA_VISIBLE_DEVICES determines which GPU of the host a rank uses. Ranks with the same NVML
+    cluster and clique are in one NVLink domain, which is known if nvidia-ml-py is installed. The
+    switches are read from SLURM's variables. A level that is unknown on some ranks is left out.
 
     Returns:
         The levels of all ranks, equal on every rank.
@@ -81,7 +81,7 @@ def slurm_units(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _own_gpu() -> int | None:
-    """Return the number of this rank's GPU on its host, or None without a GPU."""
+    """Return the index of this rank's GPU on its host, or None if it is unknown."""
     import torch
 
     if not torch.cuda.is_available():
@@ -90,11 +90,12 @@ def _own_gpu() -> int | None:
 
 
 def visible_gpu(environment: Mapping[str, str], device: int) -> int | None:
-    """Return the number of a GPU on its host, or None if the environment does not show it.
+    """Return the index of a GPU on its host, or None if the environment does not show it.
 
     Args:
-        environment: CUDA_VISIBLE_DEVICES, if set, lists the GPUs that the process can use.
-        device: The number of the GPU in this process.
+        environment: The environment. CUDA_VISIBLE_DEVICES, if set, lists the GPUs that the process
+            can use.
+        device: The index of the GPU in this process.
 
     Example:
         >>> visible_gpu({"CUDA_VISIBLE_DEVICES": "5,6"}, 1), visible_gpu({}, 1)
@@ -117,7 +118,7 @@ def _nvlink_domain() -> str | None:
     uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
     try:
         return nvml_domain(importlib.import_module("pynvml"), f"GPU-{uuid}")
-    except Exception:  # noqa: BLE001 - the hosts are known without NVML
+    except Exception:  # noqa: BLE001 - NVLink domains are optional
         return None
 
 

@@ -59,8 +59,8 @@ class Spread:
         groups: The number of groups.
         size: The number of ranks in each group.
         across: The number of groups with ranks in more than one unit.
-        least: The smallest number of units that hold a group.
-        most: The largest number of units that hold a group.
+        least: The smallest number of units over which a group is spread.
+        most: The largest number of units over which a group is spread.
         bytes: The bytes that all groups send from unit to unit in a step, or None if no traffic is
             given.
         first: The first group with ranks in more than one unit. Empty if there is none.
@@ -95,7 +95,7 @@ class Spread:
 
 @attrs.frozen(slots=False, repr=False)
 class Placed:
-    """A layout on a machine, as `place` returns it; `str()` returns a table.
+    """A layout on a machine, as `place` returns it. `str()` returns a table.
 
     Attributes:
         layout: The layout.
@@ -181,8 +181,8 @@ class Placed:
     def reordered(self) -> Placed | None:
         """The best order of dims on ranks that are sorted by switch, domain, host and GPU.
 
-        None if the ranks are sorted already, or if sorting them does not reduce the cost. Give its
-        `layout` to a grid, or `layout.ranks` to `RankLayout` as `ranks=`.
+        None if the ranks are sorted already, or if sorting them does not reduce the cost. Pass the
+        `layout` of the result to a grid, or its `layout.ranks` to `RankLayout` as `ranks=`.
 
         Example:
             >>> from hypercomm import place
@@ -268,7 +268,7 @@ class Placed:
         else:
             hidden = ["+".join(dims) for dims, one in self.traffic.items() if one.overlapped]
             waits = f"no step waits for {', '.join(hidden)}; " if hidden else ""
-            notes = [f"bytes across: of all groups in a step; {waits}{order}"]
+            notes = [f"bytes across: the sum over all groups in a step; {waits}{order}"]
         if self.topology.note:
             notes.append(self.topology.note)
         if self.better is None:
@@ -277,12 +277,15 @@ class Placed:
 
     @property
     def warnings(self) -> list[str]:
-        """A sentence for each kind of tp and ep groups that leave their NVLink domain, or host."""
+        """A sentence for each kind of tp and ep groups that leave their NVLink domain.
+
+        On machines without domains, groups that leave their host are listed.
+        """
         level = "domain" if "domain" in self.topology.names else "host"
         found = []
         for spread in self.spreads:
             kinds = {traffics.kind_of(dim) for dim in spread.dims}
-            # Groups over dp and others exchange gradients, which are expected to leave a domain.
+            # Groups that span dp exchange gradients. They are expected to leave a domain.
             is_tight = kinds & {"tp", "ep"} and "dp" not in kinds
             if spread.level == level and spread.across and is_tight:
                 first = ", ".join(map(str, spread.first[:8]))
@@ -363,7 +366,7 @@ class Placed:
 
 
 _MOST_RANKS = 64
-"""The most ranks of a list that the advice shows. `reordered` and JSON have all of them."""
+"""The most ranks that the advice lists. `reordered` and JSON contain all ranks."""
 
 _SAVINGS = (
     "steps wait for {} less across units",
@@ -384,8 +387,9 @@ def place(
 ) -> Placed:
     """Return which groups of a layout cross hosts, domains and switches, and the best order.
 
-    The best order is exact: of all orders of up to 8 dims, no other costs less. Orders are compared
-    by the traffic that steps wait for, then by the traffic that overlaps with computation.
+    Up to 8 dims may be larger than 1. The best order is exact, because no other order of the dims
+    costs less. Orders are compared by the traffic that steps wait for, then by the traffic that
+    overlaps with computation.
 
     Args:
         layout: A layout, an object with a `layout` such as a grid, or sizes, such as
@@ -396,7 +400,7 @@ def place(
             or a mapping from dims to bytes. Default: tp is weighted most, then cp and ep, pp, dp.
         overlapped: Dims whose traffic overlaps with computation, such as "dp", or a list.
         weights: The cost of a byte that crosses a level, such as "domain=1,leaf=7", or a mapping
-            from levels to costs. Default: 1, and 0 for hosts within an NVLink domain.
+            from levels to costs. Default: 1, but 0 for hosts if they are in NVLink domains.
         groups: More groups to report, such as "tp+dp", or a list.
 
     Returns:
@@ -415,7 +419,7 @@ def place(
         pp    host   0 of 4  1                0
         tp    host   8 of 8  2                144 MB
         cp    host   8 of 8  2                48 MB
-        bytes across: of all groups in a step; the first dim varies fastest
+        bytes across: the sum over all groups in a step; the first dim varies fastest
         warning: 8 of 8 tp groups leave their host, the first is (0, 4)
         order: tp-cp-pp in place of pp-tp-cp; steps wait for 94 % less across units
           tp  host  8 of 8 -> 0 of 8  2 -> 1  144 MB -> 0
@@ -505,10 +509,13 @@ def units_of_groups(units: NDArray[np.int64]) -> NDArray[np.int64]:
 # ---- the best order -----------------------------------------------------------------------------
 
 Axes = tuple[tuple[int, int], ...]
-"""The size and the stride of each dim of some groups."""
+"""The size and the stride of each dim that groups span."""
 
 CostOf = Callable[[NDArray[np.int64], Traffic], Cost]
-"""Returns the cost of the traffic of groups, an array of ranks of shape (groups, size)."""
+"""A function that returns the cost of traffic over groups.
+
+The groups are an array of ranks of shape (groups, size).
+"""
 
 
 def best_order(
@@ -517,13 +524,13 @@ def best_order(
     """Return the order of dims that costs least. Of orders with equal cost, the first one wins.
 
     This is a branch-and-bound search. An order is built dim by dim, and dropped when it costs as
-    much as the best order so far. The groups over some dims are known once all these dims are
-    placed.
+    much as the best order so far. The groups over some dims are known once the order contains all
+    these dims.
 
     Args:
         sizes: The size of each dim. Their order decides between orders with equal cost.
         traffic: The traffic, by dims.
-        cost_of: The cost of groups.
+        cost_of: A function that returns the cost of groups.
 
     Returns:
         The order and its cost. The first dim varies fastest; dims of size 1 are last.
@@ -559,7 +566,7 @@ def best_order(
 def _completed(
     order: Dims, sizes: Mapping[str, int], sent: Iterable[tuple[set[str], Traffic]]
 ) -> Iterator[tuple[Axes, Traffic]]:
-    """Yield axes and traffic of the groups that are known since the last dim of `order`."""
+    """Yield axes and traffic of the groups that became known with the last dim of `order`."""
     strides = list(itertools.accumulate((sizes[dim] for dim in order[:-1]), mul, initial=1))
     for dims, one in sent:
         if order[-1] in dims and dims <= {*order}:

@@ -29,7 +29,7 @@ from hypercomm.lazy import required
 from hypercomm.tools.place.topology import Level, Topology
 
 Hosts = Sequence[str] | Sequence[tuple[str, int]]
-"""The host of each rank, or its host and the number of its GPU there."""
+"""For each rank, its host, or a pair of its host and the index of its GPU on the host."""
 
 MachineSource = int | str | os.PathLike[str] | Mapping[str, str] | Hosts
 On = MachineSource | Topology | Sequence[MachineSource]
@@ -55,9 +55,9 @@ class _Found:
 
     Attributes:
         source: The name of the source in error messages.
-        slots: The GPUs of each host, in the order of ranks. None if the source gives no number.
+        slots: The number of GPUs of each host, in the order of ranks. None if it is not given.
         levels: The unit of each host, by level.
-        sizes: The GPUs of each unit, by level, if the source names no hosts.
+        sizes: The number of GPUs in each unit, by level, if the source names no hosts.
         hosts: The host of each rank, if the source lists the hosts rank by rank.
         gpus: The GPU of each rank within its host, if the source lists them.
     """
@@ -90,7 +90,7 @@ def read_topology(on: On, world_size: int | None = None) -> Topology:
     their order. If no source gives the number of GPUs, the ranks are spread evenly over the hosts.
 
     Args:
-        on: A source, or a list of several. A `Topology` is cut to `world_size`.
+        on: A source, or a list of several. Of a `Topology`, the first `world_size` ranks are used.
         world_size: The number of ranks. Default: one rank for each GPU of the machine.
 
     Returns:
@@ -98,7 +98,7 @@ def read_topology(on: On, world_size: int | None = None) -> Topology:
 
     Raises:
         LayoutError: A source cannot be read or lacks a host, or the machine has fewer GPUs than
-            ranks. The message has the file and the line.
+            ranks. The message names the file and the line.
         MissingPackageError: A node list needs python-hostlist, or a YAML file needs pyyaml.
 
     Example:
@@ -125,7 +125,7 @@ def read_topology(on: On, world_size: int | None = None) -> Topology:
 
 
 def _read_machine(on: Any, world_size: int | None) -> Topology:
-    """Return the whole machine that `on` describes."""
+    """Return the machine that `on` describes, with all its ranks."""
     if isinstance(on, Topology):
         return on
     is_several = isinstance(on, (list, tuple)) and not _lists_hosts(on)
@@ -156,16 +156,16 @@ def _read_machine(on: Any, world_size: int | None) -> Topology:
     for name, size in sizes.items():
         if name not in levels:
             units = np.arange(world_size)
-            if named and named[0].hosts:  # units consist of consecutive GPUs of hosts, not ranks
+            if named and named[0].hosts:  # units consist of neighbouring GPUs, not ranks
                 units[np.argsort(levels["host"].of_rank, kind="stable")] = units.copy()
-            units //= size  # in place: there may be 2**24 ranks
+            units //= size  # in place, because there may be 2**24 ranks
             levels[name] = Level(name, units)
     known = [levels[name] for name in sorted(levels, key=place_of)]
     return Topology(known, gpus=gpus, note=note)
 
 
 def _merged_sizes(sources: Sequence[_Found]) -> dict[str, int]:
-    """Return the GPUs of each unit, by level, the innermost level first."""
+    """Return the number of GPUs in each unit, by level, the innermost level first."""
     found: dict[str, int] = {}
     for source in reversed(sources):
         found |= source.sizes
@@ -173,8 +173,8 @@ def _merged_sizes(sources: Sequence[_Found]) -> dict[str, int]:
     for (inner, small), (outer, large) in pairwise(sizes.items()):
         if large % small or large == small:
             raise LayoutError(
-                f"a {outer} of {pluralize(large, 'GPU')} does not hold whole {plural(inner)} of "
-                f"{small}; {max(large // small, 2) * small} GPUs would work"
+                f"a {outer} of {pluralize(large, 'GPU')} must consist of several {plural(inner)} "
+                f"of {small}; {max(large // small, 2) * small} GPUs would work"
             )
     return sizes
 
@@ -182,7 +182,7 @@ def _merged_sizes(sources: Sequence[_Found]) -> dict[str, int]:
 def _slots(
     named: Sequence[_Found], per_host: int | None, world_size: int | None
 ) -> tuple[dict[str, int], str]:
-    """Return the GPUs of each host, in the order of ranks, and a note if no source gives them."""
+    """Return the number of GPUs of each host, in the order of ranks, and a note on assumptions."""
     note = ""
     known: dict[str, int] = {}
     for source in reversed(named):
@@ -193,7 +193,9 @@ def _slots(
         per_host, rest = divmod(left, len(unknown))
         if per_host < 1 or rest:
             text = f"{named[0].source} gives no number of GPUs for {unknown[0]!r}"
-            raise LayoutError(f"{text}; add their number, as in on=[..., 8] (--on 8)")
+            raise LayoutError(
+                f"{text}; add the number of GPUs per host, as in on=[..., 8] (--on 8)"
+            )
         note = (
             f"{pluralize(per_host, 'GPU')} per host: {named[0].source} gives no number, so "
             f"{pluralize(left, 'rank')} are spread evenly over {pluralize(len(unknown), 'host')}; "
@@ -205,7 +207,7 @@ def _slots(
 
 
 def tier(number: int) -> str:
-    """Return the name of a level of switches. The hosts are connected to level 0.
+    """Return the name of a level of switches. The switches of level 0 are connected to the hosts.
 
     Example:
         >>> tier(0), tier(1), tier(5)
@@ -255,8 +257,8 @@ def _read_hosts(on: Sequence[Any]) -> _Found:
     for pair in on:
         if len(pair) != 2 or not isinstance(pair[0], str) or type(pair[1]) is not int:
             raise LayoutError(
-                f"on has {short_repr(pair)} in the list of the host of each rank; write 'node1', "
-                f"or ('node1', 0) with the number of the GPU"
+                f"on has {short_repr(pair)} in the list of hosts; write 'node1', or ('node1', 0) "
+                f"with the index of the GPU"
             )
     (host, gpu), count = Counter(on).most_common(1)[0]
     if count > 1:
@@ -456,11 +458,11 @@ def _of_units(units: Sequence[tuple[str, _Names]], source: str) -> _Found:
         defined.add((kind, name))
         for host in _expand_hosts(given.get("nodes", ""), f"{where}: "):
             if unit_of.setdefault(host, name) != name:
-                raise LayoutError(f"{where} has host {host!r}, which is in another unit")
+                raise LayoutError(f"{where} has host {host!r}, which another {kind} has already")
         for child in _expand_hosts(given.get("switches", ""), f"{where}: "):
             if child not in switches or child == name or parent.setdefault(child, name) != name:
                 raise LayoutError(
-                    f"{where} has {child!r}, which is not another switch or has two parents"
+                    f"{where} has child {child!r}, which is not another switch or has two parents"
                 )
     levels: dict[str, _Names] = {"domain": block_of} if block_of else {}
     # A branch with fewer levels than others repeats its highest switch.

@@ -55,7 +55,7 @@ class Level:
 
         Args:
             name: The name of the level.
-            units: The name or number of the unit of each rank.
+            units: For each rank, the name or number of its unit.
 
         Example:
             >>> level = Level.of("host", ["b", "b", "a", "b"])
@@ -91,8 +91,8 @@ class Topology:
 
     Args:
         levels: The levels, such as host, domain, leaf and spine. Each covers the same ranks.
-        gpus: The number of each rank's GPU within its host. Default: unknown.
-        note: A sentence about an assumption on the machine. Default: no assumption.
+        gpus: The index of each rank's GPU on its host. Default: unknown.
+        note: A sentence about an assumption that was made. Default: no assumption.
 
     Raises:
         LayoutError: There are no levels, two have the same name, or they cover different numbers

@@ -160,7 +160,7 @@ def read_amounts(
 
 
 def usual_traffic(layout: RankLayout) -> dict[Dims, Traffic]:
-    """Return assumed traffic that orders the dims: most for tp, then cp and ep, pp, and dp.
+    """Return assumed traffic. tp has the most, followed by cp and ep, then pp, then dp.
 
     Source: the order of dims of Llama 3, https://arxiv.org/abs/2407.21783, section 3.3.2.
 

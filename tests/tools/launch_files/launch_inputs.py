@@ -706,7 +706,7 @@ parallelism_config:
         8,
         {"training": Mesh({"": (("dp", "sp", "tp"), (4, 2, 1))})},
         given_world=8,
-        problems=("only if data_parallel_size is given",),
+        problems=("only if data_parallel_size or an mpu is also given",),
     ),
     # ---- inference engines ----------------------------------------------------------------------
     Input(

@@ -221,9 +221,12 @@ def test_number_of_ranks():
         ("[parallelism]\nexpert_tensor_parallel_degree = 2", "torchtitan 0.3 has no"),
         (
             '{"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 8}}',
-            "zero_hpz_partition_size=8 is ignored: it needs ZeRO stage 3",
+            "zero_hpz_partition_size=8 is ignored, because it needs ZeRO stage 3",
         ),
-        ("vllm serve m -tp 2 -pp 2 --enable-expert-parallel", "the experts have no layout here"),
+        (
+            "vllm serve m -tp 2 -pp 2 --enable-expert-parallel",
+            "the layout of the experts is not shown",
+        ),
         ("vllm serve m -tp 2 -cp 2", "vllm layouts do not have cp=2; cp=1 would fit"),
     ],
 )
