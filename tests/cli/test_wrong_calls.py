@@ -72,7 +72,7 @@ CALLS = [
     ("plan tp=2 --world-size many", "'many' is not a valid integer"),
     ("check tp=3 --nprocs 4", "tp=3 needs 3 ranks; --nprocs is 4"),
     ("check tp=2 --view ep=3", "ep=3 needs 3 ranks; the layout tp=2 has 2"),
-    ("diff tp=2,dp=-1 tp=4,dp", "give one of them all its sizes, or the number of ranks with --w"),
+    ("diff tp=2,dp=-1 tp=4,dp", "give all sizes of one layout, or the number of ranks with --w"),
     ("diff tp=8 tp=3,dp", "multiple of 3 ranks, for example 6 or 9; the other layout has 8"),
     ("diff tp=2 dp=33554432", "after has 33,554,432 ranks; at most 16,777,216 can be compared"),
     ("place tp=4,dp --on n[1-3] --on 2", "for example 4 or 8; the world has 6"),
