@@ -95,7 +95,7 @@ def perform(held, operation):
 
 
 class Late(NamedTuple):
-    """The reply if an operation takes until a later time."""
+    """The reply if an operation has not finished by this time."""
 
     seconds: float
 

@@ -82,9 +82,9 @@ def test_calls_after_a_slow_store_succeed(kind, next_name, last, lazily, step):
     assert timed_out > 0
 
 
-# A rank with a wrong argument makes the call of the other ranks fail, but the store answers it
-# late. By then, the others have begun their next call. This call succeeds, unless the store has
-# already performed the late request.
+# A rank with a wrong argument ends the call of the other ranks, but the store replies late to this
+# rank. Meanwhile the rank has begun its next call. This call succeeds, unless the store has already
+# performed the request whose reply was late.
 @pytest.mark.parametrize("kind", ["waits for a request", "waits for a reply"])
 def test_a_refusal_that_is_late(kind):
     def program():
