@@ -236,8 +236,8 @@ def test_equal_meshes_with_different_groups_raise():
         assert result.device_mesh.get_group() is second.get_pg("tp")
 
 
-# The error is also raised for equal slices and flattened dims, unless they have the same groups.
-# Meshes of an earlier world do not count.
+# device_mesh() also raises if a slice or a flattened dim equals one of another grid, unless both
+# have the same groups. Meshes of an earlier world do not count.
 def test_equal_parts_of_meshes_raise():
     kept = []
     for _ in range(2):

@@ -242,7 +242,7 @@ def test_queries_of_one_rank_enumerate_nothing(layout, dims):
     parts = {dim: coords[dim] for dim in SIZES if dim != "dp"} | {"inner": 1, "outer": 31}
     assert layout.split("dp", inner=2, outer=-1).coords(rank) == parts
     assert layout.select(pp=5).coords(rank) == {dim: coords[dim] for dim in SIZES if dim != "pp"}
-    for outside in (-1, 2**21 - 2, 2**21):  # -2 and 2**21 are even
+    for outside in (-1, 2**21 - 2, 2**21):  # 2**21 - 2 is in a gap of ODD
         assert outside not in layout
         assert not groups.has_member(outside)
         for ask in (layout.coords, groups.of):
