@@ -1,10 +1,10 @@
-"""Measure hypercomm beside its peers: one command, one table, with ratios and goals.
+"""Compare hypercomm with other libraries: one command, one table, with ratios and goals.
 
     pip install '.[test,viz]' && python benchmarks
 
-Writes results.json and growth.png into --out. README.md tells what the figures do not show.
-With --merge the tables of --only take their places among the last results, and on the page.
-With --compare a few are measured, and held against those of the page; nothing is written.
+Writes results.json and growth.png into --out. README.md tells what the measurements do not show.
+With --merge, the tables of --only replace the same tables in results.json and on the page.
+With --compare, a few ratios are measured and compared with those on the page. Nothing is written.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Tables = dict[str, Callable[[], Iterator[Table]]]
 
 
 def every(runs: int, nprocs: list[int]) -> Tables:
-    """What is measured, by name: --only takes the names."""
+    """Return the functions that measure, by the names that --only accepts."""
     return {
         "imports": lambda: large_worlds.imports(runs),
         "arithmetic": lambda: large_worlds.arithmetic(runs, 1_048_576),
@@ -77,7 +77,7 @@ def every(runs: int, nprocs: list[int]) -> Tables:
 
 
 def quick() -> Tables:
-    """The same on a scale that takes a minute: it shows that everything runs, and no more."""
+    """Return the same functions at a scale that takes a minute and shows only that all run."""
     return {
         "imports": lambda: large_worlds.imports(1),
         "arithmetic": lambda: large_worlds.arithmetic(1, 4096),
@@ -107,7 +107,7 @@ def _chain(*tables: Iterator[Table]) -> Iterator[Table]:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Return the machine, the versions and the commit that are measured."""
     packages = ("torch", "numpy", "megatron-core")
     return {
         "date": datetime.now(timezone.utc).date().isoformat(),
@@ -123,7 +123,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit that is measured, with a "+" where the tree has changes; "unknown" without git."""
+    """Return the measured commit, with a "+" if the tree has changes, or "unknown" without git."""
     command = ["git", "-C", str(PAGE), "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
@@ -134,14 +134,14 @@ def commit() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python benchmarks", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=[*every(1, [])], help="some of the tables")
-    parser.add_argument("--runs", type=int, default=5, help="runs of each, interleaved")
+    parser.add_argument("--only", nargs="+", choices=[*every(1, [])], help="measure only these")
+    parser.add_argument("--runs", type=int, default=5, help="runs of each way, interleaved")
     parser.add_argument(
         "--nprocs", nargs="+", type=int, choices=real_ranks.SHAPES, default=[*real_ranks.SHAPES]
     )
-    parser.add_argument("--quick", action="store_true", help="a minute; shows that it runs")
-    parser.add_argument("--compare", action="store_true", help="what became worse; two minutes")
-    parser.add_argument("--merge", action="store_true", help="into the last results and the page")
+    parser.add_argument("--quick", action="store_true", help="show only that all runs")
+    parser.add_argument("--compare", action="store_true", help="show what became worse")
+    parser.add_argument("--merge", action="store_true", help="replace tables in the last results")
     parser.add_argument("--out", type=Path, default=PAGE)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -153,7 +153,7 @@ def main() -> None:
     if options.merge and options.quick and options.out == PAGE:
         parser.error("--quick measures on another scale than the page; give another --out")
     if options.merge:
-        page.read(options.out)  # before minutes are spent
+        page.read(options.out)  # raise before minutes are spent on measuring
     tables = quick() if options.quick else every(options.runs, options.nprocs)
     for name in options.only or tables:
         begin = time.perf_counter()

@@ -1,11 +1,11 @@
-"""Count what one `create_pg` runs through in our own files before torch is asked for the group.
+"""Count the calls of hypercomm's functions in one `create_pg`, before torch creates the group.
 
     python benchmarks/calls.py [--trace]
 
-The job is one gloo process with a TCPStore on loopback, the grid a fresh one; a grid before it has
-made the checks that a process makes once. Whatever enters a frame of ours on the calling thread
-counts: a function, a comprehension, a generator that goes on. So Python 3.12, where comprehensions
-have no frame, counts fewer.
+The job is one gloo process with a TCPStore on loopback. The grid is new. An earlier grid has made
+the checks that a process makes only once. Each entry into a frame of hypercomm on the calling
+thread counts: a function, a comprehension, or a generator that continues. In Python 3.12,
+comprehensions have no frame, so the count is lower.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GOALS = {"calls": Goal(60), "files": Goal(10), "changes of file": Goal(25)}
 
 @attrs.frozen
 class Call:
-    """A frame that was entered: where, in what, and under how many others of ours."""
+    """A frame of hypercomm that was entered. `depth` counts the frames of hypercomm around it."""
 
     file: str
     line: int
@@ -46,7 +46,7 @@ class Call:
 def calls_before(
     ends: Collection[CodeType], action: Callable[[], object], folder: Path
 ) -> list[Call]:
-    """Run an action; return its calls of what lies in a folder, until one of `ends` is entered."""
+    """Run an action. Return its calls of code in a folder, until it calls one of `ends`."""
     calls: list[Call] = []
     ended = False
     inside = f"{folder}/"
@@ -56,7 +56,7 @@ def calls_before(
         code = frame.f_code
         ended = ended or (event == "call" and code in ends)
         if event == "call" and not ended and code.co_filename.startswith(inside):
-            name = getattr(code, "co_qualname", code.co_name)  # the longer one from Python 3.11 on
+            name = getattr(code, "co_qualname", code.co_name)  # co_qualname is new in Python 3.11
             depth = sum(outer.co_filename.startswith(inside) for outer in _around(frame))
             calls.append(Call(code.co_filename[len(inside) :], frame.f_lineno, name, depth))
 
@@ -66,7 +66,7 @@ def calls_before(
     finally:
         sys.setprofile(None)
     if not ended:
-        raise RuntimeError("the action never came to its end, so what led to it is not known")
+        raise RuntimeError("the action called none of the functions at which the count ends")
     return calls
 
 
@@ -76,7 +76,7 @@ def _around(frame: FrameType) -> Iterator[CodeType]:
 
 
 def counts(calls: list[Call]) -> dict[str, int]:
-    """How many calls, of how many files, and how often the next is of another file."""
+    """Count the calls, their files, and the calls that are in another file than the call before."""
     files = [call.file for call in calls]
     changes = sum(one != other for one, other in pairwise(files))
     return {"calls": len(calls), "files": len(set(files)), "changes of file": changes}
@@ -94,13 +94,13 @@ def of_one_creation() -> list[Call]:
 
 
 def creation() -> Iterator[Table]:
-    """What one creation comes to."""
+    """Count the calls of one creation."""
     (calls,) = run_ranks(of_one_creation, 1)
     yield from tables(calls)
 
 
 def tables(calls: list[Call]) -> Iterator[Table]:
-    """One table for each goal."""
+    """Make one table for each goal."""
     for what, count in counts(calls).items():
         yield Table(
             f"one create_pg before torch: {what}",

@@ -1,4 +1,4 @@
-"""Connecting twelve groups on real gloo processes: connect(), the same by hand, and afterwards."""
+"""Connecting twelve groups of gloo: by connect(), and by hand. Then the first collectives."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def groups_of(grid: HyperCommGrid) -> list[ProcessGroup]:
 
 
 def by_hand(groups: list[ProcessGroup]) -> None:
-    """All-reduce ones over each group, and look at what comes of it."""
+    """All-reduce ones over each group, and check the sums."""
     for group in groups:
         ones = torch.ones(1, dtype=torch.int32)
         dist.all_reduce(ones, group=group)
@@ -39,7 +39,7 @@ def by_hand(groups: list[ProcessGroup]) -> None:
 
 
 def taken(call: Callable[[], object]) -> float:
-    """Seconds until all ranks have made a call that they begin together."""
+    """Return the seconds until all ranks have made a call that they begin at the same time."""
     dist.barrier()
     begin = time.perf_counter()
     call()
@@ -48,7 +48,7 @@ def taken(call: Callable[[], object]) -> float:
 
 
 def seconds(sizes: str, cycles: int, lazy: bool) -> dict[str, list[float]]:
-    """On a rank: what each way takes in each cycle, on fresh groups."""
+    """Measure on a rank the seconds of each way in each cycle, on new groups."""
     warnings.simplefilter("ignore")
     seen: dict[str, list[float]] = {who: [] for who in (BY_HAND, OURS, MEETING, AFTER, BEFORE)}
     order = [BY_HAND, OURS]
@@ -63,7 +63,7 @@ def seconds(sizes: str, cycles: int, lazy: bool) -> dict[str, list[float]]:
                     told[MEETING] = taken(grid.verify)
                 else:
                     told[BEFORE] = told[who]
-                if cycle:  # the first one loads modules
+                if cycle:  # the first cycle also loads modules
                     for name, took in told.items():
                         seen[name].append(took)
         if not cycle:
@@ -73,7 +73,7 @@ def seconds(sizes: str, cycles: int, lazy: bool) -> dict[str, list[float]]:
 
 
 def connecting(nprocs: list[int], runs: int, cycles: int) -> Iterator[Table]:
-    """Twelve groups, connected at their first message, and at once."""
+    """Measure twelve groups that gloo connects at the first message, or at creation."""
     for count in nprocs:
         for lazy in (True, False):
             every: dict[str, list[float]] = {}

@@ -1,7 +1,7 @@
-"""An interleaved 1F1B schedule on real gloo processes: one group for all transfers, and edges.
+"""An interleaved 1F1B schedule on real gloo processes: one group for all transfers, or edges.
 
-NCCL runs the transfers of a communicator one after the other. gloo does not, so here each group has
-a thread that runs its sends and receives in the order in which the schedule issues them.
+NCCL runs the transfers of a communicator one after the other. gloo does not. Therefore each group
+has a thread here, which runs sends and receives in the order in which the schedule issues them.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Step(NamedTuple):
     batch: int
 
     def before(self) -> Step | None:
-        """Return the step of a neighbour whose result this one takes; None if there is none."""
+        """Return the step whose result this step needs, or None."""
         return self._shifted(-1)
 
     def after(self) -> Step | None:
-        """Return the step of a neighbour that takes the result; None if there is none."""
+        """Return the step that needs the result of this step, or None."""
         return self._shifted(1)
 
     def _shifted(self, by: int) -> Step | None:
@@ -61,7 +61,7 @@ Action = tuple[str, Step]
 
 
 def steps_of(rank: int, batches: int) -> list[Step]:
-    """Return what a rank computes, in the order of the interleaved 1F1B schedule."""
+    """Return the steps of a rank, in the order of the interleaved 1F1B schedule."""
     rounds = [divmod(number, RANKS * CHUNKS) for number in range(CHUNKS * batches)]
     places = [(within // RANKS, turn * RANKS + within % RANKS) for turn, within in rounds]
     forward = [Step("F", chunk * RANKS + rank, batch) for chunk, batch in places]
@@ -74,7 +74,7 @@ def steps_of(rank: int, batches: int) -> list[Step]:
 
 
 def when_needed(rank: int, batches: int) -> list[Action]:
-    """Receive just before the step that needs it, and send just after the step."""
+    """Receive data just before the step that needs it, and send the result just after the step."""
     actions: list[Action] = []
     for step in steps_of(rank, batches):
         if before := step.before():
@@ -86,12 +86,14 @@ def when_needed(rank: int, batches: int) -> list[Action]:
 
 
 def as_in_torch(rank: int, batches: int, *, planned: bool = False) -> list[Action]:
-    """Receive when the neighbour sends, by turns of all ranks, as torch's runtime of schedules.
+    """Receive when the neighbour sends, as in torch's `_PipelineScheduleRuntime`.
+
+    The ranks take turns: at each turn, a rank computes its next step if it has the data.
 
     Args:
         rank: The rank.
         batches: The number of microbatches.
-        planned: Whether steps are in the order in which an ideal run ends them, not by turns.
+        planned: Whether steps have the order in which they end if transfers take no time.
     """
     left = {each: steps_of(each, batches) for each in range(RANKS)}
     actions: dict[int, list[Action]] = {each: [] for each in left}
@@ -125,8 +127,8 @@ class Pipeline:
     """The transfers of a rank, each in the thread of its group.
 
     Attributes:
-        groups: The groups to the next stage, from the previous, to the previous, from the next.
-        computed: The number of steps that were computed.
+        groups: The group for each direction ("send" or "receive") and kind of step ("F" or "B").
+        computed: How many steps have been computed.
     """
 
     def __init__(self, groups: Sequence[ProcessGroup | None]) -> None:
@@ -160,13 +162,13 @@ class Pipeline:
             future.result()
 
     def end(self) -> None:
-        """End the threads; transfers that have not begun never do."""
+        """End the threads. Transfers that have not begun are cancelled."""
         for thread in self.threads.values():
             thread.shutdown(cancel_futures=True)
 
 
 def transfer(what: str, step: Step, group: ProcessGroup | None) -> None:
-    """Send or receive the result of a step; one that is received is checked."""
+    """Send the result of a step, or receive and check it."""
     number = step.stage * 1000 + step.batch
     tensor = torch.full((NUMBERS,), number if what == "send" else -1, dtype=torch.int32)
     if what == "send":
@@ -178,7 +180,7 @@ def transfer(what: str, step: Step, group: ProcessGroup | None) -> None:
 
 
 def pipeline_over(name: str, grid: HyperCommGrid, timeout: timedelta | None = None) -> Pipeline:
-    """Return a pipeline over one group, or over edges."""
+    """Return a pipeline whose transfers use one group, or edges."""
     if name != EDGES:
         return Pipeline([grid.ensure_pg("pp", timeout=timeout)] * 4)
     edges = grid.edges("pp", wrap=True)
@@ -186,7 +188,7 @@ def pipeline_over(name: str, grid: HyperCommGrid, timeout: timedelta | None = No
 
 
 def computed(name: str) -> int:
-    """On a rank: the number of steps that are computed until the schedule ends or blocks."""
+    """Count the steps that this rank computes until the schedule ends or blocks."""
     with HyperCommGrid(pp=RANKS) as grid:
         pipeline = pipeline_over(name, grid, BLOCKED)
         with contextlib.suppress(RuntimeError):  # a transfer has timed out
@@ -196,7 +198,7 @@ def computed(name: str) -> int:
 
 
 def seconds(batches: int, cycles: int) -> dict[str, list[float]]:
-    """On a rank: how long the schedule takes in each way and cycle."""
+    """Measure on a rank the seconds of the schedule for each way, in each cycle."""
     warnings.simplefilter("ignore")
     rank = dist.get_rank()
     actions = {name: as_in_torch(rank, batches) for name in (SHARED, EDGES)}
@@ -210,7 +212,7 @@ def seconds(batches: int, cycles: int) -> dict[str, list[float]]:
                 begin = time.perf_counter()
                 pipeline.run(actions[name])
                 dist.barrier()
-                if cycle:  # the first one connects
+                if cycle:  # the first cycle also connects
                     seen[name].append(time.perf_counter() - begin)
         for pipeline in ways.values():
             pipeline.end()
@@ -221,7 +223,7 @@ def seconds(batches: int, cycles: int) -> dict[str, list[float]]:
 
 
 def edges(runs: int, cycles: int) -> Iterator[Table]:
-    """How far a schedule comes over one group and over edges, and what one that ends takes."""
+    """Count the steps until a schedule blocks, and time the schedules that end."""
     call: Any = {name: functools.partial(computed, name) for name in (SHARED, EDGES)}
     total = sum(len(steps_of(rank, 2 * RANKS)) for rank in range(RANKS))
     samples = {name: [float(sum(run_ranks(one, RANKS, timeout=60)))] for name, one in call.items()}

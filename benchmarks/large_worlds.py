@@ -1,4 +1,4 @@
-"""One rank's cost in large worlds: as arithmetic, and on torch's fake backend."""
+"""The cost of one rank in large worlds: the arithmetic alone, and on torch's fake backend."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ SLOW_LOOP = 16_384
 
 
 def shape_of(world_size: int) -> tuple[int, ...]:
-    """tp=8, cp=2 and pp=8; dp takes the rest of the ranks."""
+    """Return the sizes tp=8, cp=2 and pp=8, and the dp that fills the world."""
     return (8, 2, world_size // 128, 8)
 
 
 def arithmetic(runs: int, world_size: int) -> Iterator[Table]:
-    """The ranks of one rank's groups over tp, cp, dp, pp and cp+dp."""
+    """Compute the members of one rank's groups over tp, cp, dp, pp and cp+dp."""
     from megatron.core.parallel_state import RankGenerator
 
     shape, rank = shape_of(world_size), world_size // 3
@@ -74,7 +74,7 @@ def arithmetic(runs: int, world_size: int) -> Iterator[Table]:
 
 
 def _layouts(runs: int, world_size: int) -> Iterator[Table]:
-    """A new layout and the groups of one rank over each dim, with strides in several orders."""
+    """Make a layout, and one rank's group over each dim. Strides are dense or in another order."""
     shape, dims = (8, 4, 8, 4, world_size // 1024), ("tp", "cp", "ep", "dp", "pp")
     turned = (world_size // 8, 4, world_size // 64, 1, 16)
 
@@ -93,7 +93,7 @@ def _layouts(runs: int, world_size: int) -> Iterator[Table]:
 
 
 def creation(runs: int, world_size: int, limit_ms: float) -> Iterator[Table]:
-    """Five process groups of one rank on torch's fake backend."""
+    """Create the five process groups of one rank on torch's fake backend."""
     ways = {
         who: _in_fake_world(world_size, lambda peer=peer: peer(shape_of(world_size), NAMES, FIVE))
         for who, peer in PEERS.items()
@@ -105,9 +105,9 @@ def creation(runs: int, world_size: int, limit_ms: float) -> Iterator[Table]:
 
 
 def growth(runs: int, sizes: list[int]) -> Iterator[Table]:
-    """Five process groups whose sizes stay as they are, while the world grows.
+    """Create five process groups of constant size in larger and larger worlds.
 
-    DeviceMesh has to make a sixth, over the dim that grows.
+    DeviceMesh also creates a sixth group, over the dim that grows.
     """
     names = (*NAMES, "replica")
     seen: dict[int, dict[str, list[float]]] = {}
@@ -127,7 +127,7 @@ def growth(runs: int, sizes: list[int]) -> Iterator[Table]:
         who: [statistics.median(seen[last][who]) / statistics.median(seen[first][who])]
         for who in (REFERENCE, "torch DeviceMesh")
     }
-    # hypercomm alone, often, each size in turn: its milliseconds are too few for so few runs.
+    # hypercomm takes so few milliseconds that it needs more runs. The two sizes alternate.
     both = {
         str(size): _in_fake_world(
             size, lambda size=size: PEERS["hypercomm"]((8, 2, 4, 8, size // 512), names, FIVE)
@@ -141,7 +141,7 @@ def growth(runs: int, sizes: list[int]) -> Iterator[Table]:
 
 
 def memory(world_size: int) -> Iterator[Table]:
-    """What a grid holds beyond the groups that torch holds."""
+    """Measure the memory of a grid without the memory of torch's groups."""
     shape, rank = shape_of(world_size), world_size // 3
     layout = RankLayout(shape, NAMES)
 
@@ -174,14 +174,14 @@ def memory(world_size: int) -> Iterator[Table]:
         grid.create_pgs(FIVE)
         return grid
 
-    held(ours)  # loads what is loaded on first use
+    held(ours)  # loads modules that are imported on first use
     bare = held(torch_alone)
     what = f"memory held with five groups, {world_size:,} ranks, beyond what torch holds for them"
     yield Table(what, "MB", {"hypercomm": [held(ours) - bare]}, "hypercomm", {"hypercomm": Goal(1)})
 
 
 def splits(world_size: int) -> Iterator[Table]:
-    """Splits of a device-bound WORLD that one rank makes for tp; the backend is stubbed."""
+    """Count how often one rank splits a device-bound WORLD for tp. The backend is a stub."""
     shape, counts = shape_of(world_size), {}
     with (
         fake_world(world_size, world_size // 3),
@@ -200,7 +200,7 @@ def splits(world_size: int) -> Iterator[Table]:
         mock.patch.object(
             dist.distributed_c10d, "_new_process_group_helper", side_effect=helper
         ) as new_group,
-    ):  # each of its calls splits a WORLD that is bound
+    ):  # each call of new_group would split a bound WORLD
         PEERS[REFERENCE](shape, NAMES, [("tp",)])
         counts[REFERENCE] = [float(new_group.call_count)]
     what = f"splits of a bound WORLD for tp=8, {world_size:,} ranks (counted)"
@@ -208,7 +208,7 @@ def splits(world_size: int) -> Iterator[Table]:
 
 
 def imports(runs: int) -> Iterator[Table]:
-    """What an import costs beyond the start of Python."""
+    """Measure imports, without the time in which Python starts."""
 
     def import_of(statement: str) -> Callable[[], float]:
         def measure() -> float:
@@ -245,7 +245,7 @@ def _initialise() -> None:
 
 
 def _start_up() -> None:
-    """Do as a training script before its first step."""
+    """Do what a training script does before its first step."""
     from hypercomm.compat.megatron import parallel_state
 
     arguments = [{"lr": 1e-4} if dist.get_rank() == 0 else None]
@@ -269,7 +269,7 @@ def _start_up() -> None:
 
 
 def simulation(world_size: int) -> Iterator[Table]:
-    """All ranks of a Megatron initialisation, one after the other, compared."""
+    """Simulate all ranks of a Megatron initialisation, and compare what they create."""
     for name, program in [("initialisation", _initialise), ("start-up", _start_up)]:
         begin = time.perf_counter()
         simulate(program, world_size).check()
@@ -288,14 +288,14 @@ def _timed(function: Callable[[], object], scale: float) -> Callable[[], float]:
 
 
 def _in_fake_world(world_size: int, create: Callable[[], object]) -> Callable[[], float]:
-    """Time a creation in milliseconds, in a world of its own; the world itself does not count.
+    """Return a function that measures a creation in milliseconds, each time in a new world.
 
-    Nor do the ends of what is created, and what the one before has left to collect.
+    The time excludes starting the world, destroying the groups, and the garbage of earlier runs.
     """
 
     def measure() -> float:
         os.environ["WORLD_SIZE"] = str(world_size)  # Megatron's grid reads it
-        gc.collect()  # not within the world, whose making brings the caches back
+        gc.collect()  # before the world starts, which warms up the caches again
         with fake_world(world_size, world_size // 3):
             begin = time.perf_counter()
             kept = create()

@@ -1,4 +1,4 @@
-"""Who sends what to whom between two layouts: all messages, and those of one rank."""
+"""The messages between two layouts: all of them, and the messages of one rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BRIDGE = "megatron-core BridgeCommunicator"
 
 
 def mapping(runs: int, world_size: int) -> Iterator[Table]:
-    """From tp=8 to half as many ranks for tp and twice as many for dp; Megatron's of leaders."""
+    """Map tp=8 to tp=4 with twice the dp. Megatron's bridge lists the messages of leaders only."""
     source = RankLayout([8, world_size // 8], ["tp", "dp"])
     target = RankLayout([4, world_size // 4], ["tp", "dp"], world_size)
     rank = target.last_rank
@@ -43,7 +43,7 @@ def mapping(runs: int, world_size: int) -> Iterator[Table]:
 
 
 def _bridge(source: RankLayout, target: RankLayout) -> Callable[[], object]:
-    """The leaders' messages alone, and a record for every rank; no communication."""
+    """Return a call of Megatron's bridge that records the messages of leaders. Nothing is sent."""
     from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
 
     made = object.__new__(BridgeCommunicator)

@@ -1,4 +1,4 @@
-"""Interleaved runs, medians with their spread, and the goal that a figure is held against."""
+"""Interleaved runs, medians with their spread, and goals for the medians."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import attrs
 
 MANY = 4
-"""Rounds from which quartiles say something."""
+"""The least number of rounds for which quartiles are computed."""
 
 
 @attrs.frozen
 class Goal:
-    """What a figure should be: at most `limit`, or `limit` times the median of the peer `of`."""
+    """A median should be at most `limit`, or at most `limit` times the median of `of`."""
 
     limit: float
     of: str | None = None
@@ -28,14 +28,14 @@ class Goal:
 
 @attrs.frozen
 class Table:
-    """One thing measured for several ways of doing it.
+    """The measurements of several ways to do one thing.
 
     Attributes:
         what: What was measured.
         unit: The unit of all samples.
-        samples: What was seen in each run, by who did it.
-        reference: Whose median the ratios are to.
-        goals: What was aimed at, by who.
+        samples: The measured values of all runs, by way.
+        reference: The way whose median has ratio 1.
+        goals: The goals, by way.
     """
 
     what: str
@@ -48,7 +48,7 @@ class Table:
         return {who: statistics.median(seen) for who, seen in self.samples.items()}
 
     def noise(self, who: str) -> float:
-        """From the lower to the upper quartile of the ratios of each round."""
+        """Return the distance between the quartiles of the ratios. Each round has one ratio."""
         peer = self.samples[self.reference]
         ratios = [own / other for own, other in zip(self.samples[who], peer, strict=False) if other]
         if len(ratios) < MANY:
@@ -57,7 +57,7 @@ class Table:
         return upper - lower
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row for each who, ready for JSON."""
+        """Return one row for each way, ready for JSON."""
         medians = self.medians()
         rows = []
         for who, seen in self.samples.items():
@@ -84,7 +84,7 @@ class Table:
 def interleaved(
     ways: Mapping[str, Callable[[], float]], runs: int, warm_up: int = 1
 ) -> dict[str, list[float]]:
-    """Let each way measure itself once, then each again; the first rounds do not count."""
+    """Measure each way once per round. The first `warm_up` rounds do not count."""
     seen: dict[str, list[float]] = {who: [] for who in ways}
     for run in range(warm_up + runs):
         for who, measure in ways.items():
@@ -95,7 +95,7 @@ def interleaved(
 
 
 def as_text(rows: list[dict[str, Any]]) -> str:
-    """All rows as one table."""
+    """Return all rows as one table."""
     header = ("measured", "by", "median", "spread", "ratio", "goal")
     lines = [header]
     last = None
@@ -120,7 +120,7 @@ def as_text(rows: list[dict[str, Any]]) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits that matter."""
+    """Format a value, with about three significant digits."""
     if value == 0 or abs(value) >= 100:
         return f"{value:,.0f}"
     digits = 2 if abs(value) >= 1 else 4 if abs(value) < 0.01 else 3

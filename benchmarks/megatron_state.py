@@ -1,4 +1,4 @@
-"""Megatron's parallel_state on grids beside megatron-core's own."""
+"""Compares Megatron's parallel_state built on grids with the original in megatron-core."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def module_of(name: str) -> ModuleType:
 
 
 def forget(module: ModuleType) -> None:
-    """Destroy a state; for Megatron's also the groups and names that its teardown leaves."""
+    """Destroy a state, and for Megatron also the groups and globals that its teardown leaves."""
     if module.__name__.startswith("megatron"):
         for group in list(dist.distributed_c10d._world.pg_map):
             if group is not dist.group.WORLD:
@@ -63,7 +63,7 @@ def forget(module: ModuleType) -> None:
 
 
 def getters(runs: int) -> Iterator[Table]:
-    """The time of each getter that answers in both modules without an argument."""
+    """Time each getter that returns a value in both modules without an argument."""
     ours, theirs = module_of("hypercomm"), module_of(REFERENCE)
     with fake_world(1024, rank=341):
         for module in (ours, theirs):
@@ -89,7 +89,7 @@ def _nanoseconds(function: Any) -> float:
 
 
 def large_worlds(world_size: int, runs: int, goal: float | None) -> Iterator[Table]:
-    """One rank's initialisation on the fake backend."""
+    """Time the initialisation of one rank on the fake backend."""
 
     def measure(name: str) -> float:
         module = module_of(name)
@@ -107,7 +107,7 @@ def large_worlds(world_size: int, runs: int, goal: float | None) -> Iterator[Tab
 
 
 def _on_a_rank(cycles: int) -> dict[str, list[tuple[float, int, int]]]:
-    """What a real rank sees of each variant: milliseconds until all have it, threads, files."""
+    """Measure each variant on a rank: milliseconds until all ranks are ready, threads, files."""
     warnings.simplefilter("ignore")
     seen: dict[str, list[tuple[float, int, int]]] = {name: [] for name in VARIANTS}
     for cycle in range(cycles + 1):
@@ -121,17 +121,17 @@ def _on_a_rank(cycles: int) -> dict[str, list[tuple[float, int, int]]]:
             threads, files = (
                 len(list(Path("/proc/self", what).iterdir())) for what in ("task", "fd")
             )
-            if cycle:  # the first one loads modules
+            if cycle:  # the first cycle also loads modules
                 seen[name].append((taken, threads, files))
             forget(module)
             gc.collect()
         if not cycle:
-            gc.freeze()  # what torch and Megatron loaded is not to be searched in every cycle
+            gc.freeze()  # later collections skip the objects of torch and Megatron
     return seen
 
 
 def real_ranks(nprocs: int, runs: int, cycles: int) -> Iterator[Table]:
-    """Initialisation with gloo twins on real processes; the slowest rank of a cycle counts."""
+    """Time initialisation with gloo twins on real processes. The slowest rank counts."""
     seen: dict[str, list[tuple[float, int, int]]] = {name: [] for name in VARIANTS}
     for _ in range(runs):
         ranks = run_ranks(functools.partial(_on_a_rank, cycles), nprocs, timeout=900)

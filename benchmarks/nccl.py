@@ -1,12 +1,13 @@
-"""See NCCL on one card: install torch, check, create, lose a rank, hang, transfer; one JSON object.
+"""Try hypercomm on NCCL with one card: install, check, create, lose a rank, hang, transfer.
 
     python benchmarks/nccl.py                        # a card: installs torch into a fresh folder
     python benchmarks/nccl.py --here                 # with the torch that this Python has
     python benchmarks/nccl.py --here --backend gloo  # without a card: the parts that gloo can do
 
-Needs a checkout and pip. All parts together take at most eight minutes, the installation included;
-a part for which no time is left is skipped by name. Several ranks use one card: NCCL takes each of
-them for a host of its own. A table and one JSON object are printed, and saved in --out.
+Needs a checkout and pip. All parts and the installation together take at most eight minutes. The
+report names each part that was skipped because no time was left. Several ranks use one card,
+because each rank appears to NCCL to be on a different host. A table and one JSON object are
+printed, and saved in --out.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ NEEDS_CARD = {
 """The parts that have no meaning on gloo, and why."""
 
 
-# ---- the installation: nothing but the standard library -----------------------------------------
+# ---- the installation, which uses only the standard library -------------------------------------
 
 
 def install(folder: Path, limit_s: float) -> tuple[str, Row]:
-    """Install torch for CUDA, hypercomm and pytest; return the interpreter, and what it took."""
+    """Install torch for CUDA, hypercomm and pytest. Return the interpreter and a row to report."""
     began = time.monotonic()
     venv.create(folder, with_pip=True)
     python = str(folder / "bin" / "python")
@@ -69,7 +70,7 @@ def install(folder: Path, limit_s: float) -> tuple[str, Row]:
 
 
 def run(command: Sequence[str], limit_s: float, **environment: str) -> subprocess.CompletedProcess:
-    """Run a command to its end, and raise with the end of its output if it fails."""
+    """Run a command. If it fails, raise an error with the end of its output."""
     done = subprocess.run(  # noqa: S603
         command,
         capture_output=True,
@@ -88,14 +89,14 @@ def run(command: Sequence[str], limit_s: float, **environment: str) -> subproces
 
 
 def free_port() -> int:
-    """Return a port that nobody uses now."""
+    """Return a port that is free now."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])
 
 
 def environment_of(rank: int, size: int, port: int) -> dict[str, str]:
-    """Return what a launcher sets; for NCCL each rank is on a host of its own, with one card."""
+    """Return a launcher's variables. For NCCL, each rank appears to be on another host."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -119,22 +120,22 @@ def ranks(
     is_over: Callable[[], bool] = lambda: False,
     environment: dict[str, str] | None = None,
 ) -> list[Any]:
-    """Call `function(rank, *args)` on processes; return what each returns, None for a victim.
+    """Call `function(rank, *args)` on processes. Return the results, with None for a victim.
 
-    The fork server has torch loaded, and no CUDA, so that a rank starts in a moment.
+    The fork server has loaded torch, but has not used CUDA, so that ranks start fast.
 
     Args:
         function: What each rank calls.
         size: The number of ranks.
         folder: A new folder for the results.
-        limit_s: How long to wait for them.
+        limit_s: How long to wait for the results.
         args: Further arguments of the function.
         victims: The ranks that do not return.
-        is_over: Whether to end all ranks now, where none returns.
-        environment: Further variables of the ranks.
+        is_over: Returns whether to end all ranks now. Only used if all ranks are victims.
+        environment: Further environment variables of the ranks.
 
     Raises:
-        RuntimeError: A rank failed, or has not returned in time; with its traceback.
+        RuntimeError: A rank failed, with its traceback, or has not returned in time.
     """
     folder.mkdir(parents=True)
     context = multiprocessing.get_context("forkserver")
@@ -184,7 +185,7 @@ def _be(
 
 
 def begin(backend: str, *, bound: bool = False, timeout_s: float = 60.0) -> Any:
-    """Initialise torch.distributed; return the device of tensors."""
+    """Initialise torch.distributed. Return the device for tensors."""
     import torch
     import torch.distributed as dist
 
@@ -199,23 +200,23 @@ def begin(backend: str, *, bound: bool = False, timeout_s: float = 60.0) -> Any:
 
 
 def meet(device: Any) -> None:
-    """Wait until all ranks are here, and until the card has done what they asked for."""
+    """Wait until all ranks have made this call, and the card has finished their work."""
     import torch
     import torch.distributed as dist
 
     one = torch.ones(1, device=device)
     dist.all_reduce(one)
-    if float(one) != dist.get_world_size():  # reads it, and waits for the card
+    if float(one) != dist.get_world_size():  # float() waits for the card
         raise RuntimeError(f"WORLD counts {float(one)} ranks of {dist.get_world_size()}")
 
 
 def patience_of(backend: str) -> timedelta:
-    """Return the timeout of groups that lose a rank: NCCL takes seconds to connect."""
+    """Return the timeout of groups that lose a rank: longer for NCCL, which connects slowly."""
     return timedelta(seconds=8 if backend == "nccl" else 4)
 
 
 def used_bytes(device: Any) -> int:
-    """Return how much of the card is in use, by all ranks."""
+    """Return how much memory of the card all ranks use together."""
     import torch
 
     if device.type != "cuda":
@@ -261,7 +262,7 @@ print(json.dumps({"torch": torch.__version__, "CUDA of torch": torch.version.cud
     for what, value in found.items():
         yield {"what": what, "value": str(value)}
     if backend == "nccl" and found["card"] == "none":
-        raise RuntimeError("torch sees no card; --backend gloo runs the parts that need none")
+        raise RuntimeError("torch sees no card; --backend gloo runs the parts that need no card")
 
 
 def check(backend: str, folder: Path, limit_s: float) -> Iterator[Row]:
@@ -301,12 +302,12 @@ def check(backend: str, folder: Path, limit_s: float) -> Iterator[Row]:
 
 
 def creation(backend: str, folder: Path, limit_s: float) -> Iterator[Row]:
-    """Create seven groups of 8 ranks, where WORLD is not bound to a device."""
+    """Create groups over seven sets of dims on 8 ranks. WORLD is not bound to a device."""
     yield from _creation(backend, folder, limit_s, bound=False)
 
 
 def creation_bound(backend: str, folder: Path, limit_s: float) -> Iterator[Row]:
-    """Create seven groups of 8 ranks, where WORLD is bound to the card."""
+    """Create groups over seven sets of dims on 8 ranks. WORLD is bound to the card."""
     yield from _creation(backend, folder, limit_s, bound=True)
 
 
@@ -331,7 +332,7 @@ def _creation(backend: str, folder: Path, limit_s: float, *, bound: bool) -> Ite
 
 
 def _create_each(rank: int, backend: str, bound: bool) -> dict[str, Any]:
-    """On a rank: what each way of creating the groups takes."""
+    """Measure on a rank each way to create the groups."""
     import torch.distributed as dist
 
     from hypercomm import HyperCommGrid
@@ -343,7 +344,7 @@ def _create_each(rank: int, backend: str, bound: bool) -> dict[str, Any]:
     ways: dict[str, dict[str, Any]] = {"local": {}, **{name: {} for name in lazily}}
     ways |= {"split": {}} if bound else {"enumerate": {}}
     ways |= {"dims of size 1": {}, "dims of size 1, share='identical'": {}}
-    for cycle in range(2):  # the first one loads modules, and is not reported
+    for cycle in range(2):  # the first cycle also loads modules; only the second is reported
         for way in ways:
             sizes = "tp=2,cp=1,dp=4" if "size 1" in way else SIZES
             options: dict[str, Any] = {
@@ -371,7 +372,7 @@ def _create_each(rank: int, backend: str, bound: bool) -> dict[str, Any]:
 
 
 def _timed(device: Any, create: Callable[[], Sequence[Any]]) -> dict[str, Any]:
-    """Measure the creation of groups and their first collective, and what they take of the card."""
+    """Measure the creation of groups, their first collective, and their memory on the card."""
     before, began = used_bytes(device), time.perf_counter()
     groups = create()
     meet(device)
@@ -425,8 +426,8 @@ def _device_mesh(device: Any) -> list[Any]:
 
     from torch.distributed.device_mesh import init_device_mesh
 
-    warnings.simplefilter("ignore")  # flattened dims have no name of their own any more
-    names = ("dp", "cp", "tp")  # the last one varies fastest
+    warnings.simplefilter("ignore")  # torch deprecates names of flattened dims
+    names = ("dp", "cp", "tp")  # the last dim varies fastest
     mesh = init_device_mesh(device.type, (2, 2, 2), mesh_dim_names=names)
     groups = [mesh.get_group(name) for name in names]
     several = (("cp", "tp"), ("dp", "cp"), ("dp", "tp"), names)
@@ -468,7 +469,7 @@ def _abort(rank: int, backend: str) -> dict[str, Any]:
 
 
 def killed(backend: str, folder: Path, limit_s: float) -> Iterator[Row]:
-    """Kill a rank, find the others, and continue with them."""
+    """Kill a rank, find the survivors, and continue with them."""
     found = ranks(_lose, 4, folder, limit_s, backend, victims=[3])
     for what in ("the collective after the death fails", "survivors()", "reshape(ranks=)"):
         yield {"what": what, "value": max(one[what] for one in found[:3]), "unit": "s"}
@@ -513,7 +514,7 @@ def _lose(rank: int, backend: str) -> dict[str, Any]:
 
 
 def hang(backend: str, folder: Path, limit_s: float) -> Iterator[Row]:
-    """Let a rank leave out a collective, and judge the dumps: torch's with NCCL, else a watch's."""
+    """Let a rank skip a collective, and analyse the dumps: torch's for NCCL, else a watch's."""
     dumps = folder / "dumps"
     dumps.mkdir(parents=True)
     prefix = str(dumps / "nccl_trace_rank_")
@@ -523,7 +524,7 @@ def hang(backend: str, folder: Path, limit_s: float) -> Iterator[Row]:
         "TORCH_FR_DUMP_TEMP_FILE": prefix,
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix,
     }
-    with contextlib.suppress(RuntimeError):  # fewer dumps than ranks are judged too
+    with contextlib.suppress(RuntimeError):  # fewer dumps than ranks are analysed, too
         ranks(
             _hang,
             4,
@@ -565,7 +566,7 @@ def _hang(rank: int, backend: str, dumps: str) -> None:
 
 
 def transfer(backend: str, folder: Path, limit_s: float) -> Iterator[Row]:
-    """Move parameters from four ranks, a trainer, to four others, an engine with other shards."""
+    """Move parameters from a trainer of four ranks to an engine of four ranks with other shards."""
     size = 1 << 30 if backend == "nccl" else 1 << 25
     found = ranks(_transfer, 8, folder, limit_s, backend, size)
     yield {"what": "parameters", "value": size / 1e9, "unit": "GB"}
@@ -648,11 +649,11 @@ PARTS: dict[str, tuple[Callable[[str, Path, float], Iterator[Row]], float]] = {
     "transfer_state": (transfer, 90),
     "gpu tests": (gpu_tests, 240),
 }
-"""The parts in their order, each with the most seconds that it may take."""
+"""The parts in their order, each with its time limit in seconds."""
 
 
 def measure(backend: str, wanted: Sequence[str], limit_s: float) -> list[dict[str, Any]]:
-    """Run the parts; one that fails does not end the others."""
+    """Run the parts. If one fails, the others still run."""
     began, found = time.monotonic(), []
     with tempfile.TemporaryDirectory() as scratch:
         for number, name in enumerate(wanted):
@@ -668,7 +669,7 @@ def measure(backend: str, wanted: Sequence[str], limit_s: float) -> list[dict[st
                 rows = () if reason else function(backend, Path(scratch, str(number)), limit)
                 for row in rows:
                     part["rows"].append(row)
-            except Exception as error:  # noqa: BLE001 - the other parts follow
+            except Exception as error:  # noqa: BLE001 - the other parts still run
                 part |= {"outcome": "failed", "why": f"{type(error).__name__}: {error}"}
             if reason:
                 part |= {"outcome": "skipped", "why": reason}
@@ -717,7 +718,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("nccl_seen"))
     parser.add_argument("--parts-into", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.parts_into:  # in the interpreter that has torch
+    if options.parts_into:  # the process started below, which has torch
         found = measure(options.backend, options.only, options.limit)
         options.parts_into.write_text(json.dumps(found))
         return 0

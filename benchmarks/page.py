@@ -1,4 +1,4 @@
-"""The page and its results.json: tables that are measured anew take their places, others stay."""
+"""The page and its results.json: new measurements replace their tables, other tables stay."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ BEGIN, END = "<!-- the table, by python benchmarks --merge -->", "<!-- end -->"
 _LATER = "Measured later, on {date}, torch {torch}, at {commit}, load {load_before:.1f}: {what}."
 
 _LEFT_OUT = re.compile("get_|is_")
-"""Rows of single getters: too many for a page."""
+"""Matches the rows of single getters, which are too many for a page."""
 
 
 def merged(report: Report, rows: Rows, told: dict[str, Any]) -> Report:
-    """Return a report in which tables are replaced, or stand behind the others.
+    """Return a report in which new tables replace the old ones, or follow at the end.
 
     Args:
-        report: What results.json holds.
+        report: The content of results.json.
         rows: All rows of the tables that were measured now.
-        told: On what; with each table's name it says which rows are not of the report's machine.
+        told: The machine of these rows. The report notes it with the names of their tables.
     """
     new: dict[str, Rows] = {}
     for row in rows:
@@ -47,7 +47,7 @@ def merged(report: Report, rows: Rows, told: dict[str, Any]) -> Report:
 
 
 def shown(report: Report) -> str:
-    """Return the part of the page that a report is, from one mark to the other."""
+    """Return a report as the part of the page from the first mark to the second."""
     rows = [row for row in report["rows"] if not _LEFT_OUT.match(row["what"])]
     lines = [BEGIN, "```", as_text(rows), "```"]
     for one in report.get("later", []):
@@ -59,10 +59,10 @@ def shown(report: Report) -> str:
 
 
 def read(folder: Path) -> tuple[Report, str, str]:
-    """Read results.json and README.md of a folder: what the latter has before and after the table.
+    """Return the report in results.json, and the text of README.md before and after the table.
 
     Raises:
-        SystemExit: They are not there, or the page has no place for the table.
+        SystemExit: A file is missing, or the page lacks the marks around the table.
     """
     results, page = folder / "results.json", folder / "README.md"
     try:
@@ -77,10 +77,10 @@ def read(folder: Path) -> tuple[Report, str, str]:
 
 
 def write(folder: Path, rows: Rows, told: dict[str, Any]) -> None:
-    """Put tables into results.json and README.md of a folder.
+    """Write tables into results.json and README.md of a folder.
 
     Raises:
-        SystemExit: As for `read`; nothing was written.
+        SystemExit: As for `read`. Nothing was written.
     """
     report, before, after = read(folder)
     report = merged(report, rows, told)

@@ -1,4 +1,4 @@
-"""The ways of creating process groups that are compared: each makes the same groups of a grid."""
+"""The compared ways to create process groups. Each way creates the same groups of a grid."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def megatron_grid(shape: Shape, names: Names, wanted: Wanted) -> object:
 def device_mesh(shape: Shape, names: Names, wanted: Wanted) -> object:
     from torch.distributed.device_mesh import init_device_mesh
 
-    # DeviceMesh numbers the other way round: its last dim varies fastest.
+    # DeviceMesh has the opposite order of dims: its last dim varies fastest.
     mesh = init_device_mesh("cpu", tuple(shape[::-1]), mesh_dim_names=tuple(names[::-1]))
     for dims in wanted:
         if len(dims) > 1:
@@ -64,7 +64,7 @@ def new_group_loop(shape: Shape, names: Names, wanted: Wanted) -> None:
 
 
 def enumerated(shape: Shape, names: Names, wanted: Wanted) -> list[np.ndarray]:
-    """All groups of each dims, as numpy sees them: one row for each group."""
+    """Return by numpy all groups over each set of dims, with one row for each group."""
     table = np.arange(np.prod(shape)).reshape(shape[::-1])  # the first dim varies fastest
     tables = []
     for dims in wanted:
@@ -86,9 +86,10 @@ PEERS: dict[str, Peer] = {
 
 
 def destroy_all() -> None:
-    """Destroy every process group but WORLD, whoever made it.
+    """Destroy every process group except WORLD, whoever created it.
 
-    What still refers to them is collected now, or their threads would end while others are timed.
+    References to the groups are collected now, so that no thread of a group ends during a later
+    measurement.
     """
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:

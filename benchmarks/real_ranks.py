@@ -1,4 +1,4 @@
-"""Process groups on real gloo processes: every way in the same launch, one after the other."""
+"""Creation of process groups on real gloo processes. All ways run in the same launch, in turn."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHARED: dict[str, Peer] = {"hypercomm, share='identical'": shared}
 
 
 def seconds(ways: Mapping[str, Peer], shape: Shape, cycles: int) -> dict[str, list[float]]:
-    """On a rank: seconds until all ranks have created all groups, for each way in each cycle."""
+    """Measure on a rank, for each way and cycle, the seconds until all ranks have all groups."""
     warnings.simplefilter("ignore")
     seen: dict[str, list[float]] = {who: [] for who in ways}
     order = list(ways)
@@ -44,17 +44,17 @@ def seconds(ways: Mapping[str, Peer], shape: Shape, cycles: int) -> dict[str, li
             ways[who](shape, NAMES, EIGHT)
             dist.barrier()
             taken = time.perf_counter() - begin
-            if cycle:  # the first one loads modules
+            if cycle:  # the first cycle also loads modules
                 seen[who].append(taken)
             destroy_all()
         if not cycle:
-            gc.freeze()  # what torch and Megatron loaded is not to be searched in every cycle
+            gc.freeze()  # later collections skip the objects of torch and Megatron
         order.append(order.pop(0))
     return seen
 
 
 def gloo(what: str, ways: Mapping[str, Peer], shape: Shape, runs: int, cycles: int) -> Table:
-    """Measure the ways in several launches; the slowest rank of a cycle counts."""
+    """Measure the ways in several launches. The slowest rank of a cycle counts."""
     nprocs = 1
     for size in shape:
         nprocs *= size
@@ -68,7 +68,7 @@ def gloo(what: str, ways: Mapping[str, Peer], shape: Shape, runs: int, cycles: i
 
 
 def creation(nprocs: list[int], runs: int, cycles: int) -> Iterator[Table]:
-    """Eight dim combinations, none of them served by another's group."""
+    """Create groups over eight combinations of dims, no two of which have equal groups."""
     ways = {**PEERS, **OURS}
     for count in nprocs:
         what = f"eight dim combinations, {count} gloo processes"
@@ -77,7 +77,7 @@ def creation(nprocs: list[int], runs: int, cycles: int) -> Iterator[Table]:
 
 
 def sharing(nprocs: list[int], runs: int, cycles: int) -> Iterator[Table]:
-    """The same where dims of size 1 make some of them equal."""
+    """Create the same with dims of size 1, so that some combinations have equal groups."""
     ways = {**SHARED, **PEERS}
     for count in nprocs:
         what = f"the same with dims of size 1, {count} gloo processes"

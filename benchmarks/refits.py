@@ -1,4 +1,4 @@
-"""Refits: DTensors of 4 gloo processes to 2 others, and the usual gather and broadcast."""
+"""Refits: DTensors are sent from 4 gloo processes to 2 others, or gathered and broadcast."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TENSORS, COLUMNS, BUCKET = 300, 1024, 16 << 20
 
 
 def refits(runs: int, megabytes: int) -> Iterator[Table]:
-    """From fsdp=2, tp=2 to tp=2 on other ranks; the slowest rank of a run counts."""
+    """Move from fsdp=2, tp=2 to tp=2 on other ranks. The slowest rank of a run counts."""
     ranks = run_ranks(functools.partial(_seconds, runs, megabytes), 6, timeout=900)
     seen = {
         who: [max(one) * 1e3 for one in zip(*(rank[0][who] for rank in ranks), strict=True)]
@@ -41,21 +41,21 @@ def refits(runs: int, megabytes: int) -> Iterator[Table]:
 
 
 def _shard(mesh: DeviceMesh, rows: int, axis: int) -> DTensor:
-    """A tensor of the trainer: fsdp cuts its rows, tp then its rows or columns."""
+    """Return a rank's shard of the trainer: fsdp splits the rows, then tp the rows or columns."""
     shape = (rows // 2, COLUMNS // 2) if axis else (rows // 4, COLUMNS)
     local = torch.full(shape, float(dist.get_rank()))
     return DTensor.from_local(local, mesh, [Shard(0), Shard(axis)], run_check=False)
 
 
 def _part(rows: int, axis: int) -> torch.Tensor:
-    """A tensor of the engine: tp cuts its rows or columns."""
+    """Return a rank's buffer of the engine: tp splits the rows or columns."""
     return torch.full((rows, COLUMNS // 2) if axis else (rows // 2, COLUMNS), -1.0)
 
 
 def _broadcast(
     mine: dict[str, Any], axes: dict[str, int], rows: int, group: dist.ProcessGroup
 ) -> None:
-    """Gather each tensor on the trainer, send it whole, and cut out the part on the engine."""
+    """Gather each tensor on the trainer, broadcast it, and take the rank's part on the engine."""
     rank = dist.get_rank()
     for name, axis in axes.items():
         whole = mine[name].full_tensor() if rank < 4 else torch.empty(rows, COLUMNS)
@@ -66,7 +66,7 @@ def _broadcast(
 
 
 def _noting(begun: list[float]) -> Any:
-    """Append the time at which a refit begins to move data, after planning and agreement."""
+    """Return a patch that records when a refit has planned and agreed, and begins to move data."""
     move = module._Mover.move
 
     def moving(mover: module._Mover, start: int) -> None:
@@ -77,7 +77,13 @@ def _noting(begun: list[float]) -> Any:
 
 
 def _seconds(runs: int, megabytes: int) -> tuple[dict[str, list[float]], float, list[float]]:
-    """On a rank: seconds of each way in each run, the growth of its peak memory, and the shares."""
+    """Measure on a rank.
+
+    Returns:
+        The seconds of each way in each run, by way.
+        The growth of the peak memory in the first transfer of hypercomm, in MB.
+        For each run, the percentage of the transfer that passes before data is moved.
+    """
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     rank = dist.get_rank()
@@ -100,7 +106,7 @@ def _seconds(runs: int, megabytes: int) -> tuple[dict[str, list[float]], float, 
     seen: dict[str, list[float]] = {who: [] for who in ways}
     shares, grown = [], 0.0
     for run in range(runs + 1):
-        for who, way in reversed(ways.items()):  # the broadcast needs more memory
+        for who, way in reversed(ways.items()):  # hypercomm first: its peak is lower
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             dist.barrier()
             begin = time.perf_counter()

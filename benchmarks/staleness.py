@@ -1,4 +1,4 @@
-"""Whether the last page still holds: a few ratios measured anew, and held against it."""
+"""Checks whether the page is still right: measures a few ratios again, and compares them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import real_ranks
 from measure import Table
 
 LAUNCHES = 3
-"""Launches of real processes: what differs from one to the next is noise, too."""
+"""The number of launches of real processes. Differences between launches count as noise, too."""
 
 SHARE = 0.25
-"""How much of a ratio may differ between two builds of torch, or two hours of one machine."""
+"""The part by which a ratio may change between builds of torch, or between hours of a machine."""
 
 
 def tables() -> Iterator[Table]:
-    """What takes a minute and tells most: creation on fake and on real ranks, and Megatron's."""
+    """Measure the main ratios in a minute: creation on fake and real ranks, and Megatron."""
     yield from large_worlds.creation(5, 16_384, 2)
     yield from megatron_state.large_worlds(4096, 5, None)
     yield from real_ranks.creation([8], LAUNCHES, 5)
@@ -29,10 +29,11 @@ def tables() -> Iterator[Table]:
 def worse_than(
     page: Path, measure: Callable[[], Iterator[Table]] = tables, say: Callable[[str], None] = print
 ) -> list[str]:
-    """Say of each of our ratios how it stands to the page's; return those that became worse.
+    """Compare each ratio of hypercomm with the ratio on the page. Return the lines of worse ratios.
 
-    That is by more than the noise, from the lower to the upper quartile of the ratios of its own
-    rounds, and than a quarter; and when it is measured a second time, again.
+    A ratio is worse if it has grown by more than a quarter and by more than its noise, which is the
+    distance between the quartiles of the ratios of all rounds. If any ratio is worse, all are
+    measured again, and only the second measurement counts.
     """
     last = {(row["what"], row["who"]): row["ratio"] for row in json.loads(page.read_text())["rows"]}
     worse: list[str] = []

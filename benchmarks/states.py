@@ -1,4 +1,4 @@
-"""A whole state from 4 gloo processes to 4 others, beside the same bytes in one batch by hand."""
+"""Transfers of a state from 4 gloo processes to 4 others, compared with one plain batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BUCKET = 16 << 20
 
 
 def states(runs: int, megabytes: int) -> Iterator[Table]:
-    """From tp=2, dp=2 to tp=2, dp=2 on other ranks; the slowest rank of a run counts."""
+    """Move from tp=2, dp=2 to the same sizes on other ranks. The slowest rank of a run counts."""
     ranks = run_ranks(functools.partial(_seconds, runs, megabytes), 8, timeout=900)
     seen = {
         who: [max(one) * 1e3 for one in zip(*(rank[0][who] for rank in ranks), strict=True)]
@@ -34,12 +34,12 @@ def states(runs: int, megabytes: int) -> Iterator[Table]:
 
 
 def _seconds(runs: int, megabytes: int) -> tuple[dict[str, list[float]], float]:
-    """On a rank: seconds of each way in each run, and how much the peak of its memory grew."""
+    """Measure on a rank the seconds of each way in each run, and the growth of its peak memory."""
     warnings.simplefilter("ignore")
     rank = dist.get_rank()
     source, target = RankLayout("tp=2,dp=2"), RankLayout("tp=2,dp=2", rank_offset=4)
     mapping = RankMapping(source, target, along=None)
-    # The targets' parts together are so many megabytes: each of two replicas has a half twice.
+    # `megabytes` counts the parts of all four targets: each half of the state is on two of them.
     rows = megabytes * 10**6 // 4 // 4 // LAYERS // 1024
     mine = {f"{layer}.weight": torch.full((rows, 1024), float(rank)) for layer in range(LAYERS)}
     flat = torch.full((rows * 1024 * LAYERS,), float(rank))

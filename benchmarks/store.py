@@ -1,11 +1,12 @@
-"""Count what the ranks of a large job ask of the store, when they create five groups in one call.
+"""Count the requests of a large job to its store when all ranks create five groups in one call.
 
     python benchmarks/store.py [--ranks 64 16384 131072] [--processes 4096]
 
-Every rank runs the generator of the agreement protocol. The ranks of `--ranks` share a counted
-store in this process: it performs one request after the other, in 14 us each, and all ranks start
-within 30 s. The ranks of `--processes` have a connection each to a TCPStore, in four processes.
-The same count is taken of torch's own barrier, which every `new_group` ends with.
+Every rank runs the generator of the agreement protocol. `--ranks` simulates this many ranks on a
+counted store in this process. The store performs one request after the other, in 14 us each. All
+ranks start at once, and then again within 30 s. `--processes` runs this many ranks in four real
+processes, each rank with a connection to a TCPStore. For comparison, the requests of torch's own
+barrier are counted, with which every `new_group` ends.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from datetime import timedelta
 from multiprocessing import get_context
 from typing import Any
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a warning for each connection otherwise
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise each connection logs a warning
 
 import torch.distributed as dist
 
@@ -51,7 +52,7 @@ GROUPS = [f"group {number} over 16384 groups of 8 ranks\nbackend: nccl" for numb
 
 
 def member_of(rank: int, size: int, memory: Memory, began: float = 0.0) -> Member:
-    """Return the protocol of one rank in one call of all ranks."""
+    """Return one rank's side of the protocol, in a call that all ranks make."""
     scope = Scope(World(rank, size, "nccl", has_store=True), "calls", range(size), memory=memory)
     return Member(scope, "create_pgs()", lambda: GROUPS, began, began + LIMIT_S)
 
@@ -64,8 +65,8 @@ class CountedStore:
 
     Attributes:
         requests: The number of requests.
-        sent: The bytes that it has received and sent: keys and values.
-        free: When it has performed all requests so far, in seconds.
+        sent: The number of bytes of all keys and values that it has received and sent.
+        free: The time in seconds at which it has performed all requests so far.
     """
 
     def __init__(self) -> None:
@@ -75,14 +76,14 @@ class CountedStore:
         self.free = 0.0
 
     def count(self, at: float, *texts: str) -> float:
-        """Count one request, and return when it is done."""
+        """Count one request, and return the time at which it is done."""
         self.requests += 1
         self.sent += sum(map(len, texts))
         self.free = max(self.free, at) + REQUEST_S
         return self.free
 
     def perform(self, operation: Any, at: float) -> tuple[float, Any]:
-        """Perform an operation at a time; return when it is done, and the reply."""
+        """Perform an operation at a time. Return the time at which it is done, and the reply."""
         held = self.held
         match operation:
             case Exchange(key, expected, text):
@@ -107,7 +108,7 @@ class CountedStore:
 
 
 class Job:
-    """Ranks that run their generators in the order of a virtual time."""
+    """Ranks whose generators run on a virtual clock."""
 
     def __init__(self, size: int, seed: int = 0) -> None:
         drawn = random.Random(seed)  # noqa: S311
@@ -125,7 +126,7 @@ class Job:
         self._steps: dict[int, Any] = {}
 
     def call(self, skew_s: float) -> None:
-        """Make one call on all ranks."""
+        """Make one call on all ranks, which start within `skew_s`."""
         begin = self.store.free
         self.ended.clear()
         for rank in range(self._size):
@@ -174,7 +175,7 @@ class Job:
             self._wake(operation.key, self.store.free)
 
     def _note(self, rank: int, before: tuple[int, int]) -> None:
-        """Note the requests and bytes of a rank since `before`."""
+        """Record the requests and bytes of a rank since `before`."""
         self.busiest[rank] += self.store.requests - before[0]
         self.bytes[rank] += self.store.sent - before[1]
 
@@ -194,7 +195,7 @@ class Job:
 
 
 def modelled(size: int, skew_s: float) -> str:
-    """Return the line of one number of ranks that start within some seconds."""
+    """Return the report line for `size` simulated ranks that all start within `skew_s` seconds."""
     job = Job(size)
     job.call(skew_s)
     seconds = job.store.requests * REQUEST_S
@@ -228,7 +229,7 @@ class CountedCalls:
 
 
 def torch_requests(size: int = 8) -> float:
-    """Return the requests of a rank for the barrier at the end of each `new_group`."""
+    """Return how many requests a rank makes in the barrier at the end of `new_group`."""
     inner = dist.HashStore()
     stores = [CountedCalls(inner) for _ in range(size)]
     barrier = dist.distributed_c10d._store_based_barrier
@@ -247,7 +248,7 @@ def torch_requests(size: int = 8) -> float:
 
 
 def run_rank(port: int, rank: int, size: int, start: float, ends: dict[int, float]) -> None:
-    """Run the generator of one rank over a connection of its own."""
+    """Run the generator of one rank over a separate connection to the store."""
     store = dist.TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
     store.add("connected", 1)
     store.wait(["all are connected"], timedelta(seconds=LIMIT_S))
@@ -289,7 +290,7 @@ def run_part(port: int, ranks: range, size: int, starts: list[float], results: A
 
 
 def measured(size: int, processes: int = 4, skew_s: float = 5.0) -> str:
-    """Return the line of one number of ranks on a TCPStore."""
+    """Return the report line for `size` ranks on a TCPStore."""
     server = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     drawn, context = random.Random(1), get_context("spawn")  # noqa: S311
     starts = [drawn.uniform(0.0, skew_s) for _ in range(size)]

@@ -14,7 +14,7 @@ from hypercomm.testing import registered_groups
 
 
 def multiply() -> tuple[float, int, int]:
-    """Multiply with a matrix that is split by rows over tp; count the graphs and groups made."""
+    """Multiply with a matrix whose rows are split over tp. Count the graphs and the groups."""
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:

@@ -16,7 +16,7 @@ from hypercomm.testing import registered_groups
 
 
 def model_of(tp: int) -> nn.Module:
-    """Make the model of one tensor parallel rank; the models of others differ."""
+    """Make the model of one tensor parallel rank. The others have other weights."""
     torch.manual_seed(tp)
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
 

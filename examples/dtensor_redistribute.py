@@ -2,7 +2,7 @@
 
     python examples/dtensor_redistribute.py
 
-multiplies sharded matrices on 8 local ranks, and compares with the product of the whole ones.
+multiplies sharded matrices on 8 local ranks, and compares with the product of the whole matrices.
 """
 
 import torch

@@ -27,7 +27,7 @@ BATCH, STEPS = 12, 6
 
 
 def train(folder: str, victim: int = -1, death: int = -1) -> tuple[str, list[float]]:
-    """Train from the last checkpoint on; return the layout and the losses of all steps."""
+    """Train from the last checkpoint. Return the layout and the losses of all steps."""
     with HyperCommGrid(RankLayout.fit(dist.get_world_size(), tp=[1, 2], dp=-1)) as grid:
         grid.create_pgs(["tp", "dp"])
         dp, mesh = grid["dp"], grid.device_mesh("dp", "tp")

@@ -2,7 +2,8 @@
 
     python examples/fsdp_and_tensor_parallel.py
 
-trains a transformer block on 4 local ranks, and the same block on one, and compares the losses.
+trains a transformer block on 4 local ranks, and the same block on one rank, and compares the
+losses.
 """
 
 import torch

@@ -1,11 +1,12 @@
-"""A small GPT of megatron-core, trained with Megatron's own parallel state and with ours.
+"""A small GPT of megatron-core, trained with Megatron's parallel state and with hypercomm's.
 
     pip install megatron-core matplotlib
     python examples/megatron_gpt.py --out losses.png
 
-trains a dense model (tp=2, pp=2, dp=2) and one with experts (pp=2, dp=4, ep=2) on 8 local ranks:
-model, pipeline schedule, gradient reduction and optimizer are megatron-core's. It trains with
-Megatron's own parallel state, then in new processes after `install()`, and compares the results.
+trains a dense model (tp=2, pp=2, dp=2) and one with experts (pp=2, dp=4, ep=2) on 8 local ranks.
+Model, pipeline schedule, gradient reduction and optimizer are megatron-core's. Both models are
+trained with Megatron's parallel state, then in new processes after `install()`, and the results are
+compared.
 """
 
 import argparse
@@ -31,7 +32,7 @@ TEXT = "how much wood would a woodchuck chuck if a woodchuck could chuck wood? "
 ALPHABET = sorted(set(TEXT))
 RANKS, STEPS, MICRO_BATCHES, MICRO_BATCH, LENGTH, RATE = 8, 40, 2, 4, 32, 5e-3
 
-# The sizes of both Megatron's parallel state and its models, and the other settings of a model.
+# For each model: the sizes of the parallel state and of the model, and its other settings.
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dense: tp=2, pp=2, dp=2": (
         {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
@@ -52,7 +53,7 @@ class Run(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The results of one rank: the parallel state that Megatron's own code used, and all runs."""
+    """The results of one rank: the name of the parallel state that Megatron used, and all runs."""
 
     module: str
     runs: list[Run]
@@ -60,7 +61,7 @@ class Report(NamedTuple):
 
 
 class OnTheCpu(TorchFunctionMode):
-    """Takes "cuda" for the CPU where a tensor is made or moved."""
+    """Replaces "cuda" by the CPU where a tensor is created or moved."""
 
     def __torch_function__(
         self,
@@ -78,11 +79,11 @@ class OnTheCpu(TorchFunctionMode):
 
 
 def let_megatron_run_on_a_cpu() -> OnTheCpu:
-    """Replace the parts of CUDA that megatron-core uses with every setting."""
-    # It makes tensors on this device, and since 0.19 reads the stream before it sums gradients.
+    """Replace the functions of CUDA that megatron-core calls in every configuration."""
+    # Megatron makes tensors on this device. Since 0.19, it reads the stream to sum gradients.
     torch.cuda.current_device = torch.cpu.current_device  # type: ignore[assignment]
     torch.cuda.current_stream = torch.cpu.current_stream  # type: ignore[assignment]
-    # Its router reads a name that exists only with Transformer Engine.
+    # The router of Megatron reads a name that exists only with Transformer Engine.
     from megatron.core.transformer.moe import moe_utils
 
     moe_utils.__dict__.setdefault("te_general_gemm", None)
@@ -100,7 +101,7 @@ def batches(dp: int, of: int) -> Iterator[Tensor]:
 
 
 def forward(pieces: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
-    """Predict each letter from those before it; Megatron's schedule calls it for a micro-batch."""
+    """Predict each letter from the letters before it. Megatron's schedule calls this function."""
     letters = next(pieces)
     hidden = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
     places = torch.arange(LENGTH).expand(MICRO_BATCH, -1)
@@ -188,7 +189,7 @@ def train(sizes: dict[str, Any], extra: dict[str, Any]) -> Run:
 
 
 def train_all(install: bool) -> Report:
-    """Train all models on one rank that has not loaded Megatron, after `install()` or without."""
+    """Train all models, after `install()` or without it. The process has not loaded Megatron."""
     if install:
         from hypercomm.compat import megatron
 
@@ -220,7 +221,7 @@ def compare(before: list[Run], after: list[Run]) -> str:
 
 
 def draw(before: list[Run], after: list[Run], verdict: str, file: Path) -> None:
-    """Draw the losses of each model: a line before install(), dots after."""
+    """Draw the losses of each model: a line without install(), dots with it."""
     import matplotlib as mpl
 
     mpl.use("Agg")

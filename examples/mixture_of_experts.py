@@ -1,4 +1,4 @@
-"""A mixture of experts: the router over cp and dp, experts over ep, a view of the same ranks.
+"""A mixture of experts: the router uses cp and dp, the experts use ep in a view of the same ranks.
 
     python examples/mixture_of_experts.py
 
@@ -31,7 +31,7 @@ class Experts(nn.Module):
         coming = collectives.all_to_all_single(counts, None, None, self.ep.group)
         sizes = [each.view(self.ep.size, -1).sum(1).tolist() for each in (coming, counts)]
         rows = self.exchange(tokens[order], *sizes)
-        experts = torch.arange(EXPERTS) % len(self.weights)  # of each sender's rows, in its order
+        experts = torch.arange(EXPERTS) % len(self.weights)  # the expert of each count in `coming`
         rows = (rows[:, None] @ self.weights[experts.repeat_interleave(coming)])[:, 0].relu()
         rows = self.exchange(rows, *reversed(sizes))
         return tokens + gates[:, None] * rows[order.argsort()]

@@ -1,11 +1,11 @@
-"""A Llama that FSDP2 and tensor parallelism train, and an engine that gets its weights as it runs.
+"""A Llama is trained with FSDP2 and tensor parallelism, and a running engine gets its weights.
 
     python examples/refit_llama.py
 
 starts a trainer of 4 ranks (fsdp=2, tp=2) by torchrun, and an engine of 2 ranks (tp=2) as a job of
 plain processes. After each of three optimizer steps, all weights go from the trainer's DTensors to
-the engine's tensors, in which q, k, v and gate, up are fused. Its logits are compared with the
-logits of the same model, trained without any sharding.
+the engine's tensors, in which q, k, v and gate, up are fused. The engine's logits are compared with
+the logits of the same model, trained without any sharding.
 """
 
 import socket
@@ -85,7 +85,10 @@ def sharded() -> LlamaForCausalLM:
 
 
 def train(address: str) -> None:
-    """Take some steps, and send the weights after each; also take them without sharding."""
+    """Run some training steps and send the weights after each.
+
+    Run the same steps without sharding, for comparison.
+    """
     with (
         join() as job,  # the job that torchrun started
         join_world(address, name="refit", parts=PARTS, part="trainer", rank=job.rank) as world,
@@ -111,7 +114,7 @@ def train(address: str) -> None:
 
 
 class Engine:
-    """A Llama as inference engines hold it: fused projections, cut by tensor parallelism."""
+    """A Llama as in inference engines: its projections are fused, and split over tp."""
 
     def __init__(self, world: World, grids: GridSet) -> None:
         self.tp, self.rotary = grids["engine"]["tp"], LlamaRotaryEmbedding(CONFIG)
@@ -143,7 +146,7 @@ class Engine:
         transfer_state(self.mapping, into=into, shards=CUTS, fused=FUSED, world=self.world)
 
     def summed(self, partial: Tensor) -> Tensor:
-        """Return the sum over the ranks of tensor parallelism."""
+        """Return the sum over the tensor parallel ranks."""
         dist.all_reduce(partial, group=self.tp.group)
         return partial
 

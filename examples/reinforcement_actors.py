@@ -1,4 +1,4 @@
-"""A trainer's step, its weights to inference, and a generation, on Ray actors or on local ranks.
+"""A trainer makes steps, sends weights to inference, which generates: on Ray actors or local ranks.
 
     python examples/reinforcement_actors.py
 
@@ -78,7 +78,7 @@ def generate(weights: dict[str, Tensor], first: Tensor, group: dist.ProcessGroup
 
 
 def train(weights: dict[str, Tensor], grid: HyperCommGrid) -> None:
-    """Make some steps on the words that follow each other in counting by 5."""
+    """Make some training steps. In the data, each word is followed by the word 5 later."""
     words = torch.arange(WORDS).chunk(grid["dp"].size)[grid["dp"].rank]
     for _ in range(STEPS):
         for weight in weights.values():
@@ -91,7 +91,7 @@ def train(weights: dict[str, Tensor], grid: HyperCommGrid) -> None:
 
 
 def work() -> float:
-    """Run one rank; return in how many words its generation differs from the trainer's."""
+    """Run one rank. Return the number of words that differ from the trainer's generation."""
     torch.manual_seed(0)
     rank, scale = dist.get_rank(), 0.3
     shapes = {
@@ -120,7 +120,7 @@ def work() -> float:
 
 
 class Actor:
-    """A rank in a process of Ray's."""
+    """A rank in a process that Ray starts."""
 
     def address(self) -> str:
         with socket.socket() as free:

@@ -1,4 +1,4 @@
-"""Weights move from a trainer's grid to a rollout's after each step of reinforcement learning.
+"""Weights move from the grid of a trainer to the grid of a rollout after each training step.
 
     python examples/reinforcement_weights.py
 

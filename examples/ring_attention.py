@@ -23,7 +23,7 @@ class Turn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ring: GridDims, *, back: bool = False) -> Tensor:
         ctx.ring, received = ring, torch.empty_like(tensor)
-        ranks = ring.next(periodic=True), ring.prev(periodic=True)  # as torch numbers them
+        ranks = ring.next(periodic=True), ring.prev(periodic=True)  # the ranks of torch.distributed
         to, source = reversed(ranks) if back else ranks
         send = dist.P2POp(dist.isend, tensor.contiguous(), to, ring.group)
         receive = dist.P2POp(dist.irecv, received, source, ring.group)
@@ -61,7 +61,7 @@ def on_a_grid() -> float:
     with HyperCommGrid("cp=4,dp=-1") as grid:
         cp, dp = grid["cp"], grid["dp"]
 
-        def mine(tensor: Tensor) -> Tensor:  # a share of the batch, and of the sequence
+        def mine(tensor: Tensor) -> Tensor:  # this rank's part of the batch and of the sequence
             return tensor.detach().chunk(dp.size, -4)[dp.rank].chunk(cp.size, -2)[cp.rank]
 
         qkv = mine(whole).clone().requires_grad_()

@@ -3,7 +3,7 @@
     pip install '.[testing]'
     pytest examples/sharded_layer.py        # or: python examples/sharded_layer.py
 
-`python` also plants a bug, which is found and shrunk to the smallest grid and batch that show it.
+With `python`, a bug is also planted, found, and shrunk to the smallest grid and batch that show it.
 """
 
 import time

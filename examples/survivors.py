@@ -3,7 +3,7 @@
     python examples/survivors.py
 
 trains on 8 local ranks with tp=2,dp=4, kills one, continues on 6 ranks with tp=2,dp=3 from the last
-checkpoint, and compares the losses with one process. The tp partner of the lost rank is spare.
+checkpoint, and compares the losses with one process. The tp partner of the lost rank is not used.
 """
 
 import multiprocessing
@@ -29,7 +29,7 @@ def step_of(grid: HyperCommGrid, weights: list[torch.Tensor], x: torch.Tensor) -
     hidden = (x @ weights[0]).tanh()
     y = hidden @ weights[1]
     dist.all_reduce(y, group=tp.group)
-    error = 2 * (y - x.roll(1, 1)) / (BATCH * x.shape[1])  # of the mean over the whole batch
+    error = 2 * (y - x.roll(1, 1)) / (BATCH * x.shape[1])  # gradient of the batch mean
     inner = (error @ weights[1].T) * (1 - hidden**2)
     for weight, gradient in zip(weights, [x.T @ inner, hidden.T @ error], strict=True):
         dist.all_reduce(gradient, group=dp.group)

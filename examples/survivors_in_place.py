@@ -2,9 +2,10 @@
 
     python examples/survivors_in_place.py
 
-trains on 6 local ranks with shard=2,dp=3, kills one, and continues on 4 with the same wrappers,
-whose process groups have other members. Compares the losses with a job of 4 ranks that starts again
-from a checkpoint. Needs torch 2.14, which can reconfigure process groups.
+trains on 6 local ranks with shard=2,dp=3, kills one, and continues on 4 ranks. The wrappers and
+their process groups stay the same objects, but the groups have other members. Compares the losses
+with a job of 4 ranks that starts from a checkpoint. Needs torch 2.14, which can reconfigure process
+groups.
 """
 
 import multiprocessing
@@ -54,7 +55,7 @@ def wrapped(kind: str, grid: HyperCommGrid, saved: dict[str, Any]) -> torch.nn.M
 
 
 def train(kind: str, checkpoint: str, first: int = 0) -> tuple[list[float], list[str]]:
-    """Train to the end; return the losses from a step on, and what happened on this rank."""
+    """Train to the end. Return the losses from step `first` on, and what happened on this rank."""
     path = Path(checkpoint)
     grid = HyperCommGrid("shard=2,dp=-1", enable_reconfigure=True)
     model = wrapped(kind, grid, torch.load(path) if first else {})

@@ -1,4 +1,4 @@
-"""A trainer and an inference engine, two jobs, in one world; the engine is killed and comes back.
+"""A trainer and an inference engine are two jobs in one world. The engine is killed and restarted.
 
     python examples/trainer_and_engine.py
 
@@ -25,12 +25,12 @@ ROUNDS, KILLED_IN = 10, 5
 
 
 def weights(number: int) -> torch.Tensor:
-    """Return all rows of the weights in a round, which "tp" cuts in two."""
+    """Return the whole weights of a round. "tp" splits their rows in two."""
     return torch.arange(32.0).reshape(8, 4) + 100 * number
 
 
 def common_round(world: World, number: int) -> int:
-    """Return the smallest round of all ranks: ranks that did not fail may be one ahead."""
+    """Return the smallest round of all ranks, because ranks that did not fail may be one ahead."""
     smallest = torch.tensor(number)
     dist.all_reduce(smallest, dist.ReduceOp.MIN, group=world.pg)
     return int(smallest)

@@ -1,4 +1,4 @@
-"""How the tests run: on several workers, with a time limit, and alone where speed is asserted."""
+"""How tests run: on several workers, with a time limit, and alone if they measure speed."""
 
 import fcntl
 import importlib.util
@@ -59,7 +59,7 @@ def pytest_cmdline_main(config):
 
 
 def use_checkout(imported=hypercomm.__file__):
-    """Stop unless the tests run on the checkout; the programs that they start do so, too."""
+    """Stop unless hypercomm is imported from the checkout, also in programs that tests start."""
     if not Path(imported).resolve().is_relative_to(ROOT):
         raise pytest.UsageError(
             f"hypercomm is imported from {imported}, and these are the tests of {ROOT}; run "
@@ -96,7 +96,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects tests by their marks
 def pytest_collection_modifyitems(config, items):
-    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)  # those run last
+    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)  # these run last
     if not config.pluginmanager.hasplugin("timeout"):
         return
     for item in items:
@@ -127,7 +127,7 @@ def fork_server():
         from killable_ranks import CONTEXT
 
         CONTEXT.set_forkserver_preload(
-            # DTensor imports the last one when it is first used, which takes half a second
+            # DTensor imports torch._dynamo on first use, which takes half a second
             ["hypercomm.grid", "cloudpickle", "torch.distributed.tensor.parallel", "torch._dynamo"]
         )
         process = CONTEXT.Process(target=int)
@@ -168,6 +168,6 @@ def ctrl_c():
 
 
 def pytest_generate_tests(metafunc):
-    """Run tests that promise a time at full scale in the slow lane, and at a third elsewhere."""
+    """Run tests with `timeout_s` with 1 second, and among the slow tests also with 3 seconds."""
     if "timeout_s" in metafunc.fixturenames:
         metafunc.parametrize("timeout_s", [1.0, pytest.param(3.0, marks=pytest.mark.slow)])

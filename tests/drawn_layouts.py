@@ -14,7 +14,7 @@ def divisors(number):
 
 
 def in_layout_order(table):
-    """List the ranks of a table, or of a part of it, in the order of the layout."""
+    """List the ranks of a table, or of a part of a table, in the order of the layout."""
     """The ranks of a table, or of a part of it, in the order of the layout."""
     return np.ravel(table, order="F").tolist()
 
@@ -47,7 +47,7 @@ def rank_lists(draw, size):
 
 
 def table_by_strides(shape, strides, offset=0):
-    """Return the table of ranks that strides give: the sum of coordinate times stride."""
+    """Return the table of ranks for given strides. A rank is the sum of coordinate times stride."""
     return sum(np.indices(shape)[axis] * stride for axis, stride in enumerate(strides)) + offset
 
 
@@ -102,7 +102,7 @@ def slice_groups(groups, size, step):
 
 @st.composite
 def groups_with_lists(draw, **bounds):
-    """Draw groups, derived from others up to three times, and the same groups by plain slices."""
+    """Draw groups, derive from them up to three times, and make the same groups by plain slices."""
     layout, table = draw(layouts_with_tables(**bounds))
     dims = draw(dim_subsets(layout))
     groups = layout.groups(*dims)

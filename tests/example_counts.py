@@ -7,6 +7,6 @@ FEWEST, MOST = 20, 120
 
 
 def examples(deep):
-    """Return the number of examples for this profile, where the deep profile tries `deep`."""
+    """Return how many examples to try. `deep` is the number for the deep profile."""
     few = max(FEWEST, deep * settings.default.max_examples // 100)
     return few if settings.default.max_examples >= 100 else min(few, MOST)

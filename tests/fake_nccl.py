@@ -74,7 +74,7 @@ class FakeNccl:
 
     @property
     def supports_splitting(self) -> bool:
-        # torch says of lazy_init: such a group cannot be split until its first operation.
+        # torch documents that a group with lazy_init cannot be split until its first operation.
         return not getattr(self.own_options, "lazy_init", False)
 
     @property
@@ -112,7 +112,7 @@ class Alone(FakeNccl, torch._C._distributed_c10d.Backend if IS_PLUGIN else Proce
     def begin(self, _store: Any, rank: int, size: int, _timeout: timedelta) -> None:
         if IS_PLUGIN:
             super(FakeNccl, self).__init__(rank, size)
-        else:  # only a C++ class can be a backend, so this is a gloo group; its size is never read
+        else:  # only a C++ class can be a backend, so this is a gloo group with an arbitrary size
             super(FakeNccl, self).__init__(HashStore(), 0, 1)
 
     def wait_for_members(self) -> None:

@@ -71,7 +71,7 @@ def expected_sum_and_members(ranks):
 
 
 def sums_and_members(grid):
-    """Return, by key, the sum over each group and its members, or None for a non-member."""
+    """Return by key the sum over each group and its members, or None outside the group."""
     result = {}
     for key, group in grid.pgs.items():
         result[str(key)] = None
@@ -89,8 +89,8 @@ def sums_and_members(grid):
 def threads_and_files():
     """Return the number of threads and open files of this process.
 
-    Threads named "hypercomm" do not count: a process keeps as many of those as were ever busy at
-    the same time, so a slow reply of the store adds one.
+    Threads named "hypercomm" do not count. A process keeps as many of these threads as were ever
+    busy at the same time, so a slow reply of the store may add one.
     """
     workers = sum(thread.name == "hypercomm" for thread in threading.enumerate())
     threads = len(list(Path("/proc/self/task").iterdir()))
@@ -101,7 +101,7 @@ def threads_and_files():
 def wait_for_release(before):
     """Wait up to ten seconds until threads and files are as before, and return both counts.
 
-    Peers close their side of a connection a little later.
+    Other ranks may close their sides of the connections a little later.
     """
     deadline = time.monotonic() + 10
     while threads_and_files() != before and time.monotonic() < deadline:

@@ -17,7 +17,7 @@ CONTEXT.set_forkserver_preload(["hypercomm.grid", "cloudpickle"])
 
 
 def call(pickled):
-    """Call a pickled function of a test file. This process need not import the file."""
+    """Call a pickled function of a test file that this process has not imported."""
     function, args = cloudpickle.loads(pickled)
     function(*args)
 

@@ -1,4 +1,4 @@
-"""Calls every function of a parallel state, Megatron's or ours, so that tests can compare them."""
+"""Calls every function of Megatron's or hypercomm's parallel state, so that tests can compare."""
 
 import functools
 import inspect
@@ -25,7 +25,7 @@ TAKEN = set(inspect.signature(theirs.initialize_model_parallel).parameters)
 
 
 def taken_by(module, arguments):
-    """Leave out arguments that the installed Megatron does not have."""
+    """Return the arguments without those that the installed Megatron does not have."""
     if module is not theirs:
         return arguments
     moved = {"create_all_gather_group", "hybrid_context_parallel", "sharp_enabled_group"} - TAKEN
@@ -62,7 +62,7 @@ def following(release):
 
 @contextmanager
 def gloo_made_fake(module):
-    """Let Megatron create gloo groups as fake ones: in a fake world they could not connect."""
+    """Let Megatron create fake groups instead of gloo groups, which a fake world cannot connect."""
     if module is not theirs:
         yield
         return
@@ -133,7 +133,7 @@ def read_globals(module):
 
 
 def state_of(module, world_size, rank, arguments):
-    """Initialise, ask and destroy as one rank of a fake world, or return the error of it."""
+    """Initialise, ask and destroy as one rank of a fake world. Return the answers or the error."""
     with fake_world(world_size, rank), gloo_made_fake(module), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         try:

@@ -1,6 +1,6 @@
 """Imports megatron-core, the oracle, without torch.compile, which would load inductor (2 s).
 
-Tests import it from here, so that each worker imports it once.
+Tests import megatron-core from this module, so that each worker imports it once.
 """
 
 from unittest import mock

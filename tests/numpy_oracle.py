@@ -6,7 +6,7 @@ import numpy as np
 
 
 def group_of(shape, names, ranks, dims, rank):
-    """The ranks of the group of `rank` over `dims`, the first dim fastest.
+    """Return the ranks in the group of `rank` over `dims`. The first dim varies fastest.
 
     Args:
         ranks: The ranks of the layout, or its first rank.
@@ -26,13 +26,13 @@ def group_of(shape, names, ranks, dims, rank):
 
 
 def sum_of(*layout_dims_and_rank):
-    """The sum of 10**member over that group, or None for a rank that is not in the layout."""
+    """Return the sum of 10**member over `group_of` the arguments, or None outside the layout."""
     members = group_of(*layout_dims_and_rank)
     return None if members is None else sum(10**member for member in members)
 
 
 def all_groups(table, names, dims):
-    """Every group over some dims of a table [coordinate, ...] -> rank, the first dim fastest."""
+    """List every group over some dims of a table of ranks. The first dim varies fastest."""
     inner = [axis for axis, name in enumerate(names) if name in dims]
     outer = [axis for axis in range(table.ndim) if axis not in inner]
     count = int(np.prod([table.shape[axis] for axis in outer], dtype=int))
@@ -41,7 +41,7 @@ def all_groups(table, names, dims):
 
 
 def cuts_of(mapping):
-    """The dims that cut each of three axes, the outermost dim first."""
+    """Map each cut axis of a tensor with three axes to its dims, the outermost dim first."""
     cuts = {} if mapping.along is None else {mapping.batch_axis % 3: [mapping.along]}
     for dim, axis in mapping.shards:
         cuts.setdefault(axis % 3, []).append(dim)
@@ -49,7 +49,7 @@ def cuts_of(mapping):
 
 
 def whole_of(mapping, times=1):
-    """A tensor of three axes that source and target can both cut, with distinct elements."""
+    """Return a tensor of distinct elements with three axes, which both sides can cut evenly."""
     shape = [times] * 3
     for axis, dims in cuts_of(mapping).items():
         sides = (mapping.source, mapping.target)
@@ -60,7 +60,7 @@ def whole_of(mapping, times=1):
 
 
 def held(mapping, shape, *, is_source):
-    """For each rank of a stage, in order, the indices that it holds along each of three axes.
+    """Map each rank of a stage, in order, to the indices of its part along each of three axes.
 
     Axes are cut as torch.chunk cuts them: the last shards may be shorter, or empty.
     """

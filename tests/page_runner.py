@@ -2,16 +2,16 @@
 
 A page's blocks are read from its fences, in order:
 
-* `python` with `>>>` is a doctest. Other `python` is executed. All of a page share one namespace.
+* `python` with `>>>` is a doctest. Other `python` is executed. All blocks share a namespace.
 * `python` with `if __name__ == "__main__":` is a program, which runs as a separate script.
-* `{ .python .example }` includes an example: MkDocs finds it, tests/test_examples.py runs it.
+* `{ .python .example }` includes an example, which tests/test_examples.py runs.
 * `text` titled "Output" is what the Python block before it prints.
-* `console` has hypercomm commands after `$`, and below each command its output.
+* `console` contains hypercomm commands after `$`, and below each command its output.
 * A block in another language whose title is a file name is written to that file first.
 
-A comment before a fence changes that. `<!-- figures -->` compares without numbers,
-`<!-- clients -->` leaves the block to the tests with that mark, and `<!-- elsewhere -->` to a test
-for this block.
+A comment before a fence changes this. With `<!-- figures -->`, numbers in the output are not
+compared. A block with `<!-- clients -->` only runs in the tests with that mark. A block with
+`<!-- elsewhere -->` is run by a separate test.
 
 Errors name the page and the line.
 """
@@ -191,14 +191,14 @@ def _printed():
 
 
 def _run_program(source, file):
-    """Run the script in this process, whose fork server has loaded torch already.
+    """Run a script in this process, whose fork server has loaded torch already.
 
-    Its functions are put into a module, which the ranks import by name.
+    The functions of the script are put into a module, which the ranks import by name.
     """
     at = source.index(_MAIN)
     file.write_text(source[:at])
     main = "\n" * (source.count("\n", 0, at) + 1) + textwrap.dedent(source[at + len(_MAIN) :])
-    main = main.replace("\n", "", 1)  # the rest of the line of the `if`
+    main = main.replace("\n", "", 1)  # without the rest of the line that begins with `if`
     sys.path.insert(0, str(file.parent))
     try:
         module = importlib.import_module(file.stem)

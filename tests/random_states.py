@@ -13,7 +13,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool,
 
 
 def chunk(tensor, axis, count, at, pieces=1):
-    """Return a shard as torch.chunk cuts it. A strided shard takes one part of each piece."""
+    """Return a shard as torch.chunk cuts it. A strided shard consists of a part of each piece."""
     whole = [part.chunk(count, axis) for part in tensor.chunk(pieces, axis)]
     found = [parts[at] for parts in whole if at < len(parts)]
     return torch.cat(found, axis) if found else tensor.narrow(axis, 0, 0)
@@ -24,7 +24,7 @@ def pick(random, *choices):
 
 
 class End:
-    """The source or target of a transfer: a layout of two dims, and how it holds parameters."""
+    """The source or target of a transfer: a layout of two dims, and how parameters are cut."""
 
     def __init__(self, random, world, names):
         count = int(random.integers(1, min(world, 4) + 1))
@@ -34,7 +34,7 @@ class End:
         self.cuts, self.placements = {}, {}
 
     def draw(self, random, name, whole):
-        """Choose how to hold a parameter: by dims that cut axes, or as a DTensor."""
+        """Choose how a parameter is cut: by dims along axes, or as a DTensor."""
         axes = [*range(whole.ndim)]
         if axes and random.random() < 0.5:
             choices = [Replicate(), Shard(pick(random, *axes)), Shard(pick(random, *axes))]
@@ -68,7 +68,7 @@ class Case:
     Args:
         random: A generator of numpy.
         world: The number of ranks.
-        distribute: Makes a DTensor of a part, given the whole tensor, the end, its name, the rank.
+        distribute: Makes a DTensor from a part, the whole tensor, the end, the name and the rank.
     """
 
     def __init__(self, random, world, distribute):
@@ -135,7 +135,7 @@ class Case:
         """Return the arguments of a rank, and by name the tensors that it must receive."""
         given = dict(self.options)
         due = {}
-        # The patterns of a rank match only names that it holds.
+        # The patterns of a rank match only the names of its parameters.
         shards = {}
         if rank in self.source.layout:
             given["state"] = {

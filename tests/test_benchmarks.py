@@ -52,8 +52,8 @@ def test_page_has_the_results(modules):
     assert modules.page.shown(report) in (BENCHMARKS / "README.md").read_text()
 
 
-# A ratio counts as worse than on the page only if two measurements agree, by more than the noise of
-# their rounds. Rows of other libraries, and rows that the page does not have, are ignored.
+# A ratio counts as worse only if two measurements both exceed the ratio on the page by more than
+# their noise. Rows of other libraries, and rows that the page does not have, are ignored.
 @pytest.mark.parametrize(
     ("first", "second", "verdicts"),
     [
@@ -80,8 +80,8 @@ def test_ratios_that_became_worse(modules, tmp_path, first, second, verdicts):
     assert len(worse) == (verdicts[-1] == "worse")
 
 
-# A part that fails does not stop the others. A part that makes no sense on gloo, or for which there
-# is no time left, is skipped with the reason.
+# A part that fails does not stop the other parts. A part that makes no sense on gloo is skipped,
+# and so is a part for which no time is left. The report gives the reason.
 def test_parts_of_the_nccl_benchmark(modules, monkeypatch):
     nccl = modules.nccl
 
@@ -127,7 +127,7 @@ def test_nccl_page_names_each_part(modules):
     assert [name for name in modules.nccl.PARTS if f"`{name}`" not in page] == []
 
 
-# The number of messages and bytes of a rank for a creation does not depend on the number of ranks.
+# The requests and bytes of one rank for a creation do not depend on the number of ranks.
 def test_cost_of_a_creation_is_constant_per_rank(modules):
     costs = []
     for size in (64, 1024):

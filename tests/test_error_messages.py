@@ -1,4 +1,4 @@
-"""Mistakes that people make: each raises a class, and names the argument and the value."""
+"""Common mistakes: each raises its error class and names the argument and the value."""
 
 import math
 import pickle
@@ -72,7 +72,7 @@ def reconfigured(**options):
 
 
 def created(call):
-    """Call with a grid of 8 ranks, as rank 5, with dp groups. Nothing may change."""
+    """Call with a grid of 8 ranks, as rank 5, with dp groups. The call may not change anything."""
 
     def called():
         with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
@@ -573,8 +573,8 @@ def test_mistake(call, kind, parts, monkeypatch):
     assert [part for part in parts if part not in str(caught.value)] == []
 
 
-# Legacy code catches builtin types: errors of layouts are ValueErrors, errors of groups are
-# KeyErrors.
+# Legacy code catches builtin types. Therefore errors of layouts are ValueErrors, and errors of
+# groups are KeyErrors.
 def test_builtin_bases():
     assert issubclass(LayoutError, ValueError)
     assert issubclass(RankOutsideError, ValueError)
@@ -583,4 +583,4 @@ def test_builtin_bases():
     assert issubclass(GroupMissingError, KeyError)
     for name in errors.__all__:
         assert issubclass(getattr(errors, name), HyperCommError)
-    assert str(GroupMissingError("a sentence")) == "a sentence"  # not its repr
+    assert str(GroupMissingError("a sentence")) == "a sentence"  # not repr, as in KeyError

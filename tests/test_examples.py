@@ -29,7 +29,7 @@ TOLERANCES = {
     "reinforcement_weights": 0,
     "renew_world": 1e-12,
     "ring_attention": 1e-4,
-    "sharded_layer": None,  # compares on its ranks
+    "sharded_layer": None,  # the ranks compare
     "survivors": 1e-12,
     "survivors_in_place": 1e-12,
     "three_d_training": 1e-5,
@@ -102,7 +102,7 @@ def test_example(name, tmp_path):
 
 
 def check_same_groups(printed):
-    """Check that each wrapper continues within seconds, with the same process groups."""
+    """Check that each wrapper continues within seconds and keeps its process groups."""
     for kind in ("DDP", "FSDP2"):
         assert f"{kind} has the same groups: True\n" in printed
         [took_s] = re.findall(
@@ -112,7 +112,7 @@ def check_same_groups(printed):
 
 
 def check_megatron_gpt(printed):
-    """Check the parallel states, that losses and weights are identical, and that the loss falls."""
+    """Check the parallel states, that both runs are identical, and that the loss falls."""
     assert "before install() Megatron runs on megatron.core.parallel_state\n" in printed
     assert "after install() Megatron runs on hypercomm.compat.megatron.parallel_state\n" in printed
     assert "bit-identical losses: 80 of 80\n" in printed
@@ -120,7 +120,7 @@ def check_megatron_gpt(printed):
     for model in ("dense", "experts"):
         losses = re.findall(rf"^{model}: .*? +\d+ +(\d\.\d{{4}}) ", printed, re.MULTILINE)
         assert len(losses) == 5
-        assert float(losses[0]) > 2.5  # guessing gives log(14)
+        assert float(losses[0]) > 2.5  # the loss of guessing is log(14)
         assert float(losses[-1]) < 1
 
 

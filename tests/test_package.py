@@ -47,7 +47,7 @@ def test_layouts_need_no_torch():
     assert done.stdout == "[(0, 1)]\n", done.stderr
 
 
-# The grid imports torch, so the check above can fail.
+# The grid imports torch. This shows that the test above can fail.
 def test_grid_needs_torch():
     program = "import sys; sys.modules['torch'] = None; from hypercomm import HyperCommGrid"
     last = run_python("-c", program).stderr.splitlines()[-1]
@@ -55,7 +55,7 @@ def test_grid_needs_torch():
     assert loads_torch("import types; sys.modules['torch'] = types.ModuleType('torch')")
 
 
-# A grid imports the core only, and no tools, pictures or launchers.
+# A grid imports only the core: no tools, pictures or launchers.
 @pytest.mark.full
 def test_grid_imports_only_the_core():
     program = "import sys; from hypercomm import HyperCommGrid; print(*sys.modules)"
@@ -187,8 +187,9 @@ def names_defined_in(tree):
             yield node.id
 
 
-# No module imports a private name of another, or reads a private attribute that only others define.
-# Private names of torch are read in torch_internals, which may share a name with one of ours.
+# No module imports a private name of another module, or reads a private attribute that only other
+# modules define. torch_internals is an exception: it reads private names of torch, which may be the
+# same as names in hypercomm.
 def test_private_names_stay_in_their_module():
     trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
     homes = {}

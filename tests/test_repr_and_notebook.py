@@ -59,7 +59,8 @@ for cell in json.loads(pathlib.Path(sys.argv[1]).read_text())["cells"]:
 """Runs the cells of a notebook as a kernel does, as far as the example needs it."""
 
 
-# The example's cells run in order, also on real ranks. The notebook is stored without outputs.
+# The cells of the example notebook run in order, also on real ranks. The notebook is stored without
+# outputs.
 @pytest.mark.slow
 def test_example_notebook(tmp_path):
     done = run_python("-c", KERNEL, EXAMPLE, folder=tmp_path)

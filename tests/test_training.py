@@ -25,7 +25,7 @@ EVERY = np.concatenate([full(name, stage).ravel() for name in SHAPES for stage i
 
 
 def cut(tensor, mesh, placements):
-    """Return a tensor that all ranks have as a DTensor."""
+    """Return a DTensor, made from a tensor that all ranks have."""
     at = mesh.get_local_rank(0)
     return DTensor.from_local(tensor.chunk(mesh.size(0))[at], mesh, placements, run_check=False)
 
@@ -37,7 +37,7 @@ def parameter(gradient):
 
 
 def pieces(grid):
-    """Return the parts of the gradients on this rank, by the dims that cut them."""
+    """Return this rank's parts of the gradients, by the dims that split them."""
     tp, dp = grid["tp"], grid["dp"]
     stage = grid["pp"].rank
     expert = grid.view("expert")["ep"]
@@ -55,8 +55,8 @@ def pieces(grid):
     }
 
 
-# Parameters cut by tp, FSDP2, experts or stages, and replicas: each element counts once, on all
-# ranks.
+# Parameters are split by tp, FSDP2, experts or stages, or replicated. On all ranks, each element
+# counts once.
 @pytest.mark.ranks(8)
 def test_norm_matches_the_whole_model():
     rank = dist.get_rank()
@@ -79,7 +79,7 @@ def test_norm_matches_the_whole_model():
         assert split == pytest.approx(own / right[2.0], rel=1e-4)
 
 
-# The placements of a DTensor show how it is cut. Dims that contradict them raise.
+# The placements of a DTensor show how it is split. Given dims that contradict the placements raise.
 @pytest.mark.ranks(4)
 def test_dims_must_match_dtensors():
     with HyperCommGrid("tp=2,dp=2") as grid:

@@ -10,7 +10,7 @@ CROWDED = 3
 
 
 def scaled_s(quiet_s):
-    """Scale a time limit for a quiet machine to the load of this test run."""
+    """Scale a time limit, given for a quiet machine, to the load of this test run."""
     return quiet_s * (CROWDED if "PYTEST_XDIST_WORKER" in os.environ else 1)
 
 
@@ -23,7 +23,7 @@ def startup_timeout_s(nprocs):
 
 
 def wait_until(condition, quiet_s=20, say=str):
-    """Wait until `condition()` is true. `say()` is the message if that takes too long."""
+    """Wait until `condition()` is true. If this takes too long, fail with the message `say()`."""
     deadline = time.monotonic() + scaled_s(quiet_s)
     while not condition():
         assert time.monotonic() < deadline, say()

@@ -23,8 +23,8 @@ CHECK = [sys.executable, "-m", "hypercomm", "check"]
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
 
-# --groups selects groups, also of views, and --json prints one object. Groups of one have no
-# timings.
+# --groups selects groups, including groups of views, and --json prints one object. Groups of one
+# rank have no timings.
 def test_groups_and_views_as_json(in_process):
     arguments = ("--nproc", "4", "--view", "moe:ep=4,pp=1", "--groups", "dp,ep,cp", "--json")
     answer = json.loads(in_process("check", "tp=2,cp=1,dp=-1", *arguments).stdout)
@@ -61,7 +61,7 @@ def all_reduce_on_ranks(monkeypatch):
     return replace
 
 
-# A rank with wrong results is reported in every group that it is in, with ranks and coordinates.
+# A rank with wrong results is reported for each of its groups, with the ranks and coordinates.
 def test_wrong_results_are_reported(in_process, all_reduce_on_ranks):
     def falsify(tensor, **_):
         if dist.get_rank() == 3 and tensor.dtype == torch.int64:
@@ -70,14 +70,14 @@ def test_wrong_results_are_reported(in_process, all_reduce_on_ranks):
     all_reduce_on_ranks(falsify)
     done = in_process("check", "tp=2,dp=2", "--groups", "tp,dp")
     assert (done.returncode, done.stderr) == (1, "")
-    # rank 2 has 3 and 4, rank 3 has 4 and 9 and adds 1 to both
+    # rank 2 sends 3 and 4, rank 3 sends 4 and 9, and rank 3 adds 1 to both sums
     line = "rank {} in group tp of ranks [2, 3]: all-reduce gave [8, 14], expected [7, 13]"
     assert line.format("2 (tp=0, dp=1)") in done.stdout
     assert line.format("3 (tp=1, dp=1)") in done.stdout
     assert [int(rank) for rank in re.findall(r"wrong rank (\d)", done.stdout)] == [2, 3, 1, 3]
 
 
-# At most 4 processes per core are started, or 8. --force starts any number.
+# At most 4 processes per core are started, but 8 are always allowed. --force starts any number.
 def test_number_of_processes_is_limited(in_process, monkeypatch):
     started = []
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(3), raising=False)
@@ -106,7 +106,7 @@ def test_killed_rank_is_reported(in_process, all_reduce_on_ranks):
 
 
 def session_of(process):
-    """Return the command lines of the processes of a session, without its leader."""
+    """Return the command lines of all processes in a session except its leader."""
     command = ["ps", "-ww", "-o", "pid=,args=", "-s", str(process.pid)]
     listed = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line.split(maxsplit=1) for line in listed.stdout.splitlines()]
@@ -133,8 +133,8 @@ def test_ctrl_c_ends_all_processes(processes):
 JOB = {"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 
 
-# If the launcher's variables describe a job that cannot be joined, nothing is started. Rank 0
-# prints errors that all ranks have, and each rank prints errors of its host.
+# If the launcher's variables describe a job that cannot be joined, nothing is started. An error
+# that all ranks have is printed by rank 0. An error of one host is printed by its ranks.
 @pytest.mark.parametrize(
     ("environment", "code", "message"),
     [

@@ -18,7 +18,7 @@ def hypercomm(*arguments, before="", **variables):
     return run_python("-c", program, *arguments, **variables)
 
 
-# The numbers of a plan match the layout. (The table is checked with the page that shows it.)
+# A plan as JSON matches the layout. (The plan as a table is checked with the page that shows it.)
 def test_plan_as_json(in_process):
     sizes = "tp=8,cp=2,dp=64,pp=8"
     plan = json.loads(in_process("plan", sizes, "--rank", "37", "--json").stdout)
@@ -72,7 +72,7 @@ def test_plan_of_a_million_ranks():
     assert "1,048,576 ranks" in done.stdout
 
 
-# An unspecified size is inferred from the job of this process. Other sizes do not need a job.
+# An unspecified size is inferred from the job of this process. Without one, no job is needed.
 @pytest.mark.parametrize(
     ("environment", "sizes", "layout"),
     [

@@ -35,8 +35,9 @@ def answer(before="", **variables):
     return done.returncode, json.loads(done.stdout)
 
 
-# The report has the installed versions, every backend that torch knows and every creation strategy,
-# with the reason if it cannot be used. The text has everything that the JSON has.
+# The report lists the installed versions, every backend that torch knows and every creation
+# strategy. If one cannot be used, the reason is given. The text contains everything that the JSON
+# contains.
 def test_report_as_json_and_text():
     code, found = answer()
     assert (code, found["ok"], found["problems"]) == (0, True, [])

@@ -25,7 +25,7 @@ needs_deepspeed = pytest.mark.skipif(
     HOME is None, reason="deepspeed is not installed: the extra `test` brings it on Linux"
 )
 
-# The parts whose dims form the group behind a name of an mpu.
+# For each name of an mpu, the parts whose dims form its group.
 PARTS = {
     "tensor_model": ("tp",),
     "slice": ("tp",),
@@ -44,7 +44,7 @@ def plain(group):
 
 
 def line_through(shape, rank, axes):
-    """Return the ranks that differ from `rank` along `axes` only, the first axis the fastest."""
+    """Return the ranks that differ from `rank` only along `axes`, in ascending order."""
     world = np.arange(np.prod(shape)).reshape(shape[::-1])
     place = list(np.unravel_index(rank, world.shape))
     for axis in axes:
@@ -88,8 +88,9 @@ def test_mpu_matches_numpy(drawn):
                 assert mpu.get_data_parallel_group_ranks() == ranks
 
 
-# An Mpu has every name that DeepSpeed's sources read from an mpu, apart from two: one that says
-# that there is no model parallelism, and one of a DeepSpeed module that can replace an mpu.
+# An Mpu has every name that DeepSpeed's sources read from an mpu, apart from two. With one of
+# these, an mpu would declare that there is no model parallelism. The other belongs to a DeepSpeed
+# module that can replace an mpu.
 @needs_deepspeed
 def test_mpu_has_every_name_that_deepspeed_reads():
     sources = Path(HOME.submodule_search_locations[0])
@@ -110,8 +111,8 @@ def test_mpu_has_every_name_that_deepspeed_reads():
     assert missing - slices == absent  # DeepSpeed asks for the newer names first
 
 
-# A dim that the grid lacks has size 1: its group has the calling rank only, and is not None or
-# WORLD.
+# A dim that the grid lacks has size 1. Its group consists of the calling rank only. It is neither
+# None nor WORLD.
 def test_missing_dims_have_size_1():
     with fake_world(8, rank=5), HyperCommGrid([8], ["dp"]) as grid:
         mpu = Mpu(grid, tp=None, sp=["cp", "cp_outer"])
@@ -187,7 +188,8 @@ def numberings(draw):
     return RankLayout(shape, names), roles
 
 
-# The axes number the ranks like the layout: along each axis, an array of them has the same groups.
+# A topology numbers ranks like the layout: an array with its axes has the groups of the layout
+# along each axis.
 @given(numberings())
 def test_topology_axes_match_numpy(drawn):
     layout, roles = drawn
@@ -339,7 +341,7 @@ def train_on_a_grid():
         for whole in batches():
             x = whole.chunk(2)[mpu.get_data_parallel_rank()]
             x = x.chunk(2, dim=1)[mpu.get_sequence_parallel_rank()]
-            loss = squares(engine, x) / (BATCH // 2 * SEQUENCE)  # a share of the replica's loss
+            loss = squares(engine, x) / (BATCH // 2 * SEQUENCE)  # a part of the replica's loss
             engine.backward(loss)
             engine.step()
             total = loss.detach().clone()
@@ -348,8 +350,8 @@ def train_on_a_grid():
         return losses, len(registered_groups() - before)
 
 
-# ZeRO-1 over data and sequence parallel ranks, with Ulysses attention, has the losses of one
-# process.
+# ZeRO-1 over data and sequence parallel ranks, with Ulysses attention, computes the same losses as
+# one process.
 @pytest.mark.clients
 @needs_deepspeed
 def test_training_matches_one_process():

@@ -84,7 +84,8 @@ def test_groups_match_numpy(configuration):
         tp.destroy_tensor_parallel()
 
 
-# A tensor size larger than the world is reduced to it, with a warning at the line of the call.
+# A tensor size larger than the world is reduced to the size of the world, with a warning at the
+# line of the call.
 def test_tensor_size_larger_than_the_world():
     with fake_world(4, rank=3):
         with pytest.warns(UserWarning, match="16") as caught:
@@ -149,7 +150,8 @@ def test_two_states():
         tp.destroy_tensor_parallel()
 
 
-# destroy_tensor_parallel() is idempotent, destroys its groups, and no group of the user.
+# destroy_tensor_parallel() is idempotent. It destroys the groups of the state, and no group of the
+# user.
 def test_destroy_is_idempotent():
     with fake_world(8):
         mine = dist.new_group([0, 1])
@@ -278,7 +280,8 @@ def test_install_replaces_ezpz_tp(tmp_path, has_ezpz):
 # ---- real gloo ranks ----------------------------------------------------------------------------
 
 
-# An all-reduce over each group reaches exactly its members, also after destroying and initialising.
+# An all-reduce over each group reaches exactly its members, also after the state was destroyed and
+# initialised again.
 @pytest.mark.ranks(8)
 def test_every_group_communicates():
     wanted = lines(np.arange(8).reshape(1, 2, 2, 2), dist.get_rank())

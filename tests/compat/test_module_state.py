@@ -33,7 +33,7 @@ TP = "_TENSOR_MODEL_PARALLEL_GROUP"
 PP_SIZE = ("_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", "set_pipeline_model_parallel_world_size")
 MPU_TP = "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE"
 
-# Groups whose getters of size and rank have the name of their global.
+# The groups whose size and rank getters are named like their global.
 KINDS = [name.strip("_").lower().removesuffix("_group") for name in comparison.GLOBALS]
 KINDS = [kind for kind in KINDS if hasattr(theirs, f"get_{kind}_world_size")]
 OVERRIDES = [name for name in comparison.GLOBALS if name.startswith(("_MPU_", "_VIRTUAL_"))]
@@ -265,7 +265,7 @@ def test_several_states_warn_outside_use(states):
         assert sizes() == (4, 4)
 
 
-# With strict=True in one of the states, such a call raises.
+# If one of several states has strict=True, a call outside a `use` block raises.
 def test_several_states_raise_with_strict(states):
     four, _ = states
     ours.initialize_model_parallel(**SIZES, strict=True)
@@ -285,7 +285,7 @@ def test_several_states_raise_with_strict(states):
     ours.destroy_model_parallel()
 
 
-# A destroyed state has no groups, in torch neither. The other state still works.
+# A destroyed state has no groups, and its groups are gone from torch. The other state still works.
 def test_destroy_one_of_two_states(states):
     four, eight = states
     with ours.use(four):
@@ -320,8 +320,8 @@ def test_each_thread_has_its_state(states):
         assert values == [*([(tensor, data), tensor] * 5), False]
 
 
-# A block can end in another asyncio context than it began, as for generators that are closed late.
-# Python raises ValueError, and the block still ends.
+# A block can end in another asyncio context than the one in which it began, as in a generator that
+# is closed late. Python raises ValueError, and the block still ends.
 @pytest.mark.usefixtures("job")
 def test_use_ends_in_another_context():
     state = ParallelState()

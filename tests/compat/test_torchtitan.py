@@ -89,8 +89,8 @@ def test_meshes_match_torchtitan(sizes, rank, backend):
     assert not dist.is_initialized()
 
 
-# spmd_types accepts a grid's groups, as a list or by name, and its meshes, and checks types on
-# them.
+# spmd_types accepts the groups of a grid, as a list or by name, and its meshes. It checks types on
+# these groups and meshes.
 @pytest.mark.clients
 @pytest.mark.parametrize("way", ["groups", "names", "mesh"])
 def test_spmd_types_on_a_grid(way):

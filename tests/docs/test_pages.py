@@ -49,7 +49,8 @@ def harnesses():
     return {name: blocks[name] for name in ("layer.py", "test_by_hand.py", "test_with_marker.py")}
 
 
-# The harness by hand and the marker test the same layer; with a mistake in the layer, both fail.
+# The page tests one layer twice: with a hand-written harness and with the marker. If the layer has
+# a mistake, both tests fail.
 @pytest.mark.full
 @pytest.mark.parametrize("mistake", [None, ("dist.all_reduce(y)", "pass")])
 def test_ported_test(tmp_path, mistake):
@@ -60,7 +61,7 @@ def test_ported_test(tmp_path, mistake):
         assert done.returncode == bool(mistake), done.stdout + done.stderr
 
 
-# The page shows the number of lines of each.
+# The page shows the number of lines of each of these two tests.
 def test_lines_of_a_ported_test():
     def lines(text):
         found = [line for line in text.splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""The site: tables and pictures made from the code, and completeness of the reference.
+"""The site: tables and pictures are up to date, and the reference is complete.
 
 MkDocs checks links, anchors and the navigation: `validation:` in mkdocs.yml.
 """
@@ -55,7 +55,8 @@ def test_tables_are_all_used():
     assert {name for _, name, _ in used} == {"shown", *TABLES.PARTS}
 
 
-# A reader of the files themselves finds each name of the reference, and a link to its source ...
+# Readers of the Markdown files, without the site, find the public names of each page of the
+# reference, and a link to the source.
 def test_the_reference_without_a_site():
     for name, path in PAGES.items():
         page = path.read_text()
@@ -66,7 +67,7 @@ def test_the_reference_without_a_site():
             )
 
 
-# ... and below each program that a page includes a link to it.
+# In the Markdown files, a link follows each program that the page includes.
 def test_links_for_readers_of_the_files():
     included = 0
     for name, path in PAGES.items():
@@ -83,7 +84,7 @@ def test_links_for_readers_of_the_files():
     assert ".raw { display: none }" in (DOCS / "pictures" / "site.css").read_text()
 
 
-# With another copy of hypercomm installed, the tables and the tests use the checkout ...
+# If another copy of hypercomm is installed, the tables and the tests still use the checkout.
 @pytest.mark.full
 def test_tests_and_tables_use_the_checkout(tmp_path):
     shutil.copytree(ROOT / "hypercomm", tmp_path / "hypercomm")
@@ -94,7 +95,7 @@ def test_tests_and_tables_use_the_checkout(tmp_path):
     words = "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", test
     done = run_python(*words, folder=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    # ... and where pytest cannot, it stops and names both.
+    # If pytest cannot use the checkout, it stops and names both folders.
     words = *words, "-o", f"pythonpath={ROOT / 'tests'}"
     done = run_python(*words, folder=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 4
@@ -228,7 +229,8 @@ def test_json_keys_are_documented(arguments, nested):
     assert found == set(documented(arguments[0]))
 
 
-# The same for blame, where `groups[].waits[]` has the keys of `findings[].calls[]`.
+# The page also lists the keys of blame. `groups[].waits[]` has the same keys as
+# `findings[].calls[]`.
 @pytest.mark.torch_free
 def test_json_keys_of_blame_are_documented(tmp_path):
     dumps = Dumps(3)
@@ -244,7 +246,7 @@ def test_json_keys_of_blame_are_documented(tmp_path):
     assert found == set(documented("blame"))
 
 
-# The same for doctor, which prints its report and `ok`.
+# The page also lists the keys of doctor, which are the fields of its report and `ok`.
 def test_json_keys_of_doctor_are_documented():
     names = {field.name for field in attrs.fields(Report)}
     assert {key for key in documented("doctor") if "[" not in key} == {"ok", *names}

@@ -31,7 +31,7 @@ def results(call, rank_by_rank=True):
     return found if rank_by_rank else set(found)
 
 
-# With `local`, the members of a group create it alone, and ranks may differ in the order of groups.
+# With `local`, only the members of a group must call. Ranks may create groups in different orders.
 def test_local_needs_the_members_only():
     def members(grid, rank):
         return grid.create_pg("tp").size() if rank < 2 else None
@@ -43,7 +43,8 @@ def test_local_needs_the_members_only():
     assert results(own_order) == [[2, 2]] * 4
 
 
-# Ranks that wait for each other in a circle raise, and so do ranks with groups that others lack.
+# Ranks that wait for each other in a circle raise. So do ranks that request groups that other ranks
+# do not request.
 @pytest.mark.full
 def test_orders_that_fail():
     def circle(grid, rank):
@@ -81,7 +82,7 @@ def test_calls_of_all_ranks(call):
     assert found == ["GroupCreationTimeout"] * 2 + [None] * 2
 
 
-# An edge needs its two ranks; a rank outside both layouts of a transfer may call it, or not.
+# Both ranks of an edge must call. A rank outside both layouts of a transfer may call, but need not.
 def test_edges_and_transfers():
     mapping = RankMapping("dp=1", RankLayout("dp=1", rank_offset=1))
 
@@ -97,7 +98,7 @@ def test_edges_and_transfers():
     assert results(call) == [(None, False), (2, True), (2, False), (None, False)]
 
 
-# The page has a row for each strategy, and for the calls that have their own rules.
+# The page has a row for each strategy, and for each call with special rules.
 def test_rows():
     page = (DOCS / "start" / "concepts.md").read_text()
     section = page.partition("## Which ranks make which call")[2].partition("\n## ")[0]

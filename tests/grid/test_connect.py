@@ -23,8 +23,9 @@ def rows_of(connections):
     return [(row.title, row.ranks) for row in connections]
 
 
-# Every group is connected once, although ranks have created two groups over tp in different orders,
-# and so are groups with several keys, and each pipeline edge in both directions.
+# Every group is connected once, although ranks have created two groups over tp in different orders.
+# A group with several keys is also connected only once. Each pipeline edge is connected in both
+# directions.
 @pytest.mark.full
 @pytest.mark.parametrize("lazily", [pytest.param(None, marks=pytest.mark.slow), True])
 @pytest.mark.ranks(8, timeout=90)
@@ -55,8 +56,8 @@ def test_every_group_is_connected(lazily):
     assert {tuple(sorted(row.ranks)) for row in rows if row.title == "pp edge"} == edges
 
 
-# A view connects its groups, including groups over dims that it shares. A rank outside connects
-# none.
+# A view connects its groups, including groups over dims that it shares with the grid. A rank
+# outside connects no group.
 @pytest.mark.ranks(5)
 def test_view_connects_its_groups():
     rank = dist.get_rank()
@@ -129,7 +130,8 @@ def rank_3_stops_at_dp(rank, how, more):
     assert not group or message.endswith(f"; rank {rank} was connecting {group}")
 
 
-# A rank that dies or hangs between two groups is named together with the second group.
+# If a rank dies or hangs after it has connected one group, the error names the rank and the next
+# group.
 @pytest.mark.full
 @pytest.mark.parametrize(("how", "more"), [(signal.SIGKILL, []), (signal.SIGSTOP, ["tp+dp"])])
 def test_rank_that_stops_between_groups(how, more, tmp_path):

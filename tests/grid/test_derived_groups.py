@@ -18,7 +18,7 @@ def ends(groups):
 
 
 # derive= makes groups from groups: the ends of each pipeline, halves, levels of a hierarchy, lists.
-# ensure_pg with another function raises.
+# If ensure_pg gets another function for the same key, it raises.
 @pytest.mark.parametrize(
     ("derive", "of_rank"),
     [
@@ -40,8 +40,8 @@ def test_derived_groups(derive, of_rank):
                 grid.ensure_pg("pp", name="made", derive=lambda groups: groups.chunks(4))
 
 
-# With share_with, a grid uses the other's group if the ranks are the same. The last grid that has a
-# group destroys it. A destroyed grid shares nothing more.
+# With share_with, a grid uses a group of the other grid if the ranks are the same. The group is
+# destroyed with the last grid that uses it. A destroyed grid no longer shares anything.
 @pytest.mark.parametrize("is_lender_first", [True, False])
 def test_last_grid_destroys_a_shared_group(is_lender_first):
     with fake_world(8, rank=3):
@@ -69,7 +69,8 @@ def test_last_grid_destroys_a_shared_group(is_lender_first):
         assert len(registered()) == 1
 
 
-# Derived groups are shared if the ranks are the same: with two stages, the ends are the pipeline.
+# Derived groups are shared if the ranks are the same. With two stages, the ends of a pipeline are
+# the whole pipeline.
 def test_derived_groups_are_shared():
     with fake_world(4, rank=1), HyperCommGrid([2, 2], ["tp", "pp"], share="identical") as grid:
         pipeline = grid.create_pg("pp")

@@ -89,8 +89,8 @@ def test_mesh_matches_numpy(case):
         assert registered() == before
 
 
-# from_device_mesh() of a mesh of all dims gives an equal grid with the same groups, which it does
-# not own.
+# from_device_mesh() of a mesh with all dims returns an equal grid with the same groups. This grid
+# does not own the groups.
 @given(grids(), st.data())
 def test_mesh_to_grid_round_trip(case, data):
     shape, offset, rank = case
@@ -151,8 +151,8 @@ def test_missing_groups_are_created():
         assert dist.get_process_group_ranks(grid.get_pg("dp", "cp")) == [1, 3, 5, 7]
 
 
-# torch sorts the ranks of a group, so the groups of a permuted mesh are not its rows. Such a mesh
-# is rejected on every rank, even if the rank's rows are sorted.
+# torch sorts the ranks of a group, so a group of a permuted mesh has another order than its row.
+# Such a mesh is rejected on every rank, including ranks whose rows are sorted.
 @pytest.mark.parametrize(
     "ranks", [[[1, 0], [3, 2]], [[2, 3], [0, 1]], [[0, 1], [3, 2]], [[0, 2], [3, 1]]], ids=str
 )
@@ -186,8 +186,8 @@ def test_mesh_with_gaps(ranks):
 # ---- real ranks ---------------------------------------------------------------------------------
 
 
-# DTensor caches meshes with equal ranks and names. Destroying a grid clears them, so that tensor
-# parallel layers work on one grid after another of the same shape.
+# DTensor caches meshes with equal ranks and names. Destroying a grid removes its meshes from the
+# cache, so that tensor parallel layers work on one grid after another of the same shape.
 @pytest.mark.full
 @pytest.mark.ranks(4)
 def test_equal_grids_one_after_another():
@@ -208,9 +208,9 @@ def test_equal_grids_one_after_another():
             torch.testing.assert_close(tensor.full_tensor(), torch.relu(x))
 
 
-# DTensor's cache confuses equal meshes of two grids: results on the second mesh use the first one's
-# groups, as the first part shows with plain torch meshes. device_mesh() raises instead. Each fix
-# that the error names works.
+# DTensor's cache confuses equal meshes of two grids: results on the second mesh use the groups of
+# the first mesh. The first part of the test shows this with plain torch meshes. device_mesh()
+# raises instead. Each fix that the error suggests works.
 @pytest.mark.ranks(2)
 def test_equal_meshes_with_different_groups_raise():
     first = HyperCommGrid("tp=2", name="first", share="identical")
@@ -236,8 +236,8 @@ def test_equal_meshes_with_different_groups_raise():
         assert result.device_mesh.get_group() is second.get_pg("tp")
 
 
-# Slices and flattened dims are compared, too. Parts with the same groups are accepted. Meshes of an
-# earlier world do not count.
+# device_mesh() also raises if a slice or a flattened dim equals one of another grid, unless both
+# have the same groups. Meshes of an earlier world do not count.
 def test_equal_parts_of_meshes_raise():
     kept = []
     for _ in range(2):
@@ -257,8 +257,9 @@ def test_equal_parts_of_meshes_raise():
             other.device_mesh("both", "tp")
 
 
-# DTensors are sharded and redistributed on the grid's groups only, over a mesh at an offset or of
-# listed ranks (by their position in the list). Every rank reads the list back from the mesh.
+# DTensors are sharded and redistributed with the groups of the grid only. The mesh has an offset or
+# a list of ranks, in which shards follow the positions in the list. from_device_mesh() finds the
+# same ranks on every rank.
 @pytest.mark.parametrize(
     "order", [pytest.param(range(1, 5), marks=pytest.mark.full), [2, 0, 3, 1]], ids=str
 )
@@ -273,7 +274,7 @@ def test_dtensor_on_real_ranks(order):
         before = registered()[0]
         dp, tp = divmod([*order].index(dist.get_rank()), 2)
         mesh = grid.device_mesh("dp", "tp")
-        is_first = dist.get_rank() == order[0]  # a mesh has a tensor from its first rank
+        is_first = dist.get_rank() == order[0]  # a mesh takes tensors from its first rank
         whole = torch.tensor(right if is_first else 0 * right)
         tensor = distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
         swapped = tensor.redistribute(mesh, [Replicate(), Shard(0)])
@@ -285,7 +286,8 @@ def test_dtensor_on_real_ranks(order):
         assert HyperCommGrid.from_device_mesh(mesh).layout == layout
 
 
-# Flattened dims use existing groups: FSDP2 finds them by name where torch would create new ones.
+# Flattened dims use existing groups. FSDP2 finds these groups by name. Without them, torch would
+# create new groups.
 @pytest.mark.full
 @pytest.mark.ranks(8)
 def test_fsdp_uses_flattened_dims():
@@ -314,7 +316,7 @@ def test_fsdp_uses_flattened_dims():
         assert registered()[0] == before
 
 
-# The device type of a mesh is the one given, or the backend's.
+# The device type of a mesh is the given type, or by default the type of the backend.
 def test_device_type_of_a_mesh():
     with fake_world(4), HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
         grid.create_pg("tp")

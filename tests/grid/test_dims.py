@@ -1,4 +1,4 @@
-"""`grid["tp"]`: position, group, neighbours, sums and seeds."""
+"""`grid["tp"]`: the rank's position and group, neighbours, sums and seeds."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ SIZES = (2, 2, 2)
 NAMES = ["tp", "dp", "pp"]
 
 
-# The position of a rank along dims, given in every form, and its neighbours.
+# The position and the neighbours of a rank along dims. The dims are given in every form.
 @pytest.mark.ranks(8)
 def test_position_and_neighbours():
     with HyperCommGrid("tp=2,dp=2,pp=2") as grid:
@@ -77,7 +77,7 @@ def test_sum_mean_and_barrier():
         grid["tp", "dp"].barrier()
 
 
-# Two ranks have the same seed exactly if their coordinates along the dims are the same.
+# Two ranks have the same seed if and only if they have the same coordinates along the dims.
 def test_seeds_differ_with_coordinates():
     got = []
     for rank in range(8):
@@ -95,7 +95,7 @@ def test_seeds_differ_with_coordinates():
         assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-# A seed is the same in every run and on every machine. The expected value is numpy's.
+# A seed is the same in every run and on every machine. numpy computes the expected value.
 def test_seed_is_reproducible(monkeypatch):
     monkeypatch.setenv("RANK", "5")
     grid = HyperCommGrid("tp=2,dp=4", world_size=8)
@@ -104,7 +104,7 @@ def test_seed_is_reproducible(monkeypatch):
     assert grid.seed(1234, "dp", "tp") == right
 
 
-# A fake world cannot sum, so sum() raises. A group of one rank is an exception.
+# A fake world cannot sum, so sum() raises, except for a group of one rank.
 def test_sum_in_a_fake_world_raises():
     with fake_world(8), HyperCommGrid("tp=2,dp=4,pp=1") as grid:
         for call in (
@@ -139,7 +139,8 @@ def test_calls_after_torch_was_destroyed():
                 call()
 
 
-# Methods of a DeviceMesh work on a grid and its dims, or the error says what to write instead.
+# The methods of a DeviceMesh work on a grid and its dims. If one does not, the error says what to
+# write instead.
 def test_device_mesh_methods():
     with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4") as grid:
         assert grid["dp"].size() == grid["dp"].size == 4

@@ -31,7 +31,7 @@ def members(edges):
 
 
 def expected(ranks, rank, wrap):
-    """Return the same for the ranks of a pipeline, in its order."""
+    """Return the same, computed from the ranks of a pipeline in its order."""
     at = ranks.index(rank)
     size = len(ranks)
 
@@ -65,7 +65,8 @@ def test_edges_join_neighbours(data, wrap, in_one_call):
         assert {*groups} == {*grid.pgs.values()} - {None}
 
 
-# Edges are groups of the grid: they have a key, are found and printed, and are destroyed with it.
+# Edges are groups of the grid: they have keys, are found and printed, and are destroyed with the
+# grid.
 def test_edges_are_groups_of_the_grid():
     with fake_world(8, rank=1):
         grid = HyperCommGrid("tp=1,pp=8")
@@ -87,7 +88,8 @@ def test_edges_are_groups_of_the_grid():
             _ = edges.to_next
 
 
-# Edges are never shared: with two stages, four groups have the same two ranks.
+# Edges are never shared. With two stages, the four edges are different groups of the same two
+# ranks.
 def test_edges_are_not_shared():
     with fake_world(2, rank=1), HyperCommGrid("pp=2", share="identical") as grid:
         pp = grid.create_pg("pp")
@@ -96,7 +98,8 @@ def test_edges_are_not_shared():
         assert len({pp, *(getattr(edges, name) for name in EDGES)}) == 5
 
 
-# Dims can be the grid's or a view's. Dims that a view shares have the grid's edges.
+# Edges can be over dims of the grid or of a view. If a view shares a dim, it has the edges of the
+# grid over this dim.
 def test_edges_of_views():
     with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=2,pp=2") as grid:
         grid.register_view("expert", "ep=4,pp=2", shared_dims=["pp"])
@@ -115,7 +118,7 @@ def test_edges_of_views():
             grid.edges(view="moe")
 
 
-# A rank outside the grid has no edges, and can take part in creating them.
+# A rank outside the grid has no edges, but can take part in creating them.
 def test_rank_outside_has_no_edges():
     with fake_world(5, rank=4), HyperCommGrid("pp=4", cover="any") as grid:
         edges = grid.edges()
@@ -125,7 +128,8 @@ def test_rank_outside_has_no_edges():
             _ = edges.to_next
 
 
-# Edges follow a reshape to a longer pipeline, a shorter one, or none.
+# After a reshape to a longer pipeline, a shorter pipeline, or none, the edges match the new
+# pipeline.
 def test_edges_follow_a_reshape():
     with fake_world(8, rank=2), HyperCommGrid("pp=4,dp=2") as grid:
         edges = grid.edges("pp")
@@ -140,7 +144,7 @@ def test_edges_follow_a_reshape():
 
 
 def exchange(edges, ranks):
-    """Send this rank over all edges, and return the number received from each neighbour."""
+    """Send this rank's number over all edges, and return the numbers of the neighbours."""
     at = ranks.index(dist.get_rank())
     after, before = ranks[(at + 1) % len(ranks)], ranks[at - 1]
     sends = [(edges.to_next, after, 1), (edges.to_previous, before, -1)]
@@ -160,8 +164,8 @@ def exchange(edges, ranks):
     return [each.item() // mine for each in received.values()]
 
 
-# The first use of an edge waits for the neighbour only, regardless of which side uses it first: the
-# middle of the pipeline communicates before its ends have used an edge.
+# The first use of an edge waits only for the neighbour, regardless of which side uses the edge
+# first. Therefore the middle of the pipeline communicates before the ends have used an edge.
 @pytest.mark.ranks(4, timeout=60)
 def test_first_use_waits_for_the_neighbour_only():
     rank = dist.get_rank()
@@ -178,8 +182,8 @@ def test_first_use_waits_for_the_neighbour_only():
         assert exchange(edges, [0, 1, 2, 3]) == [int(rank > 0), -int(rank < 3)]
 
 
-# All ranks of a ring use the same edge first. Each waits for the next one, and there is no
-# deadlock.
+# All ranks of a ring first use the edge in the same direction. Each rank waits for the next rank,
+# but there is no deadlock.
 @pytest.mark.parametrize(
     "first", [EDGES[0], *(pytest.param(edge, marks=pytest.mark.full) for edge in EDGES[1:])]
 )
@@ -193,8 +197,8 @@ def test_ring_does_not_deadlock(first):
                 assert exchange(edges, [*range(size)]) == [1, -1]
 
 
-# connect() and verify() find the same groups on all ranks, both after each rank has used its edges
-# and after one call has created all edges.
+# connect() and verify() find the same groups on all ranks. This holds if each rank has created
+# edges by using them, and if one call has created all edges.
 @pytest.mark.parametrize("in_one_call", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.ranks(4, timeout=60)
 def test_connect_and_verify_find_the_edges(in_one_call):
@@ -247,7 +251,8 @@ def test_verify_creates_edges_after_a_reshape():
         grid.verify(LIMIT)
 
 
-# After two ranks have used an edge, create() still creates the others on all ranks.
+# After two ranks have used the edge between them, create() still creates the other edges on all
+# ranks.
 @pytest.mark.ranks(4, timeout=60)
 def test_create_after_two_ranks_used_an_edge():
     with HyperCommGrid("pp=4") as grid:

@@ -46,7 +46,7 @@ def test_members_match_numpy(data):
         assert dist.get_rank(group) == numpy_group(layout, dims, rank).index(rank)
 
 
-# create_pg, get_pg and ensure_pg use one group per key. Dims can be in any order and any iterable.
+# create_pg, get_pg and ensure_pg use one group per key. Dims can be in any order, in any iterable.
 def test_one_group_per_key():
     with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
         group = grid.create_pg(("dp", "cp"))
@@ -74,8 +74,8 @@ def test_ensure_pg_with_other_options_raises():
                 grid.ensure_pg("dp", **other)
 
 
-# On a rank outside the grid, a process group is None, and calls that need coordinates raise. So
-# does `group` of a dim, which is never None.
+# On a rank outside the grid, a process group is None, and calls that need coordinates raise.
+# `group` of a dim also raises, because it is never None.
 def test_rank_outside_the_grid():
     with fake_world(8, rank=7), HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
         assert not grid.is_current_rank_in_grid()
@@ -119,7 +119,8 @@ def test_failed_enumeration_is_rolled_back(error, raised):
         assert not grid.pgs
 
 
-# A destroyed grid has no groups and creates none. destroy() is idempotent, also after WORLD's end.
+# A destroyed grid has no groups and creates none. destroy() is idempotent, also after WORLD was
+# destroyed.
 def test_destroy_is_idempotent():
     with fake_world(8):
         before = registered()
@@ -140,7 +141,7 @@ def test_destroy_is_idempotent():
     late.destroy()
 
 
-# The live job outranks the environment, and an explicit world size outranks both.
+# A live job has priority over the environment, and an explicit world size has priority over both.
 def test_sources_of_the_world_size(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "3")
@@ -170,7 +171,7 @@ def test_creation_before_init_process_group():
     assert str(grid.reshape("tp=4,dp=2")).endswith("created: none\n  destroyed: none")
 
 
-# Groups are shared exactly if their members are the same, regardless of the order of creation. A
+# Keys share a group if and only if the members are the same, regardless of the order of creation. A
 # group with another timeout is not shared.
 def test_groups_with_equal_members_are_shared():
     with (

@@ -57,8 +57,8 @@ def check_use(group, members):
 
 
 # For dense and listed layouts and every combination of dims, the members of a group and their order
-# match numpy's reshape: with each creation strategy that gloo supports, one group per call and all
-# in one call, eager and lazy. A rank outside gets None without waiting.
+# match numpy's reshape. Groups are created with each strategy that gloo supports, one per call or
+# all in one call, eagerly or lazily. A rank outside gets None without waiting.
 @pytest.mark.parametrize(("case", "creation"), WAYS)
 @pytest.mark.ranks(8, timeout=120)
 def test_groups_match_numpy(case, creation):
@@ -84,7 +84,8 @@ HETEROGENEOUS = [[0, 4, 6], [1, 4, 6], [2, 5, 7], [3, 5, 7]]
 """Pipelines with different first stages and common later stages, as in FlagScale."""
 
 
-# Lists of several sizes make groups in the order of each list. A rank in no list gets None.
+# From lists of several sizes, groups are created whose members have the order of the list. A rank
+# in no list gets None.
 @pytest.mark.parametrize("creation", ["local", pytest.param("enumerate", marks=pytest.mark.full)])
 @pytest.mark.ranks(8, timeout=120)
 def test_groups_from_lists(creation):
@@ -97,8 +98,8 @@ def test_groups_from_lists(creation):
             check_use(group, own)
 
 
-# Overlapping lists need one key each, and can be created in one call. Each rank creates only the
-# groups that it is in.
+# Overlapping lists need separate keys. Their groups can be created in one call. Each rank creates
+# only the groups that contain it.
 @pytest.mark.ranks(8, timeout=120)
 def test_overlapping_lists():
     rank = dist.get_rank()
@@ -127,7 +128,7 @@ def test_lists_that_differ_between_ranks():
         assert sum_over(grid.create_pg("tp", name="pairs", derive=[[0, 1], [2, 3]])) in {11, 1100}
 
 
-# Grids over disjoint ranks, where each rank knows only its grid, do not wait for each other.
+# Grids over disjoint ranks do not wait for each other. Each rank knows only its grid.
 @pytest.mark.ranks(5)
 def test_disjoint_grids_are_independent():
     first, size = (0, 2) if dist.get_rank() < 2 else (2, 3)
@@ -179,8 +180,8 @@ def test_destroy_directly_after_creation():
             grid.create_pg("tp")
 
 
-# A process from an earlier job agrees on group names with a new process: ranks 0 and 1 are the
-# first job. Then rank 0 and the new process 2 are the second job.
+# A process that was in an earlier job and a new process agree on group names. The first job
+# consists of ranks 0 and 1, the second job of rank 0 and the new process 2.
 @pytest.mark.ranks(3)
 def test_process_from_an_earlier_job(tmp_path):
     rank = dist.get_rank()

@@ -34,8 +34,8 @@ DIMS = ("tp", "cp", "dp", "pp")
 # ---- ranks without a grid -----------------------------------------------------------------------
 
 
-# A set of sizes that leaves ranks of the world without a grid warns, as a single grid does. A set
-# of layouts, or one that was given `requires`, does not warn.
+# If a set of sizes leaves ranks of the world without a grid, it warns, as a single grid does. A set
+# of layouts does not warn, and neither does a set with `requires`.
 @pytest.mark.parametrize("form", ["tp=2", {"tp": 2}], ids=str)
 def test_warns_of_ranks_without_a_grid(form):
     with pytest.warns(UserWarning, match=r"no grid of the set holds ranks 4\.\.7 of the world's 8"):
@@ -69,8 +69,8 @@ def as_text(sizes, unknown=None, mark="{}=-1"):
     )
 
 
-# Tiled layouts take consecutive ranks in the order given. One unspecified size, in any layout,
-# takes the ranks that the others leave.
+# Tiled layouts have consecutive ranks, in the given order. One size in any layout may be
+# unspecified. It is inferred from the ranks that the other layouts leave.
 @given(st.lists(shapes(), min_size=1, max_size=4), st.data())
 def test_tiled_layouts_are_consecutive(every, data):
     sizes = [math.prod(own.values()) for own in every]
@@ -89,8 +89,8 @@ def test_tiled_layouts_are_consecutive(every, data):
     assert Placement(placed, total).kind == "tiled"
 
 
-# Colocated layouts have the same ranks. Unspecified sizes follow from the layouts without one, or
-# from the world.
+# Colocated layouts have the same ranks. An unspecified size is inferred from a layout without
+# unspecified sizes, or from the world.
 @given(shapes(), shapes(), st.integers(0, 3), st.booleans())
 def test_colocated_layouts_have_the_same_ranks(one, other, spare, is_closed):
     own = math.prod(one.values())
@@ -116,7 +116,7 @@ def lattices(draw):
     return layout
 
 
-# A placement agrees with sets of ranks, also for layouts with gaps.
+# A placement matches Python sets of the ranks, also for layouts with gaps.
 @given(st.lists(lattices(), min_size=1, max_size=3), st.integers(0, 3))
 def test_placement_matches_sets_of_ranks(chosen, spare):
     world_size = max(layout.last_rank for layout in chosen) + 1 + spare
@@ -200,7 +200,8 @@ def test_explicit_layouts_and_existing_grids():
 # ---- process groups -----------------------------------------------------------------------------
 
 
-# Each rank gets the groups of its grids, and None for other grids, by name and in the order given.
+# Each rank gets the groups of its grids, and None for other grids. They are in the given order, by
+# name.
 @pytest.mark.parametrize("rank", range(8))
 def test_create_pgs_by_name(rank):
     with fake_world(8, rank), GridSet.tile(encoder="tp=2,dp=2", llm="tp=4") as grids:
@@ -220,8 +221,8 @@ def failing(_):
     raise ValueError("derived wrongly")
 
 
-# If creation fails in a later grid, the groups of earlier grids are rolled back, whether the error
-# is found before anything is created or during creation. The correct call works afterwards.
+# If creation fails in a later grid, the groups of earlier grids are destroyed again, whether the
+# error is found before anything is created or during creation. The correct call works afterwards.
 @pytest.mark.parametrize(
     ("requests", "error"),
     [
@@ -247,7 +248,7 @@ def test_failed_create_pgs_is_rolled_back(requests, error):
         assert [len(grid.pgs) for grid in grids.values()] == [3, 1]
 
 
-# A grid of another world and a destroyed grid cannot join a set.
+# A grid of another world cannot join a set, and neither can a destroyed grid.
 def test_grid_of_another_world_is_rejected():
     other = HyperCommGrid([4], ["tp"], world_size=4)
     with pytest.raises(WorldSizeError, match=r"'a' .* for a world of 4 ranks, .* this set has 8"):
@@ -306,7 +307,7 @@ def test_abort_destroys_all_grids():
 # ---- transfers between grids --------------------------------------------------------------------
 
 
-# mapping() maps the ranks of one grid to another's.
+# mapping() maps the ranks of one grid to the ranks of another grid.
 def test_mapping_between_grids():
     grids = GridSet.tile(24, encoder="tp=2,dp=4", llm="tp=4,dp=2,pp=2")
     wanted = RankMapping(grids["encoder"].layout, grids["llm"].layout, "dp", batch_axis=1)

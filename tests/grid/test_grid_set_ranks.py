@@ -13,8 +13,9 @@ from hypercomm import GridSet, RankLayout
 from hypercomm.errors import CreationError, PlanMismatchError
 
 
-# An encoder and a language model on disjoint ranks: each rank creates only its groups, and the sums
-# reach exactly their members. After the `with` block, torch's tables are as before.
+# An encoder and a language model have disjoint ranks. Each rank creates only the groups that
+# contain it, and sums reach exactly the members. After the `with` block, torch's tables are as
+# before.
 @pytest.mark.parametrize("creation", ["local", pytest.param("enumerate", marks=pytest.mark.full)])
 @pytest.mark.ranks(8, timeout=120)
 def test_tiled_set(creation):
@@ -38,8 +39,8 @@ def test_tiled_set(creation):
     assert registered() == before
 
 
-# The groups of colocated grids are created in the set's order on every rank, although half of the
-# ranks write their requests in another order. verify=True finds no difference.
+# The groups of colocated grids are created in the order of the set on every rank, although half of
+# the ranks pass their requests in another order. verify=True finds no difference.
 @pytest.mark.parametrize("share", ["identical", pytest.param("never", marks=pytest.mark.full)])
 @pytest.mark.ranks(8, timeout=120)
 def test_colocated_set(share):

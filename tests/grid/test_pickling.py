@@ -8,7 +8,8 @@ import pytest
 from hypercomm import GridSet, HyperCommGrid
 
 
-# The error of pickling or copying a grid names what can be sent instead, and that works.
+# Pickling or copying a grid raises. The error names what can be sent instead, and sending that
+# works.
 @pytest.mark.parametrize("send", [pickle.dumps, copy.copy, copy.deepcopy])
 def test_grid_cannot_be_pickled_or_copied(send):
     grid = HyperCommGrid("tp=2,dp=4", world_size=8)

@@ -38,7 +38,8 @@ MPIRUN = open_mpi(2, 4, 2, OMPI_COMM_WORLD_LOCAL_SIZE="4", PMIX_NAMESPACE="12")
 NODE7 = ("node7", 29500)
 
 
-# The first launcher with complete variables is used. Launchers that agree complete each other.
+# The first launcher with complete variables is used. If launchers agree, the variables of one can
+# complete those of another.
 @pytest.mark.parametrize(
     ("environment", "name", "rank", "size", "local", "place"),
     [
@@ -131,8 +132,8 @@ def test_random_values_give_a_job_or_an_error():
     assert jobs > 5
 
 
-# The world size or rank of a process that has not joined yet. WORLD_SIZE or RANK alone counts, also
-# inside a SLURM step (srun --pty bash).
+# The world size or rank of a process that has not joined yet. If only WORLD_SIZE or RANK is set,
+# that value is used, also inside a SLURM step (srun --pty bash).
 @pytest.mark.parametrize(
     ("environment", "size", "rank"),
     [
@@ -157,7 +158,8 @@ def test_first_host_of_a_node_list():
     assert found == ["n1", "gpu-a-01", "n001", "n7-ib", "r1n3"]
 
 
-# All ranks of a step derive the same port, below the range that Linux assigns. Steps differ.
+# All ranks of a step derive the same port, below the range that Linux assigns. Different steps
+# derive different ports.
 @pytest.mark.parametrize("job", ["0", "9999", "2147483648"])
 def test_port_of_a_step(job):
     steps = [step(1, 4, 1, SLURM_JOB_ID=job, SLURM_STEP_ID=str(number)) for number in range(200)]

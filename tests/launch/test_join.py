@@ -33,7 +33,7 @@ def ports():
     return [free_port(), free_port()]
 
 
-# In plain python, WORLD has this process only. Grids and collectives work in it.
+# Without a launcher, WORLD consists of this process only. Grids and collectives work in WORLD.
 def test_join_without_a_launcher():
     with join() as job:
         assert (job.launcher, job.rank, job.size) == ("none", 0, 1)
@@ -61,8 +61,9 @@ def test_join_as_the_only_rank_of_a_launcher():
         assert (job.address, job.port) == ("127.0.0.1", port)
 
 
-# In a live job, join() describes the job and leaves it running. A rank, size or backend that
-# differs raises. Then the ranks join at the given address, sum over a grid, leave, and join again.
+# In a live job, join() describes the job and leaves it running. If the given rank, size or backend
+# differs from the job's, it raises. Then the ranks join at a given address, sum over a grid, leave,
+# and join again.
 @pytest.mark.ranks(4)
 def test_join_a_live_job_and_two_new_ones(ports):
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -155,15 +156,16 @@ BOTH = "cpu:gloo,cuda:nccl"
 
 
 def job_of(local, size):
-    """Return the arguments of one of `size` ranks that torchrun started on a host."""
+    """Return the arguments of a rank that torchrun has started, with `size` ranks on one host."""
     names = {"RANK": local, "LOCAL_RANK": local, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     environment = {name: str(value) for name, value in names.items() if value is not None}
     return {"environment": environment | {"MASTER_ADDR": "node7", "MASTER_PORT": "1"}}
 
 
-# With GPUs, a rank gets the GPU with its local rank, and WORLD has both backends. A rank alone on a
-# host gets the first GPU by default. Another accelerator has another backend, and an accelerator
-# without a backend is not used by default. The device is made current before WORLD is bound to it.
+# With GPUs, a rank gets the GPU whose index is its local rank, and WORLD has both gloo and NCCL. A
+# rank that is alone on its host gets the first GPU by default. Another accelerator has another
+# backend. An accelerator without a backend is not used by default. The device is made current
+# before WORLD is bound to it.
 @pytest.mark.parametrize(
     ("kind", "arguments", "backend", "device"),
     [

@@ -22,7 +22,7 @@ def assert_gone(pids):
     wait_until(lambda: not any(map(is_alive, pids)))
 
 
-# Results are in rank order, from that number of processes. None of them outlives the call.
+# The results are in rank order, from as many processes as requested. No process outlives the call.
 @pytest.mark.parametrize("nprocs", [1, 3, 8])
 def test_results_and_processes(nprocs):
     found = run_ranks(lambda more: (dist.get_rank() + more, os.getpid()), nprocs, args=[5])
@@ -51,9 +51,8 @@ def test_changes_of_the_environment_by_other_threads(monkeypatch):
     assert "MKL_NUM_THREADS" not in os.environ
 
 
-# A rank sees the caller's current environment, not the fork server's. Its reports
-# arrive in order, and so do 100 MiB of results, and 5 MB of output on the caller's stdout and
-# stderr.
+# A rank sees the caller's current environment, not the environment of the fork server. Reports
+# arrive in order. 100 MiB of results arrive, and 5 MB of output on the caller's stdout and stderr.
 @pytest.mark.full
 def test_environment_reports_and_output(monkeypatch, capfd):
     run_ranks(dist.get_rank, 1)  # starts the fork server
@@ -98,7 +97,7 @@ def test_functions_are_pickled_by_value():
 
 
 def on(rank, act):
-    """Return a body that reports its pid, and calls `act` on one rank. The others wait for it."""
+    """Return a body that reports its pid and calls `act` on one rank, for which the others wait."""
 
     def body():
         report(os.getpid())
@@ -131,8 +130,8 @@ def raise_odd_error():
 full = functools.partial(pytest.param, marks=pytest.mark.full)
 
 
-# The error names the first rank that fails, with its traceback or its signal or exit code, and not
-# the ranks that fail because of it. All ranks and their child processes end within seconds. The
+# The error names the first rank that fails, with its traceback, signal or exit code. It does not
+# name ranks that fail as a consequence. All ranks and their child processes end within seconds. The
 # next job works.
 @pytest.mark.parametrize(
     ("rank", "act", "begin", "end"),
@@ -184,7 +183,7 @@ def test_timeout_shows_stacks():
     assert "in barrier" in first.partition(heads[2])[0]
     assert "in body" in second
     assert third == "\n  (it does not respond)"
-    assert "thread" not in reason  # nothing of the thread that waits for the parent
+    assert "thread" not in reason  # not the stack of the thread that waits for the parent
     assert_gone(pids)
 
 

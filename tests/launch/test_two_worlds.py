@@ -50,8 +50,8 @@ class Repeated:
 
 
 # A mesh of a joined world is made while another thread communicates over WORLD and makes grids of
-# the default world. Both keep using WORLD: each rank is alone in the joined world, so a sum over
-# that world would be a different number.
+# the default world. The other thread keeps using WORLD. Each rank is alone in its joined world, so
+# a sum over that world would be a different number.
 @pytest.mark.ranks(2)
 def test_meshes_of_a_joined_world_leave_world_alone():
     rank = dist.get_rank()
@@ -68,8 +68,7 @@ def test_meshes_of_a_joined_world_leave_world_alone():
         assert meshes.calls > 0
 
 
-# A mesh of a joined world needs no default process group, and neither does the check for equal
-# meshes.
+# Neither a mesh of a joined world nor the check for equal meshes needs a default process group.
 def test_meshes_of_a_joined_world_without_world():
     with alone("w") as world:
         first, second = (HyperCommGrid("tp=1,dp=1", name=name, world=world) for name in "ab")
@@ -84,7 +83,8 @@ def test_meshes_of_a_joined_world_without_world():
         assert float(torch.relu(tensor).to_local()) == 3.0
 
 
-# If ranks have other numbers in a joined world than in WORLD, meshes use the joined world's.
+# If ranks have different numbers in a joined world and in WORLD, a mesh uses the numbers of the
+# joined world.
 @pytest.mark.full
 @pytest.mark.ranks(8)
 def test_meshes_use_ranks_of_the_joined_world():
@@ -129,8 +129,8 @@ def _ended():
         dist.destroy_process_group()
 
 
-# destroy_process_group() during an as_default() block ends all groups. After the block, torch has
-# no default process group, or the one created since.
+# destroy_process_group() during an as_default() block destroys all groups. After the block, torch
+# has no default process group, unless a new one was created.
 @pytest.mark.usefixtures("_ended")
 @pytest.mark.parametrize("had_world", [False, True])
 @pytest.mark.parametrize("begins", ["within", "after"])
@@ -146,13 +146,13 @@ def test_destroy_during_as_default(had_world, begins):
             fresh = begin()
     assert dist.group.WORLD is fresh
     fresh = fresh or begin()
-    with alone("v") as other, other.as_default():  # the first block has no effect any more
+    with alone("v") as other, other.as_default():  # leaving the first block has no effect any more
         assert dist.group.WORLD is other.pg
     assert dist.group.WORLD is fresh
     world.leave()
 
 
-# destroy_process_group() during two blocks: the block that was entered first ends last.
+# destroy_process_group() during two nested blocks. The block that was entered first ends last.
 @pytest.mark.usefixtures("_ended")
 def test_destroy_during_two_blocks():
     begin()
@@ -172,8 +172,8 @@ def test_destroy_during_two_blocks():
     third.leave()
 
 
-# A world that ends during a block, such as after an error in another thread, is not the default
-# again.
+# If the former default world ends during a block, such as after an error in another thread, it does
+# not become the default again.
 @pytest.mark.usefixtures("_ended")
 def test_world_that_ended_is_not_restored():
     first, second = alone("one"), alone("two")
@@ -188,8 +188,9 @@ def test_world_that_ended_is_not_restored():
     second.leave()
 
 
-# Each thread can have a world, and torch has one default. A call that names its world uses it,
-# whatever torch's default is at that time. Afterwards torch has its first default again.
+# Each thread can use a different world, but torch has only one default. A call that names a world
+# uses that world, whatever torch's default is at that time. Afterwards torch has its first default
+# again.
 @pytest.mark.ranks(2)
 def test_two_worlds_and_one_default():
     rank = dist.get_rank()

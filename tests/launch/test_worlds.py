@@ -1,4 +1,4 @@
-"""join_world on real processes: membership, differences, missing ranks, restarts and the store."""
+"""join_world on real processes: members, differences, missing ranks, restarts, and the store."""
 
 import contextlib
 import json
@@ -45,7 +45,7 @@ LIMIT_S = 1.0
 class Crew:
     """Processes without a WORLD, each of which calls a function.
 
-    The function gets a function `join`. `result` returns its result or error.
+    The function is called with a function `join`. `result` returns its result or error.
     """
 
     def __init__(self, folder):
@@ -108,7 +108,7 @@ def _call_in_process(act, address, given, path):
     began = time.monotonic()
     try:
         write({"value": act(join), "seconds": time.monotonic() - began})
-    except Exception as error:  # noqa: BLE001 - the test checks it
+    except Exception as error:  # noqa: BLE001 - the test checks the error
         missing = getattr(error, "missing", ())
         seconds = time.monotonic() - began
         kind = type(error).__name__
@@ -282,9 +282,9 @@ def test_missing_rank_is_named(crew):
 # ---- restarts -----------------------------------------------------------------------------------
 
 
-# An engine is killed, or only slow, and is started again. The trainers raise in the call in which
-# they wait, and continue after rejoin() with new groups of the grid. The former engine can do
-# nothing more.
+# An engine is killed, or is only slow, and is started again. The trainers raise in the call in
+# which they wait. After rejoin(), they continue with new groups of the grid. If the first engine
+# still runs, its calls raise.
 @pytest.mark.parametrize("is_waiting", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_engine_restarts(crew, is_waiting):
     def train(join):
@@ -431,8 +431,8 @@ def test_port_without_a_store(reply):
     assert time.monotonic() - began < LIMIT_S + scaled_s(2)
 
 
-# If the process that serves the store is killed while others wait, each of them raises. Once all
-# have joined again at the same address, they can continue.
+# If the process that serves the store is killed while others wait, each waiting process raises.
+# Once all have joined again at the same address, they can continue.
 @pytest.mark.full
 def test_store_is_restarted(crew):
     def train(join):

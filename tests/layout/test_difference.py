@@ -1,4 +1,4 @@
-"""The difference between two layouts, checked against sets of tuples from a walk over all ranks."""
+"""The difference between two layouts, checked by visiting all ranks to build sets of tuples."""
 
 import itertools
 import re
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.torch_free
 
 
 def dense_case(layout):
-    """A dense layout and its table of ranks by numpy."""
+    """Return a dense layout and its table of ranks, computed by numpy."""
     return layout, np.arange(layout.size).reshape(layout.shape, order="F") + layout.rank_offset
 
 
@@ -31,7 +31,7 @@ def coordinates_of(case):
 
 
 def groups_by_dims(case):
-    """Map dims to their groups. Dims whose groups a smaller combination also has are omitted."""
+    """Map dims to their groups. Dims are omitted if fewer dims have the same groups."""
     layout = case[0]
     coords = coordinates_of(case)
     found = {}
@@ -49,7 +49,7 @@ def groups_by_dims(case):
 
 @st.composite
 def neighbours(draw):
-    """Two layouts that probably share groups: another dim order, offset, or size of one dim."""
+    """Draw two layouts with another dim order, offset or size, which probably share groups."""
     before = draw(layouts(max_ranks=64, max_offset=4))
     names = draw(st.permutations(before.dim_names))
     shape = [before.size_of(dim) for dim in names]
@@ -61,7 +61,7 @@ def neighbours(draw):
 
 @st.composite
 def listed_layouts(draw):
-    """Layouts over a list of 8 ranks: sorted, or with a few ranks swapped."""
+    """Draw layouts over a list of 8 ranks, sorted or with a few ranks swapped."""
     ranks = list(range(8))
     for _ in range(draw(st.integers(0, 3))):
         one, other = draw(st.tuples(st.integers(0, 7), st.integers(0, 7)))
@@ -79,9 +79,9 @@ PAIRS = st.one_of(
 )
 
 
-# Every combination of dims appears in a change, paired with each combination of the other layout
-# with which it shares groups. The number and size of groups, and the number of groups that both
-# layouts have (same members, same order), match sets of tuples.
+# Every combination of dims appears in a change. It is paired with each combination of the other
+# layout with which it shares groups. The number and the size of the groups match sets of tuples,
+# and so does the number of groups that both layouts have (with the same members in the same order).
 @given(PAIRS)
 def test_changes_match_sets_of_groups(pair):
     before, after = map(groups_by_dims, pair)
@@ -105,8 +105,8 @@ def test_changes_match_sets_of_groups(pair):
         assert [result for result, is_so in known.items() if is_so] == [change.result]
 
 
-# The totals match the union of all sets of groups. A rank moves if its index along some dim
-# changes. A dim that a layout lacks has index 0.
+# The totals match the union of the groups over all dims. A rank moves if its index along some dim
+# changes. Along a dim that a layout lacks, the index is 0.
 @given(PAIRS)
 def test_totals_match_sets_of_groups(pair):
     changes = difference(pair[0][0], pair[1][0])
@@ -141,7 +141,7 @@ def test_str_prints_a_table():
 BINARY = RankLayout([2] * (MOST_DIMS + 1), [f"d{index}" for index in range(MOST_DIMS + 1)])
 
 
-# MOST_DIMS dims are compared even if the layout has more dims of size 1.
+# Dims of size 1 do not count towards MOST_DIMS, the number of dims that can be compared.
 @pytest.mark.full
 def test_dims_of_size_1_do_not_count_towards_the_limit():
     sizes = [2, 1] * MOST_DIMS
@@ -162,7 +162,7 @@ def layouts_and_survivors(draw):
     return layout, RankLayout([len(order)], ["rest"], ranks=order), left
 
 
-# For any dims, the lost shards are the coordinates that no surviving rank has.
+# For any dims, the lost shards are the coordinates along these dims that no surviving rank has.
 @given(layouts_and_survivors(), st.data())
 def test_lost_shards_match_a_walk_over_ranks(case, data):
     layout, after, left = case

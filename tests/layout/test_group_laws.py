@@ -26,8 +26,8 @@ many = settings(max_examples=examples(600))
 # ---- groups of dims -----------------------------------------------------------------------------
 
 
-# enumerate_ranks is numpy's transpose with the dims in the given order. In reversed order, it has
-# the rows of groups().
+# enumerate_ranks returns numpy's transpose with the dims in the given order. With the dims in
+# reversed order, its rows are those of groups().
 @many
 @given(layouts_with_tables(), st.data())
 def test_enumerate_ranks_agrees_with_transpose(case, data):
@@ -78,7 +78,8 @@ def test_all_ways_to_read_groups_agree(case):
         groups[:]
 
 
-# A function for pick() that returns no rank, a rank outside or uneven groups raises LayoutError.
+# If the function passed to pick() returns no rank, a rank outside, or groups of unequal size,
+# pick() raises LayoutError.
 @pytest.mark.parametrize("ask", [list, lambda ends: ends.of(5), lambda ends: ends.has_member(5)])
 @pytest.mark.parametrize(
     "function",
@@ -135,8 +136,8 @@ def test_groups_from_lists(expected):
         assert twin.locate(expected[0][0]) == (0, 0)
 
 
-# Groups from different lists are not equal and have different digests, even if the concatenated
-# ranks are the same.
+# Groups from different lists are not equal and have different digests, even if the lists have the
+# same concatenation.
 @many
 @given(disjoint_lists(), disjoint_lists())
 def test_groups_from_lists_compare_by_value(one, other):
@@ -153,7 +154,7 @@ def test_groups_from_lists_equal_groups_over_dims(case):
     assert RankGroups(np.array(expected)).digest() == groups.digest()
 
 
-# units_of_groups counts the distinct units of the members of each group.
+# units_of_groups counts, for each group, the distinct units of its members.
 @many
 @given(groups_with_lists(), st.integers(1, 20))
 def test_units_of_groups_counts_distinct_units(case, ranks_per_host):
@@ -162,8 +163,8 @@ def test_units_of_groups_counts_distinct_units(case, ranks_per_host):
     assert units_of_groups(groups.to_array() // ranks_per_host).tolist() == counts
 
 
-# Groups are equal exactly if they have the same ranks in the same order, regardless of how they
-# were made: from other dims, from a list with another order of dims, or without a list.
+# Groups are equal if and only if they have the same ranks in the same order. It does not matter
+# whether they were made from other dims, from a list with another order of dims, or without a list.
 @many
 @given(
     layouts_with_tables(max_dims=3, max_size=3),
@@ -197,7 +198,7 @@ def test_groups_compare_by_value(one, other, data):
 SIZES = {"tp": 8, "cp": 4, "ep": 8, "dp": 64, "pp": 64}
 DENSE = RankLayout([*SIZES.values()], [*SIZES])
 ODD = RankLayout([2, *SIZES.values()], ["parity", *SIZES]).select(parity=1)
-# pp, cp, tp, dp, ep from the smallest stride to the largest
+# the dims from the smallest stride to the largest: pp, cp, tp, dp, ep
 TURNED = RankLayout([*SIZES.values()], [*SIZES], strides=[256, 64, 2**17, 2048, 1])
 
 large = pytest.mark.parametrize(
@@ -217,8 +218,8 @@ def no_enumeration(monkeypatch):
         monkeypatch.setattr(module, "lattice", fail)
 
 
-# Nothing is enumerated for one rank: not for its groups, groups derived from them, its coordinates
-# or neighbours, nor for a rank outside, whose error message is short.
+# Queries of one rank enumerate nothing: its groups, groups derived from them, its coordinates and
+# its neighbours. For a rank outside, nothing is enumerated either, and the error message is short.
 @large
 @pytest.mark.parametrize("dims", [["tp"], ["cp", "dp"], ["tp", "pp"]], ids="-".join)
 @pytest.mark.usefixtures("no_enumeration")
@@ -241,18 +242,18 @@ def test_queries_of_one_rank_enumerate_nothing(layout, dims):
     parts = {dim: coords[dim] for dim in SIZES if dim != "dp"} | {"inner": 1, "outer": 31}
     assert layout.split("dp", inner=2, outer=-1).coords(rank) == parts
     assert layout.select(pp=5).coords(rank) == {dim: coords[dim] for dim in SIZES if dim != "pp"}
-    for outside in (-1, 2**21 - 2, 2**21):  # the second is even
+    for outside in (-1, 2**21 - 2, 2**21):  # 2**21 - 2 is in a gap of ODD
         assert outside not in layout
         assert not groups.has_member(outside)
         for ask in (layout.coords, groups.of):
             with pytest.raises(RankOutsideError) as caught:
                 ask(outside)
             assert len(str(caught.value)) < 1000
-    with pytest.raises(AssertionError, match="enumerated"):  # the fixture can fail a test
+    with pytest.raises(AssertionError, match="enumerated"):  # shows that the fixture works
         layout.ranks_where(tp=0)
 
 
-# After the list has been read once, queries of one rank enumerate nothing.
+# After the list of ranks has been read once, queries of one rank enumerate nothing.
 def test_queries_of_a_listed_rank_enumerate_nothing(request):
     layout = RankLayout([8, 64], ["tp", "dp"], ranks=range(511, -1, -1))
     groups = layout.groups("dp")

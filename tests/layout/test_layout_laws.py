@@ -39,7 +39,8 @@ many = settings(max_examples=examples(400))
 # ---- ranks --------------------------------------------------------------------------------------
 
 
-# Coordinates and ranks are inverse, and the rank at given coordinates is numpy's element there.
+# coords() is the inverse of rank(). The rank at given coordinates is the element of numpy's table
+# at the same index.
 @many
 @given(layouts_with_tables())
 def test_coords_and_rank_are_inverse(case):
@@ -122,7 +123,8 @@ def test_numpy_integers_are_accepted_and_ints_returned(layout, dtype, data):
     assert {type(number) for number in numbers} == {int}
 
 
-# ranks_where() lists the elements of the indexed table in its order. select() has that table.
+# ranks_where() lists the elements of numpy's table at the given indices, in the order of the
+# layout. select() returns a layout with this part of the table.
 @many
 @given(layouts_with_tables(), st.data())
 def test_ranks_where_and_select_agree_with_indexing(case, data):
@@ -139,7 +141,7 @@ def test_ranks_where_and_select_agree_with_indexing(case, data):
 # ---- layouts derived from another ---------------------------------------------------------------
 
 
-# split() reshapes the table, also with one size inferred. renumber() reverses it.
+# split() reshapes the table, also if one size is inferred. renumber() reverses the split.
 @many
 @given(layouts_with_tables(max_dims=3, max_size=12), st.data())
 def test_split_reshapes_and_renumber_reverses_it(case, data):
@@ -156,8 +158,8 @@ def test_split_reshapes_and_renumber_reverses_it(case, data):
     assert split.renumber(layout.shape, layout.dim_names) == layout
 
 
-# rename() changes only the names. renumber() gives the same ranks another shape, and its JSON has a
-# list of ranks only if strides cannot express them.
+# rename() changes only the names. renumber() arranges the same ranks in another shape. JSON has a
+# list of ranks only if strides cannot express the ranks.
 @many
 @given(layouts_with_tables(), st.data())
 def test_rename_and_renumber(case, data):
@@ -179,7 +181,7 @@ def test_rename_and_renumber(case, data):
     assert ("ranks" in json.loads(line.to_json())) == (not is_even)
 
 
-# A dim of size 1 takes no step, so its stride leaves no gap.
+# The stride of a dim of size 1 is never used, so it causes no gap.
 def test_dims_of_size_1_leave_no_gap():
     layout = RankLayout("tp=2,cp=3,dp=1").select(cp=0)
     assert layout == RankLayout("tp=2,dp=1")
@@ -189,8 +191,8 @@ def test_dims_of_size_1_leave_no_gap():
 # ---- equality and serialised forms --------------------------------------------------------------
 
 
-# JSON, pickle and repr read back as an equal layout with equal tables, as does the text of a dense
-# layout.
+# A layout equals the layout that is read from its JSON, pickle or repr, and has the same table. For
+# a dense layout, this also holds for its text.
 @many
 @given(layouts_with_tables())
 def test_serialised_layouts_read_back(case):
@@ -207,7 +209,7 @@ def test_serialised_layouts_read_back(case):
         assert twin.to_json() == layout.to_json() == json.dumps(layout.to_dict())
 
 
-# Layouts are equal exactly if their dims and tables are.
+# Layouts are equal if and only if their dims and their tables are equal.
 @many
 @given(
     layouts_with_tables(max_dims=2, max_size=2, max_offset=1, dim_names=["tp", "dp"]),
@@ -220,7 +222,7 @@ def test_layouts_compare_by_value(one, other):
     assert len({layout, other_layout}) == (1 if are_equal else 2)
 
 
-# A list of ranks that strides can express makes the same layout as those strides.
+# If strides can express a list of ranks, the list and the strides make the same layout.
 @many
 @given(layouts_with_tables(kinds=("dense", "gaps", "strided")))
 def test_list_with_even_steps_equals_strides(case):
@@ -237,7 +239,8 @@ def test_list_with_even_steps_equals_strides(case):
 # ---- from an order, from a world size -----------------------------------------------------------
 
 
-# The unspecified size is the world size divided by the others, whether missing, -1 or a bare name.
+# An unspecified size is the world size divided by the other sizes. It can be missing, -1 or a bare
+# name.
 @given(orders(NAMES), sizes_by_name, st.sampled_from(NAMES), offsets)
 def test_unspecified_size_is_inferred(order, sizes, open_name, offset):
     world = {"world_size": math.prod(sizes.values()), "rank_offset": offset}
@@ -250,7 +253,8 @@ def test_unspecified_size_is_inferred(order, sizes, open_name, offset):
     assert RankLayout(text.replace(open_name, f"{open_name}=-1"), **world) == expected
 
 
-# fit() returns the best of all layouts that fit. If none fits, the numbers in the error would fit.
+# fit() returns the best of all layouts that fit. If none fits, the numbers of ranks in the error
+# would fit.
 @given(
     st.integers(1, 60),
     st.sets(st.integers(1, 8), min_size=1),

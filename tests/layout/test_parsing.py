@@ -38,7 +38,8 @@ def test_every_form_of_sizes(read):
     assert read("tp=2", rank_offset=np.int64(4)).ranks == range(4, 6)
 
 
-# An unspecified size takes the remaining ranks of the world. Without one, a layout may be smaller.
+# An unspecified size is inferred so that the layout has all ranks of the world. If all sizes are
+# specified, the layout may be smaller than the world.
 def test_read_layout_in_a_world(monkeypatch):
     assert read_layout("tp=2,dp", rank_offset=4, world_size=12).ranks == range(4, 12)
     assert read_layout("tp=2,dp=2", world_size=12).size == 4

@@ -48,8 +48,8 @@ def grid_of(layout):
     return HyperCommGrid(layout, world_size=layout.last_rank + 1)
 
 
-# The groups of a view, on a dense, shifted or listed layout, are numpy's in numpy's order. The grid
-# and the view object agree.
+# The groups of a view of a dense, shifted or listed layout are the groups that numpy finds, in the
+# same order. The grid and the view object return the same.
 @pytest.mark.full
 @settings(max_examples=examples(1000))
 @given(st.data(), st.booleans())
@@ -70,8 +70,9 @@ def test_groups_of_views_agree_with_numpy(data, listed):
     assert view.coords(rank) == dict(zip(names, map(int, index), strict=True))
 
 
-# Dims can be shared exactly if each of them, and all of them together, make the same groups in the
-# same order in both. A rejected view changes nothing, and its name stays free.
+# Dims can be shared if and only if each of them, and all of them together, make the same groups in
+# the same order in the base layout and in the view. A rejected view changes nothing, and its name
+# can be used again.
 @settings(max_examples=examples(1500))
 @given(st.data(), st.booleans())
 def test_shared_dims_make_the_same_groups(data, listed):
@@ -95,7 +96,7 @@ def test_shared_dims_make_the_same_groups(data, listed):
     assert grid.views["other"].dim_names == tuple(names)
 
 
-# An invalid view raises an error with the wrong value, and changes nothing.
+# An invalid view raises an error that names the wrong value, and changes nothing.
 @pytest.mark.parametrize(
     ("arguments", "error", "value"),
     [
@@ -125,9 +126,9 @@ def expert_grid(**options):
     return grid
 
 
-# Shared dims have one group, the grid's, and creating it again is a KeyError from grid and view.
-# (This is Megatron's contract.) Over other dims, also together with shared ones, a view has groups
-# separate from the grid's.
+# Over shared dims, a view uses the group of the grid. Creating this group again raises KeyError, on
+# the grid and on the view, as in Megatron. Over other dims, also together with shared dims, the
+# view has separate groups.
 def test_shared_and_private_groups():
     with fake_world(16, rank=5), expert_grid() as grid:
         view = grid.view("expert")
@@ -156,7 +157,7 @@ def test_shared_and_private_groups():
         assert list(map(str, view.pgs)) == ["pp", "edp of expert", "edp+pp of expert"]
 
 
-# If dims belong to another view, the error names it. No view has dims of both sides together.
+# If dims belong to another view, the error names that view. Dims of two views cannot be combined.
 @pytest.mark.parametrize(
     ("dims", "view", "error", "message"),
     [
@@ -191,8 +192,8 @@ def test_dims_of_the_wrong_view(dims, view, error, message):
         assert dict(grid.pgs) == {}
 
 
-# An unknown name and "base" raise in view(). Once the grid is destroyed, its views can create
-# nothing.
+# view() raises for an unknown name and for "base". Once the grid is destroyed, its views can create
+# no groups.
 def test_unknown_views_and_views_of_a_destroyed_grid():
     with fake_world(16):
         grid = expert_grid()
@@ -232,8 +233,8 @@ def test_every_call_accepts_a_view():
         assert "view expert (ep=4,edp=2,pp=2)" in repr(view)
 
 
-# share="identical" finds equal groups across the grid and its views: tp=2 and etp=2 have one group,
-# which is destroyed together with its last key. A group with other options is separate.
+# With share="identical", the grid and its views share equal groups. tp=2 and etp=2 share one group,
+# which is destroyed with the last of its keys. A group with other options is separate.
 def test_groups_are_shared_across_views():
     with fake_world(8, rank=5), HyperCommGrid([2, 4], ["tp", "dp"], share="identical") as grid:
         grid.register_view("expert", [2, 2, 2], ["etp", "ep", "edp"])
@@ -253,8 +254,8 @@ def test_groups_are_shared_across_views():
         assert tp not in registered_groups()
 
 
-# Destroying an unknown key is a KeyError and changes nothing. Destroying a key leaves the others.
-# It can be created again, with another group name in torch.
+# Destroying an unknown key raises KeyError and changes nothing. Destroying a key keeps the other
+# keys. A destroyed key can be created again, with another group name in torch.
 def test_destroy_pg_destroys_one_group():
     with fake_world(16, rank=5), expert_grid() as grid:
         tp, pp, ep = grid.create_pgs(["tp", "pp", {"dims": "ep", "view": "expert"}])

@@ -114,7 +114,7 @@ def test_destroy_and_abort_are_idempotent():
 def test_ctrl_c_during_a_creation():
     grid = HyperCommGrid([2], ["dp"])
     rank = dist.get_rank()
-    store = store_of_world().clone()  # the creation holds the client of WORLD while it waits
+    store = store_of_world().clone()  # a waiting creation locks WORLD's client
     dist.barrier()
     begin = time.monotonic()
     keys = store.num_keys()

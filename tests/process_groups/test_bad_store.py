@@ -32,8 +32,8 @@ BAD = {
 }
 
 
-# A call's record or a rank's report with foreign content raises an error that names the key and is
-# short.
+# If the record of a call or the report of a rank has foreign content, the error is short and names
+# the key.
 @pytest.mark.parametrize("key", ["/tp/0", "/rank 0"])
 @pytest.mark.parametrize("bad", BAD)
 def test_foreign_values_raise(bad, key):
@@ -82,7 +82,7 @@ def places(value, path=()):
             yield from places(value[at], (*path, at))
 
 
-# A field with a value of the wrong type raises an error that names the key and quotes the value.
+# If a field has a value of the wrong type, the error names the key and quotes the value.
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_wrong_types_raise(value):
     tried = 0
@@ -108,7 +108,7 @@ def test_wrong_types_raise(value):
     assert tried > 10
 
 
-# Equal JSON with other spacing is foreign, too: a compare-and-set on it would never succeed.
+# Equal JSON with other spacing is also foreign, because a compare-and-set would never succeed.
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_other_spacing_raises(value):
     fields = json.loads(value.encode())

@@ -13,7 +13,8 @@ from hypercomm import HyperCommGrid
 from hypercomm.errors import GroupCreationTimeout, PlanMismatchError
 
 
-# If the rank that serves the store finds a difference and exits, the other ranks raise it, too.
+# If the rank that serves the store finds a difference and exits, the other ranks raise the same
+# error.
 @pytest.mark.full
 @pytest.mark.ranks(4)
 def test_serving_rank_exits_after_a_mismatch():
@@ -47,9 +48,9 @@ def test_lazy_groups_connect_when_used():
     assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0"
 
 
-# The gloo groups of one call share a listening socket and a receiving thread: one call for eight
-# groups opens seven fewer of each than eight calls. A group still works after another one is
-# destroyed, and a call that fails closes its sockets.
+# The gloo groups of one call share a listening socket and a receiving thread. Therefore one call
+# for eight groups opens seven fewer sockets and threads than eight calls. A group still works after
+# another one is destroyed. A call that fails closes its sockets.
 @pytest.mark.ranks(2)
 def test_groups_of_one_call_share_a_device():
     plan = [{"dims": "dp", "name": name} for name in "abcdefgh"]
@@ -73,8 +74,8 @@ def test_groups_of_one_call_share_a_device():
     assert wait_for_release(before) == before
 
 
-# Enumeration needs every rank of the world, also for a grid that leaves one out: all ranks agree on
-# each call, so calls of several groups and of one can follow each other.
+# Enumeration needs every rank of the world, even if the grid leaves out a rank. All ranks agree on
+# each call, so a call for several groups can follow a call for one group.
 @pytest.mark.ranks(3)
 def test_enumeration_by_a_grid_without_all_ranks():
     rank = dist.get_rank()

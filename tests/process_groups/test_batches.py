@@ -63,7 +63,7 @@ def test_create_pgs():
         assert grid.create_pgs([]) == []
 
 
-# Options of the call apply to every group that has no such option, and groups can be shared.
+# An option of the call applies to every group that does not set this option. Groups can be shared.
 def test_create_pgs_options_apply_to_all(monkeypatch):
     seen = []
     real_new_group = torchdist.new_group
@@ -128,7 +128,7 @@ def test_explain():
     assert grid_of(world_size=8).explain("dp").reason == "torch.distributed is not initialised"
 
 
-# In a WORLD that is bound to a device, each set of dims needs one split, at any world size.
+# If WORLD is bound to a device, each set of dims needs one split, for any size of the world.
 def test_one_split_per_dims(bound):
     sizes = {"tp": 8, "cp": 4, "dp": 64, "pp": 8}
     with fake_world(16_384, rank=5000):
@@ -147,8 +147,8 @@ def test_one_split_per_dims(bound):
     assert bound[-1] == [sorted(table[tp, :, :, pp].ravel().tolist())]
 
 
-# If torch gives groups the same split colour, they are split in several turns. This happens: the cp
-# groups (1478, 1486) and (1988, 1996) have one colour.
+# If torch computes the same split colour for several groups, they are split in several turns. This
+# does occur: the cp groups (1478, 1486) and (1988, 1996) have the same colour.
 def test_groups_with_equal_colors_split_in_turns(monkeypatch, bound):
     monkeypatch.setattr(dist.ProcessGroup, "split_group", None, raising=False)
     with fake_world(4096, rank=1988):
@@ -159,7 +159,7 @@ def test_groups_with_equal_colors_split_in_turns(monkeypatch, bound):
     assert bound == [[[0, 8]], [[1988, 1996]]]
 
 
-# Lists of several sizes are split in turns, too, if torch gives two of them the same colour.
+# Lists of several sizes are also split in turns if torch computes the same colour for two of them.
 def test_lists_with_equal_colors_split_in_turns(monkeypatch, bound):
     monkeypatch.setattr(dist.ProcessGroup, "split_group", None, raising=False)
     lists = [[1478, 1486], [1988, 1996], [1, 2, 3]]
@@ -170,8 +170,8 @@ def test_lists_with_equal_colors_split_in_turns(monkeypatch, bound):
         bound.clear()
 
 
-# Groups of one colour are split in separate turns: every rank makes the same number of calls, one
-# of them with its group, and no call has two groups of one colour.
+# Groups of one colour are split in separate turns. Every rank makes the same number of calls, one
+# of them with its group. No call has two groups of the same colour.
 @pytest.mark.parametrize("colors", [[1, 2, 1, 1], [5, 5, 5, 5], [3, 4, 4, 3]], ids=str)
 def test_turns_separate_equal_colors(monkeypatch, bound, colors):
     monkeypatch.setattr(torchdist, "split_colors", lambda _groups: colors)

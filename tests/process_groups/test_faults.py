@@ -28,14 +28,14 @@ SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
 
 
 def signal_at(fault, number):
-    """Send a signal to this rank, now or after all have arrived and before it connects to them."""
+    """Send a signal to this rank, now, or once all ranks have arrived but before they connect."""
     if fault == "before":
         signal_self(number)
     dist.distributed_c10d._new_process_group_helper = lambda *_, **__: signal_self(number)
 
 
 def lose_one(rank, fault, victim, number, timeout_s):
-    """Lose a rank before, during or after a creation; the other ranks raise."""
+    """Lose a rank before, during or after a creation. Check that the other ranks raise."""
     grid = HyperCommGrid("tp=2,dp=2")
     dist.barrier()
     if rank == victim and fault != "after":
@@ -62,8 +62,9 @@ def lose_one(rank, fault, victim, number, timeout_s):
 
 
 # If a rank is killed or stopped before it joins a creation, or before it connects, every other rank
-# names it within the timeout plus two seconds, and keeps nothing. After the creation, the next
-# collective fails in time. destroy() neither hangs nor leaves anything.
+# raises within the timeout plus two seconds, names the lost rank, and keeps nothing. If the rank is
+# lost after the creation, the next collective fails in time. destroy() neither hangs nor leaves
+# anything.
 @pytest.mark.full
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize(("fault", "victim"), [("before", 0), ("during", 2), ("after", 3)])
@@ -81,7 +82,7 @@ def serve(file):
     """Serve the store of a job in a separate process, until it is killed or gets SIGUSR1."""
 
     def stop(*_):
-        signal.signal(signal.SIGCONT, stop)  # should something let it continue
+        signal.signal(signal.SIGCONT, stop)  # in case something lets the process continue
         os.kill(os.getpid(), signal.SIGSTOP)
 
     signal.signal(signal.SIGUSR1, stop)
@@ -95,7 +96,7 @@ def serve(file):
 def lose_the_store(rank, server, number):
     """Kill or stop the process of the store. Then make all calls, each on a separate grid.
 
-    Each rank starts with another call.
+    Each rank starts with a different call.
     """
     timeout = timedelta(seconds=STORE_S)
     calls = {

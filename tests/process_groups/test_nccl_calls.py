@@ -1,4 +1,4 @@
-"""The calls that reach NCCL, recorded by a fake, because tests have no GPU.
+"""The calls that reach NCCL. A fake records them, because the tests run without a GPU.
 
 torch's own functions create the groups. test_nccl.py tests NCCL itself, if there is a GPU.
 """
@@ -33,8 +33,8 @@ def is_lazy(call):
 # ---- creation by members only -------------------------------------------------------------------
 
 
-# On a bound WORLD, only the members of a grid at an offset create its groups: no rank splits, no
-# other rank is needed, and WORLD stays bound. torch 2.15 and newer have an option for this in NCCL.
+# If WORLD is bound, only the members of a grid at an offset create its groups: no rank splits, no
+# other rank is needed, and WORLD stays bound. torch 2.15 and newer have an option of NCCL for this.
 @pytest.mark.parametrize("creation", ["auto", "local"])
 def test_offset_grid_on_a_bound_world(creation):
     with recorded_nccl() as calls, lone_world("nccl", 8, rank=5, device_id=CUDA_5):
@@ -52,7 +52,7 @@ def test_offset_grid_on_a_bound_world(creation):
         assert dist.group.WORLD.bound_device_id == CUDA_5
 
 
-# A joined world has separate communicators: none is split off a bound WORLD.
+# A joined world has separate communicators, which are not split off a bound WORLD.
 def test_joined_world_on_a_bound_world():
     who = {"parts": {"engine": 1}, "part": "engine", "rank": 0, "backend": "nccl"}
     with recorded_nccl() as calls, lone_world("nccl", 8, rank=5, device_id=CUDA_5):
@@ -86,7 +86,7 @@ def begin_bound(backend):
     return restart_world(backend, device_id=device, timeout=timedelta(seconds=30))
 
 
-# Two real ranks create their group while the other two wait until they have it.
+# Two real ranks create their group. The other two wait until the group exists.
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 @pytest.mark.ranks(4)
@@ -171,8 +171,8 @@ def test_pg_options_are_not_changed():
         assert not getattr(given, "lazy_init", False)
 
 
-# Keys of one call can have different strategies: dims that cover the world use one split each, and
-# only the members create "pp", lazily.
+# Keys of one call can have different strategies. For dims that cover the world, one split each is
+# used. "pp" is created lazily by its members only.
 def test_strategy_per_key():
     with recorded_nccl() as calls, lone_world("nccl", 8, rank=5, device_id=CUDA_5):
         calls.clear()
@@ -225,9 +225,9 @@ def test_mixed_world():
         dist.destroy_process_group()
 
 
-# After a split without some ranks, torch before 2.14 names later groups by counts that differ
-# between ranks, and ends them in the order of their names, so that NCCL hangs. The names of
-# hypercomm have the same order on all members.
+# After a split that left out some ranks, torch before 2.14 puts counts into the names of later
+# groups that differ between ranks. It also ends groups in the order of their names, so NCCL hangs.
+# The names that hypercomm uses have the same order on all members.
 def test_names_after_a_partial_split():
     names, orders = {}, {}
     for rank in range(4):
@@ -251,8 +251,8 @@ def test_names_after_a_partial_split():
         assert [ranks for ranks in order if ranks in by_name] == mine
 
 
-# A layout that lists its ranks is split if a split keeps their order (torch 2.15). Otherwise only
-# the members create its groups.
+# For a layout with a list of ranks, groups are split if a split keeps the order of the ranks (torch
+# 2.15). Otherwise only the members create the groups.
 def test_order_of_ranks_is_kept():
     listed = RankLayout([2, 2], ["tp", "dp"], ranks=[1, 0, 3, 2])
     with recorded_nccl() as calls, lone_world("nccl", 4, device_id=torch.device("cuda:0")):

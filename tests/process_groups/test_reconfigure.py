@@ -1,4 +1,4 @@
-"""Groups that stay the same objects with other members after a loss."""
+"""Process groups that are the same objects after a loss, with other members."""
 
 import time
 from datetime import timedelta
@@ -37,7 +37,7 @@ def lose_and_regain(rank):
     if rank == VICTIM:
         die()
     began = time.monotonic()
-    with pytest.raises(RuntimeError):  # a peer of the victim, or of a rank that has raised
+    with pytest.raises(RuntimeError):  # the victim is a peer, or a peer has raised
         use_until_error(groups)
     left = grid.survivors(SHORT)
     seen.append([*left])
@@ -60,8 +60,9 @@ def lose_and_regain(rank):
     return [*seen, took_s < scaled_s(10)]
 
 
-# A loss with a spare rank, a reshape that differs between ranks, a valid reshape, and a reshape
-# that uses the spare rank again: the group objects stay the same, so modules can hold them.
+# After a loss with a spare rank, a reshape that differs between ranks, a valid reshape, and a
+# reshape that uses the spare rank again, the group objects are still the same. Modules can keep
+# them.
 @pytest.mark.skipif(not HAS_IT, reason="torch has it since 2.14")
 def test_groups_keep_their_identity(tmp_path):
     seen = run_scenario(tmp_path, lose_and_regain, 6, victims=[VICTIM])
@@ -86,7 +87,8 @@ def test_groups_keep_their_identity(tmp_path):
         assert is_soon  # the timeout of the groups is a minute
 
 
-# A group that another grid uses, too, keeps its members. The reshaped grid gets a new group.
+# If another grid also uses a group, the group keeps its members, and the reshaped grid gets a new
+# group.
 @pytest.mark.skipif(not HAS_IT, reason="torch has it since 2.14")
 @pytest.mark.full
 @pytest.mark.ranks(4, timeout=60)

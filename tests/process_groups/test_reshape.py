@@ -46,9 +46,9 @@ def orders(draw, size, offset):
     return ranks
 
 
-# For any two layouts, keys and rank, each key that stays has a group with the ranks that numpy
-# finds. A group whose ranks and options an old group had is the same object, if possible from the
-# same key. As many groups as possible are kept, and torch has no other groups.
+# For any two layouts, any keys and any rank, each remaining key has a group with the ranks that
+# numpy finds. If an old group has the same ranks and options, it is used again, preferably the old
+# group of the same key. As many groups as possible are kept, and torch has no other groups.
 @settings(max_examples=examples(1200), database=None)
 @given(st.data())
 def test_kept_groups(data):
@@ -57,7 +57,7 @@ def test_kept_groups(data):
     shape, names = data.draw(shapes(size))
     new_shape, new_names = data.draw(shapes(size))
     order = data.draw(orders(size, offset))
-    # If the order of ranks stays the same, more groups are kept under another name.
+    # With the same order of ranks, more groups are kept under another name.
     new_order = data.draw(st.one_of(st.just(order), orders(size, offset)))
     rank = data.draw(st.sampled_from(order))
     source = RankLayout(shape, names, ranks=order)
@@ -150,7 +150,7 @@ def test_derived_groups_are_kept_if_unchanged():
                 assert again is None
 
 
-# With creation="enumerate", a group is kept only if all ranks keep theirs.
+# With creation="enumerate", a rank keeps its group only if all ranks keep their groups.
 def test_enumerated_groups_are_kept_on_all_ranks_or_none():
     order = [0, 1, 2, 3, 4, 6, 5, 7]
     for creation, is_kept in (("local", True), ("enumerate", False)):
@@ -162,8 +162,8 @@ def test_enumerated_groups_are_kept_on_all_ranks_or_none():
             assert len(registered_groups()) == 2
 
 
-# The groups of a DeviceMesh serve their dim as long as none of them changes. They are never
-# destroyed, and serve no other key.
+# The groups of a DeviceMesh are used for their dim as long as none of them changes. They are never
+# destroyed, and are not used for other keys.
 def test_groups_of_a_device_mesh_are_never_destroyed():
     with fake_world(8, rank=5):
         mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
@@ -184,8 +184,8 @@ def test_groups_of_a_device_mesh_are_never_destroyed():
         assert dp in theirs
 
 
-# Groups move from the grid to its view and back. If the grid loses a shared dim, it belongs to the
-# view alone until the grid has it again.
+# Groups move from the grid to its view and back. If the grid loses a shared dim, the dim belongs
+# only to the view until the grid has it again.
 def test_groups_move_between_grid_and_view():
     with fake_world(16, rank=5), HyperCommGrid([2, 4, 2], ["tp", "dp", "pp"]) as grid:
         grid.register_view("expert", [4, 2, 2], ["ep", "edp", "pp"], ["pp"])
@@ -230,8 +230,8 @@ def test_impossible_targets_change_nothing(target, views, error, names):
         grid.reshape("tp=2,dp=4")
 
 
-# Keys that share a group share one after a reshape. A key that may not share keeps a separate
-# group.
+# Keys that share a group before a reshape also share one afterwards. A key that may not share keeps
+# a separate group.
 def test_shared_keys_stay_shared():
     with fake_world(8, rank=5), HyperCommGrid([2, 1, 4], ["tp", "cp", "dp"]) as grid:
         dp = grid.create_pg("dp", share="identical")
@@ -246,12 +246,13 @@ def test_shared_keys_stay_shared():
         assert dist.get_process_group_ranks(one) == [1, 5]
         assert registered_groups() == {dist.group.WORLD, one, grid.get_pg("dp", name="own")}
         result = grid.reshape("tp=4,dp=2")
-        assert list(map(str, result.destroyed)) == ["cp+dp"]  # the key; its group is dp's
+        assert list(map(str, result.destroyed)) == ["cp+dp"]  # not its group, which is dp's
         assert grid.get_pg("dp") is one
         assert grid.explain("dp").served_by is None
 
 
-# A rank outside has None before and after. A grid without a world has no groups, only new dims.
+# A rank outside has None before and after a reshape. In a grid without a world, only the dims
+# change.
 def test_rank_outside_and_grid_without_world():
     with fake_world(8, rank=7), HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
         grid.create_pg("tp")

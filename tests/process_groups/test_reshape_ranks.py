@@ -35,9 +35,9 @@ def sums(grid):
     return {key.dims: sum_over(group) for key, group in grid.pgs.items() if group is not None}
 
 
-# Reshape there and back, twice. After each reshape, every key sums over the ranks that numpy finds,
-# and kept groups are the same objects: with and without verify, and with one call per group or one
-# for all.
+# Reshape to another layout and back, twice. After each reshape, every key sums over the ranks that
+# numpy finds, and kept groups are the same objects. This is tested with and without verify, and
+# with one call per group or one call for all.
 @pytest.mark.parametrize(
     ("verify", "batched"), [(False, True), pytest.param(True, False, marks=pytest.mark.full)]
 )
@@ -68,9 +68,10 @@ def test_reshape_there_and_back(verify, batched):
 # ---- a rank that fails --------------------------------------------------------------------------
 
 
-# If one rank fails in the creation, it raises its error. The others soon raise and name it, no
-# group is lost or added, and a retry succeeds. One key uses a group of another grid: a reshape that
-# fails does not destroy that group, a reshape that succeeds uses it, and its owner keeps it.
+# If one rank fails in the creation, it raises its error. The other ranks soon raise and name this
+# rank. No group is lost or added, and a retry succeeds. One key uses a group of another grid. A
+# reshape that fails does not destroy this group. A reshape that succeeds uses the group, and the
+# other grid keeps it.
 @pytest.mark.full
 @pytest.mark.ranks(4)
 def test_failed_reshape_changes_nothing():

@@ -22,8 +22,9 @@ def old_new_group(**_ranks_and_options):
     """A `new_group` without `sort_ranks`, as in torch 2.10."""
 
 
-# A strategy that cannot keep the order of members raises and names the others; "auto" uses one of
-# them. If WORLD is bound to a device, only groups with ascending ranks are split off.
+# A strategy that cannot keep the order of members raises, and the error names the strategies that
+# can. "auto" uses one of these. If WORLD is bound to a device, only groups with ascending ranks are
+# split off.
 def test_strategy_choice(monkeypatch):
     with fake_world(10):
         assert strategy(LISTED) == "local"

@@ -78,8 +78,8 @@ def lose(rank, losses):
         assert is_clean(grid)
 
 
-# Ranks die, once or twice. The others raise, find the survivors, and communicate over new groups,
-# with the ranks in any order. A partner of a lost rank may become a spare.
+# Ranks die, once or twice. The others raise, find the survivors, and communicate over new groups.
+# The new layout may have the ranks in any order, and may leave out a partner of a lost rank.
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("size", "losses"),
@@ -93,8 +93,8 @@ def test_grid_continues_after_a_loss(tmp_path, size, losses):
     run_scenario(tmp_path, lose, size, losses, victims=lost)
 
 
-# survivors() ends the grid's groups, so that ranks that wait in a collective join, too. It does so
-# even if the frames of the current exception refer to the groups.
+# survivors() ends the groups of the grid, so that ranks that wait in a collective raise and join.
+# This works even if the frames of the current exception refer to the groups.
 @pytest.mark.full
 @pytest.mark.ranks(4, timeout=90)
 def test_survivors_wakes_waiting_ranks():
@@ -112,8 +112,8 @@ def test_survivors_wakes_waiting_ranks():
     assert list(map(str, grid.reshape("dp=4", ranks=left).destroyed)) == ["tp+dp"]
 
 
-# survivors() needs a longer timeout than the groups have. Afterwards the groups have
-# ended, and their keys need a reshape.
+# survivors() needs a longer timeout than the groups. Afterwards the groups have ended, and their
+# keys can only be used after a reshape.
 def test_timeouts_of_survivors():
     with fake_world(8), HyperCommGrid("tp=2,dp=4") as grid:
         grid.create_pg("tp", timeout=timedelta(seconds=20))
@@ -168,8 +168,8 @@ def reshape_with_a_dead_rank(rank):
     assert sums_and_members(grid) == groups_in([0, 1, 3], 1, rank)
 
 
-# If the list has a dead rank, all ranks raise in time and name it, and nothing changes. Without it,
-# the reshape succeeds.
+# If the list contains a dead rank, all ranks raise in time and name that rank, and nothing changes.
+# A reshape without the dead rank succeeds.
 @pytest.mark.full
 def test_dead_rank_in_the_list_is_named(tmp_path):
     run_scenario(tmp_path, reshape_with_a_dead_rank, 4, victims=[2])
@@ -208,8 +208,8 @@ def renew(rank, folder):
     assert not dist.is_initialized()
 
 
-# One of four ranks dies, then the first of the others. Each time the remaining ranks make a new
-# WORLD, in which the grid continues. The loss is reported in the old rank numbers.
+# One of four ranks dies, then the first of the remaining ranks. Each time, the remaining ranks make
+# a new WORLD, in which the grid continues. The loss is reported with the old rank numbers.
 @pytest.mark.full
 @pytest.mark.parametrize("in_a_file", [False, True])
 def test_renew_world_after_losses(tmp_path, in_a_file):

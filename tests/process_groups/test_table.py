@@ -1,4 +1,4 @@
-"""Entries of the table of groups in several threads: reserved during a creation, live, ended."""
+"""The table of groups with several threads: its entries are reserved, live, or ended."""
 
 import threading
 
@@ -77,8 +77,8 @@ def test_two_threads_create_one_key(gate):
         assert len(gate.names) == 1
 
 
-# If a creation fails while other threads wait for it, one of them creates the group, for the same
-# key or for another key that shares it.
+# If a creation fails while other threads wait for it, one of these threads creates the group. This
+# holds for threads with the same key, and with another key that shares the group.
 @pytest.mark.parametrize("name", [None, "twin"])
 def test_second_thread_creates_after_a_failure(gate, name):
     with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4", share="identical") as grid:
@@ -95,7 +95,7 @@ def test_second_thread_creates_after_a_failure(gate, name):
         assert len(gate.names) == 2
 
 
-# A key that shares a group waits for the thread that creates it.
+# If a key shares a group, its thread waits for the thread that creates the group.
 def test_sharing_waits_for_the_creation(gate):
     with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4", share="identical") as grid:
         first = Thread(grid.create_pg, "tp")

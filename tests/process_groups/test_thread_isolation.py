@@ -109,8 +109,8 @@ def test_reconfigurable_groups(seen):
             assert seen == [before]
 
 
-# During the creation, only the creating thread sees WORLD without its device, and so does torch's
-# helper function. hypercomm still finds the device.
+# During the creation, WORLD appears to have no device in the creating thread, also to torch's
+# helper function. Other threads see the device, and hypercomm still finds it.
 @pytest.mark.skipif(capabilities.since("2.15"), reason="torch has a switch since 2.15")
 def test_creating_thread_sees_world_unbound():
     timeout = timedelta(seconds=5)

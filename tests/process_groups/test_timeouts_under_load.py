@@ -33,7 +33,7 @@ def _busy():
 
 
 def calls(number):
-    """Return calls that need all ranks, by name. Each has an unused grid."""
+    """Return calls that need all ranks, by name. Each call is on a new grid."""
     limit = timedelta(seconds=LIMIT_S)
     grid = HyperCommGrid("tp=2,dp=2", name=f"grid {number}")
     grids = GridSet.tile(a="tp=4", name=f"set {number}")

@@ -1,6 +1,6 @@
 """Groups are created in spite of changes in torch.
 
-If the installed torch does not have a change, a replacement behaves as if it had.
+If the installed torch does not have a change, a replacement behaves like a torch with the change.
 """
 
 import os
@@ -24,8 +24,8 @@ from hypercomm.testing import fake_world
 VERSION = torch.torch_version.TorchVersion(torch.__version__)
 
 
-# If gloo cannot be set up, the error has the reason and does not mention torch. Ranks that wait for
-# this rank raise the same error long before the timeout. Afterwards groups can be created.
+# If gloo cannot be set up, the error tells the reason and does not mention torch. Ranks that wait
+# for this rank raise the same error long before the timeout. Afterwards groups can be created.
 @pytest.mark.ranks(2)
 def test_failed_gloo_setup_is_reported():
     grid = HyperCommGrid([2], ["dp"])
@@ -41,7 +41,8 @@ def test_failed_gloo_setup_is_reported():
         assert sum_over(grid.create_pg("dp")) == 11
 
 
-# For a rank outside a split, torch returns None, or since 2.14 a number. hypercomm returns None.
+# On a rank outside a split, torch before 2.14 returns None, and later a number. hypercomm returns
+# None.
 @pytest.mark.parametrize("outside", [None, dist.GroupMember.NON_GROUP_MEMBER])
 def test_rank_outside_a_split_gets_none(monkeypatch, outside):
     bound_world.bind(monkeypatch)
@@ -131,8 +132,8 @@ def test_too_old_torch_is_reported():
         assert expected in " ".join((done.stderr + done.stdout).split())
 
 
-# With TorchComms, torch 2.14 creates a group with its members only, as "local" does. An older torch
-# splits WORLD.
+# With TorchComms, torch 2.14 creates a group with calls of its members only, as "local" does. An
+# older torch splits WORLD.
 def test_groups_through_torchcomms(monkeypatch):
     for name in ("_use_torchcomms_enabled", "_torchcomms_handles_backend"):
         monkeypatch.setattr(dist.distributed_c10d, name, lambda *_: True, raising=False)

@@ -1,1 +1,1 @@
-"""The simulated job: how ranks agree, on the real code, under many schedules and faults."""
+"""The simulated job: it runs the real agreement of ranks, under many schedules and faults."""

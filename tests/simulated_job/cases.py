@@ -23,7 +23,7 @@ GRACE_S = 2.0
 
 
 class Call(NamedTuple):
-    """A call of one rank. `seen` returns the state that it changes and that all ranks share."""
+    """A call of one rank. `seen` returns the state that the call changes equally on all ranks."""
 
     make: Callable[[], object]
     seen: Callable[[], object]
@@ -111,7 +111,7 @@ def worlds() -> object:
 
 
 def a_rejoin() -> Call:
-    """Return the call by which the engine starts again and the trainers continue with it."""
+    """Return the call with which the engine joins again and the trainers continue with it."""
     world = joined()
     gate("all have joined")
     if dist.get_rank() < 2:
@@ -126,10 +126,10 @@ class Case(NamedTuple):
     Attributes:
         size: The number of ranks.
         set_up: Returns the call.
-        retries: Whether it can be repeated after any fault. A transfer cannot: data in flight is
-            lost, and torch cannot undo a collective.
-        is_notified: Whether a rank gets the error of a call that failed just before it arrived. A
-            rank that joins a world again does not: it waits until the others call again.
+        retries: Whether the call can be repeated after any fault. A transfer cannot, because data
+            in flight is lost and torch cannot undo a collective.
+        is_notified: Whether a rank raises the error of a call that failed just before the rank
+            arrived. A rank that joins a world again does not: it waits until the others call again.
     """
 
     size: int
@@ -141,7 +141,7 @@ class Case(NamedTuple):
 def grid_case(
     size: int, build: Callable[[], HyperCommGrid], make: Callable[[HyperCommGrid], object]
 ) -> Case:
-    """Return the case of a call of a grid."""
+    """Return the case for a call of a grid."""
     return Case(size, lambda: of_grid(build(), make))
 
 
@@ -202,7 +202,7 @@ def program(case: str) -> Any:
 def broken(
     job: Job, timeout_s: float = T, extra_s: float = 0.0, *, is_notified: bool = True
 ) -> list[str]:
-    """Return the guarantees that a run has broken, apart from guarantees of single cases.
+    """Return the guarantees that a run has broken, without guarantees of single cases.
 
     Args:
         job: The run.
@@ -251,7 +251,7 @@ def _differing_groups(job: Job) -> list[str]:
 
 def broken_by_fault(job: Job, case: str) -> list[str]:
     """Return the guarantees that a run of `program` with one fault has broken."""
-    limit_s = T if CASES[case].retries else 2 * T  # the agreement and the transfer
+    limit_s = T if CASES[case].retries else 2 * T  # T for the agreement, T for the transfer
     extra_s = sum(fault.seconds for fault in job.happened)
     broken_ones = broken(job, limit_s, extra_s, is_notified=CASES[case].is_notified)
     ends = [rank.value for rank in job.living() if rank.value is not None]

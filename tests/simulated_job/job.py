@@ -32,10 +32,10 @@ class Fault(NamedTuple):
 
     Attributes:
         rank: The rank.
-        at: The number of its step since `mark`, from 1 on.
-        kind: "dies", "is interrupted" or "pauses". A fault of its next store operation is "loses a
-            request", "loses a reply", "waits for a request" or "waits for a reply". "is cut off"
-            makes the store silent for all ranks.
+        at: The step of the rank at which the fault occurs, counted from 1 after `mark`.
+        kind: "dies", "is interrupted" or "pauses". For a fault of the rank's next store operation:
+            "loses a request", "loses a reply", "waits for a request" or "waits for a reply". "is
+            cut off" makes the store silent for all ranks.
         seconds: The duration of a pause, of a wait, or of the silence of the store.
     """
 
@@ -47,7 +47,7 @@ class Fault(NamedTuple):
 
 @attrs.frozen
 class Made:
-    """A call that a program made by `attempt`."""
+    """A call that a program made through `attempt`."""
 
     label: str
     value: Any
@@ -57,7 +57,7 @@ class Made:
 
     @property
     def kind(self) -> str:
-        """The class name of its error, or "" if it returned."""
+        """The class name of the error, or "" if the call returned."""
         return "" if self.error is None else type(self.error).__name__
 
 
@@ -79,11 +79,11 @@ class Server:
     """The content of the store, and the times at which it is gone or silent.
 
     Attributes:
-        held: Its keys and values.
-        gone_s: The time from which it is gone.
-        silent_s: The time from which it is silent.
+        held: The keys and values.
+        gone_s: The time from which the store is gone.
+        silent_s: The time from which the store is silent.
         back_s: The time at which it replies again, also to requests sent during the silence.
-        requests: The number of requests that it has received.
+        requests: How many requests the store has received.
     """
 
     held: dict[str, bytes] = attrs.field(factory=dict)
@@ -178,7 +178,7 @@ class Client(dist.Store):  # type: ignore[name-defined, misc]
         return bool(self._do("check", keys[0], lambda: self._held.keys() >= {*keys}))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set a key if it holds the expected value. Return the value that it holds afterwards."""
+        """Set a key if it has the expected value. Return its value afterwards."""
 
         def act() -> bytes:
             held = self._held.get(key)
@@ -189,7 +189,7 @@ class Client(dist.Store):  # type: ignore[name-defined, misc]
         return bytes(self._do("compare_set", key, act))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number in a key."""
+        """Add to the integer that is the value of a key."""
         act = lambda: self._put(key, str(int(self._held.get(key, b"0")) + amount))  # noqa: E731
         return int(self._do("add", key, act))
 
@@ -284,7 +284,7 @@ class JobGroup(SimulatedGroup):
         return self._work(lane, at + 1, lambda: tensors[0].copy_(lane[at]))
 
     def _lane(self, key: object) -> dict[int, Any]:
-        """Return the pending tensors of a key, which is a collective or a pair of members."""
+        """Return the pending tensors of a collective, or of a pair of members, given as `key`."""
         return self.rank_process.job.lanes.setdefault((self.group_name, key), {})
 
     def _work(self, lane: dict[int, Any], count: int, end: Callable[[], object]) -> Any:
@@ -314,13 +314,13 @@ class Rank:
     """One rank of a simulated job.
 
     Attributes:
-        value: The result of its program.
-        error: The error of its program.
-        calls: The calls that it made by `attempt`.
-        is_dead: Whether it has died.
-        points: The number of its steps since `mark`.
-        held: The process groups that it has at its end.
-        store: Its client of the store.
+        value: The result of the program.
+        error: The error of the program.
+        calls: The calls that the program made through `attempt`.
+        is_dead: Whether the rank has died.
+        points: How many steps the rank has made since `mark`.
+        held: The process groups that the rank has when its program ends.
+        store: The rank's client of the store.
     """
 
     def __init__(self, number: int, job: Job) -> None:
@@ -377,7 +377,7 @@ class Rank:
     def new_group(
         self, size: int, position: int, ranks: Sequence[int], *args: Any, **options: Any
     ) -> tuple[Any, None]:
-        """Create a group as torch's helper does, with the given store.
+        """Create a group with the given store, as torch's `_new_process_group_helper` does.
 
         `ranks` is empty for a group of a joined world.
         """
@@ -422,9 +422,9 @@ class Job:
     """A simulated job, and the result of its run.
 
     Attributes:
-        ranks: Its ranks.
+        ranks: The ranks of the job.
         server: The store.
-        happened: The faults that have happened.
+        happened: The faults that have occurred.
     """
 
     scheduler: Scheduler
@@ -443,11 +443,11 @@ class Job:
         return self.scheduler.is_stuck
 
     def calls(self, number: int) -> list[Made]:
-        """Return the n-th call of each living rank that has one. -1 returns the last calls."""
+        """Return the call with index `number` of each living rank. -1 returns the last calls."""
         return [rank.calls[number] for rank in self.living() if len(rank.calls) > number]
 
     def kinds(self, number: int) -> list[str]:
-        """Return the classes of the errors of the n-th call of each living rank."""
+        """Return the error class of the call with index `number` of each living rank."""
         return [call.kind for call in self.calls(number)]
 
     def living(self) -> list[Rank]:
@@ -492,16 +492,16 @@ def simulate_job(
     Args:
         program: Called with `args` on every rank.
         size: The number of ranks.
-        args: Its arguments.
+        args: The arguments of the program.
         seed: Determines the order in which ranks run.
         faults: The faults of ranks.
         timeout_s: The timeout of WORLD.
         server: The store. The store of an earlier job can be used again.
-        most_steps: The number of steps after which the run is ended early.
+        most_steps: After this many steps, the run is ended early.
     """
     scheduler = Scheduler(seed, most_steps)
     server = server or Server()
-    server.held["cpu//0/0"] = f"address of job {len(server.held)}".encode()  # gloo's key for WORLD
+    server.held["cpu//0/0"] = f"address of job {len(server.held)}".encode()  # gloo's for WORLD
     job = Job(scheduler, size, timedelta(seconds=timeout_s), [*faults], server)
     was_collecting = gc.isenabled()
     gc.disable()  # grids warn when they are collected, which would differ between runs
@@ -560,7 +560,7 @@ def sleep(seconds: float) -> None:
 
 
 def mark() -> None:
-    """Start to count the steps of this rank, for faults."""
+    """Start to count the steps of this rank. `Fault.at` is such a count."""
     this_rank().points = 0
 
 
@@ -585,7 +585,7 @@ def attempt(function: Callable[..., Any], *args: object, **keywords: object) -> 
 
 
 def gate(name: str) -> None:
-    """Wait, without the store, until all ranks that have not ended have called this."""
+    """Wait, without the store, until all ranks that have not ended have called this function."""
     rank = this_rank()
     job = rank.job
     rank.gates[name] += 1
@@ -598,7 +598,7 @@ def gate(name: str) -> None:
 
 
 def thread(action: Callable[[], object]) -> Callable[[], object]:
-    """Start another thread of this rank, and return a function that waits for its end."""
+    """Start another thread of this rank. Return a function that waits until the thread ends."""
     rank = this_rank()
     scheduler = rank.job.scheduler
     ended = Event(scheduler)

@@ -22,7 +22,7 @@ MISTAKES = ["skips", "repeats", "swaps", "another size", "another option"]
 
 @attrs.frozen
 class Step:
-    """One call. `number` distinguishes calls of one kind."""
+    """One call. `number` distinguishes calls of the same kind."""
 
     kind: str
     number: int
@@ -57,7 +57,7 @@ _OF_SET = [("a", "tp"), ("b", "dp")]
 
 @attrs.frozen
 class Program:
-    """The calls of every rank, and the mistake of one rank: (rank, step, mistake)."""
+    """The calls of every rank, and the mistake of one rank, as (rank, step, mistake)."""
 
     ranks: int
     steps: tuple[Step, ...]
@@ -122,7 +122,7 @@ class Program:
         return made
 
     def run(self, seed: int) -> Job:
-        """Run it in a simulated job."""
+        """Run the program in a simulated job."""
         return simulate_job(self, self.ranks, seed=seed, timeout_s=T)
 
 

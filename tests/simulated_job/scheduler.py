@@ -1,4 +1,4 @@
-"""Threads that run one at a time on a virtual clock. Random delays decide their order."""
+"""Threads that run one at a time on a virtual clock. Their order depends on random delays."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Task:
     """A simulated thread.
 
     Args:
-        owner: The process that it belongs to, or None for the job.
-        action: The function that it runs.
-        is_main: Whether the job lasts until it ends.
+        owner: The process of the task, or None for the job.
+        action: The function that the task runs.
+        is_main: Whether the job lasts until the task ends.
 
     Attributes:
-        wake_s: When it can continue, or infinity while it waits for an object.
-        awaits: The object that it waits for.
-        error: The error that is raised in it when it runs next.
-        is_ended: Whether its process has ended.
+        wake_s: The time at which the task can continue, or infinity while it waits for an object.
+        awaits: The object for which the task waits.
+        error: The error that is raised in the task when it runs next.
+        is_ended: Whether the process of the task has ended.
     """
 
     def __init__(self, owner: Any, action: Callable[[], object], *, is_main: bool) -> None:
@@ -41,11 +41,11 @@ class Task:
 
 
 class Scheduler:
-    """Runs tasks until all main ones are done.
+    """Runs tasks until all main tasks are done.
 
     Args:
         seed: Determines all delays.
-        most_steps: The number of steps after which a run is ended early.
+        most_steps: After this many steps, a run is ended early.
 
     Attributes:
         now_s: The virtual time.
@@ -122,7 +122,7 @@ class Scheduler:
         task.wake_s = min(task.wake_s, self.now_s)
 
     def end(self, owner: object = None) -> None:
-        """End all tasks of a process, or all tasks. They run to their end without effect."""
+        """End all tasks of a process, or all tasks. Ended tasks run to their end without effect."""
         for task in self._tasks:
             if owner is None or task.owner is owner:
                 task.is_ended = True
@@ -200,7 +200,7 @@ class Scheduler:
 class SimulatedSystem:
     """The methods of the library's `system`, on the virtual clock.
 
-    The time of an ended process is infinite, and it waits for nothing.
+    For an ended process, the time is infinite, and every wait returns immediately.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -224,7 +224,7 @@ class SimulatedSystem:
         return Lock(self._scheduler)
 
     def start(self, action: Callable[[], None], done: Callable[[], None]) -> None:
-        """Start a thread of the process that runs."""
+        """Start a thread of the current process."""
         current = self._scheduler.current
         if current is not None and not current.is_ended:
             self._scheduler.spawn(current.owner, lambda: (action(), done()))
@@ -247,7 +247,7 @@ class Event:
         self._scheduler.notify(self)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set, or for a time."""
+        """Wait until the event is set, or until a timeout."""
         scheduler = self._scheduler
         until_s = math.inf if timeout is None else scheduler.now_s + timeout
         while not self._is_set and not (scheduler.current is None or scheduler.current.is_ended):
@@ -277,7 +277,7 @@ class Lock:
         return True
 
     def release(self) -> None:
-        """Release it."""
+        """Release the lock."""
         self._is_held = False
         self._scheduler.notify(self)
 

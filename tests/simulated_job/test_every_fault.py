@@ -1,4 +1,4 @@
-"""One fault of one rank, at every step of every call, and random programs with one mistake."""
+"""A fault of one rank at every step of every call, and random programs with one mistake."""
 
 import itertools
 import random
@@ -26,7 +26,7 @@ def check(case, seed, rank, at, kind, seconds):
     assert broken_by_fault(job, case) == [], (seed, job)
 
 
-# If a rank is interrupted after all have joined, it has no world, but the others do.
+# If a rank is interrupted after all have joined, it has no world, but the other ranks have one.
 PAIRS = [
     (case, fault)
     for case, fault in itertools.product(CASES, FAULTS)
@@ -34,8 +34,8 @@ PAIRS = [
 ]
 
 
-# After any fault of one rank, the other ranks have one outcome in time. Its error names no other
-# rank. A failed call leaves nothing, and one retry by all ranks succeeds.
+# After any fault of one rank, the other ranks have the same outcome in time. An error names no
+# other rank. A failed call leaves nothing, and one retry by all ranks succeeds.
 @pytest.mark.parametrize("case", CASES)
 def test_sample_of_faults(case):
     drawn = random.Random(case)
@@ -71,7 +71,7 @@ def check_program(seed, *, odd):
 
 
 # Ranks that run the same program raise no error. If one rank makes a mistake, no other rank is
-# named, all ranks have the same outcome of collective calls in time, and all can continue.
+# named. All ranks have the same outcome of collective calls in time, and all can continue.
 @pytest.mark.full
 @pytest.mark.parametrize("odd", [False, True])
 def test_sample_of_programs(odd):

@@ -1,7 +1,7 @@
-"""Every interleaving of the calls of two or three ranks: the steps of the protocol, on a dict.
+"""Every interleaving of the calls of two or three ranks. A dict replaces the store.
 
-A state is the position of each rank in its steps, and the content of the store. Each state is
-visited once. The ranks run `Member.call`, as production and the simulated job do.
+A state consists of the position of each rank in its steps, and the content of the store. Each state
+is visited once. The ranks run `Member.call`, as in production and in the simulated job.
 """
 
 from functools import partial
@@ -52,7 +52,7 @@ class Ended(NamedTuple):
 
 
 def repeat(rank, size, deed, is_connecting):
-    """Make a call with a deed, and repeat it without the deed until all agree."""
+    """Make a call with a deed, such as a failure. Repeat it without the deed until all agree."""
     world = World(rank, size, "gloo", has_store=True)
     memory = Memory("job", f"{rank}")
     scope = Scope(world, "record", range(size), memory=memory)
@@ -68,7 +68,7 @@ def repeat(rank, size, deed, is_connecting):
         try:
             outcome = yield from member.call()
         except StoreLostError:
-            continue  # it has left no round
+            continue  # the rank has left no round
         yield Ended(member.ticket.round, outcome.kind)
         if outcome == AGREED:
             return
@@ -95,19 +95,19 @@ def perform(held, operation):
 
 
 class Late(NamedTuple):
-    """A reply for an operation that has not finished at a time."""
+    """The reply if an operation has not finished by this time."""
 
     seconds: float
 
 
 class Raised(NamedTuple):
-    """A reply for an operation that raises an error."""
+    """The reply if an operation raises an error."""
 
     error: str
 
 
 class Node:
-    """The position of a rank: its next operation, and how its calls have ended."""
+    """The position of a rank: its next operation, and the ends of its calls."""
 
     def __init__(self, replies, asks, ended):
         self.replies = replies
@@ -117,7 +117,7 @@ class Node:
 
 
 class State(NamedTuple):
-    """Positions of ranks, content of the store, dead ranks, and the faults that are left."""
+    """The positions of ranks, the content of the store, dead ranks, and the remaining faults."""
 
     nodes: tuple
     items: frozenset
@@ -133,9 +133,9 @@ class Search:
     Args:
         deeds: The deed of each rank in its first call.
         deaths: The number of ranks that may die, each at any operation.
-        late: The number of times that a rank may wait for too long.
-        lost: The number of store operations that may fail, with or without effect.
-        is_connecting: Whether the work needs the other ranks.
+        late: How often a rank may wait for too long.
+        lost: How many store operations may fail, with or without effect.
+        is_connecting: Whether the work of a call connects to the other ranks.
     """
 
     def __init__(self, deeds, deaths=0, late=0, lost=0, is_connecting=False):
@@ -224,7 +224,7 @@ class Search:
             yield later
 
     def steps_of(self, state, rank):
-        """Yield the states after an operation of a rank, or none if it waits for a key."""
+        """Yield the states after the next operation of a rank, or none if it waits for a key."""
         asks = state.nodes[rank].asks
         deed = "" if state.nodes[rank].ended else self.deeds[rank]
         if isinstance(asks, (Wait, Work)) and deed == "is interrupted":
@@ -253,7 +253,7 @@ class Search:
         return state._replace(nodes=tuple(nodes))
 
     def broken(self):
-        """Return the ends that break a guarantee."""
+        """Return the final states that break a guarantee."""
         found = []
         for ranks, dead in self.ends:
             rounds = {}
@@ -290,8 +290,8 @@ DEEDS = ["", "differs", "fails", "rejects", "is interrupted"]
 both = pytest.mark.parametrize("is_connecting", [False, True], ids=["local", "connecting"])
 
 
-# Each round has the same outcome for two ranks, in every order of their operations. Once neither
-# rank has a deed left, both agree.
+# In every order of the operations of two ranks, both ranks have the same outcome of each round.
+# Once neither rank has a deed left, both agree.
 @both
 @pytest.mark.parametrize("first", DEEDS)
 @pytest.mark.parametrize("second", DEEDS)
@@ -301,7 +301,7 @@ def test_two_ranks_have_one_outcome(first, second, is_connecting):
     assert search.broken() == []
 
 
-# Two ranks that cannot connect to each other have one outcome, too.
+# Two ranks that cannot connect to each other also have the same outcome.
 @pytest.mark.parametrize("second", ["cannot connect", "fails", "is interrupted"])
 def test_two_ranks_that_cannot_connect(second):
     search = Search(["cannot connect", second], late=1, is_connecting=True)
@@ -309,7 +309,7 @@ def test_two_ranks_that_cannot_connect(second):
     assert search.broken() == []
 
 
-# Three ranks, where one has a deed, have one outcome, too.
+# Three ranks, one of which has a deed, also have the same outcome.
 @both
 @pytest.mark.parametrize(
     "deed", ["", *(pytest.param(one, marks=pytest.mark.slow) for one in DEEDS[1:])]
@@ -320,8 +320,8 @@ def test_three_ranks_have_one_outcome(deed, is_connecting):
     assert search.broken() == []
 
 
-# If a rank waits for too long, dies, or loses a store operation, at any operation, the others have
-# one outcome.
+# If a rank waits for too long, dies, or loses a store operation, at any operation, the other ranks
+# have the same outcome.
 @both
 @pytest.mark.parametrize("deed", ["", pytest.param("fails", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
@@ -339,8 +339,9 @@ def test_one_outcome_after_faults(deed, deaths, late, lost, is_connecting):
     assert search.broken() == []
 
 
-# Rank 1 waits in another call for rank 0, which has not seen yet that its call has ended. They wait
-# for each other only while both rounds are open, and rank 1 has no other thread.
+# Ranks 0 and 1 wait for each other in different calls. If one of the rounds has ended, its rank
+# just has not seen this yet, and there is no circle of waits. If rank 1 has another thread, there
+# is none either.
 @pytest.mark.parametrize(("ended", "threads"), [("", 1), ("own", 1), ("other", 1), ("", 2)])
 def test_circle_of_waits_ignores_ended_rounds(ended, threads):
     own, other = (
@@ -387,7 +388,8 @@ def run_alone(scope, held, seconds=0.0, *, is_connecting=False):
             return None
 
 
-# If the work of only one rank connects to others, the ranks differ: they would wait for each other.
+# If the work of only one of two ranks connects to the other rank, the outcome is "differs".
+# Otherwise the ranks would wait for each other.
 @pytest.mark.parametrize("first", [False, True])
 def test_ranks_differ_if_only_one_connects(first):
     held = {}
@@ -395,7 +397,8 @@ def test_ranks_differ_if_only_one_connects(first):
     assert run_alone(scope_of(1), held, is_connecting=not first).kind == "differs"
 
 
-# A rank whose deadline has passed once it has proposed does not arrive.
+# If the deadline of a rank has passed by the time it has proposed a round, the rank does not
+# arrive.
 def test_rank_past_its_deadline_does_not_arrive():
     held = {}
     outcome = run_alone(scope_of(0), held, 2 * DEADLINE_S)
@@ -405,8 +408,9 @@ def test_rank_past_its_deadline_does_not_arrive():
     assert not any("/done/" in key for key in held)
 
 
-# A rank that was in a round, and has lost it because of the store, ends it at its next call: its
-# bit is set already, and adding it again would set the bit of rank 1.
+# If a rank has entered a round and then left it because of the store, its next call ends this
+# round. The rank cannot enter again, because its bit is already set. Adding the bit again would set
+# the bit of rank 1.
 def test_round_that_was_entered_before_is_ended():
     held = {}
     scope = scope_of(0)
@@ -429,7 +433,7 @@ def reject_alone(scope, held):
             return end.value
 
 
-# A rank raises an outcome with a token only once. The next call begins a new round.
+# If an outcome has a token, a rank raises this outcome only once. Its next call begins a new round.
 def test_outcome_with_a_token_is_raised_once():
     held = {}
     scope = scope_of(1)
@@ -441,8 +445,8 @@ def test_outcome_with_a_token_is_raised_once():
     assert Record.decode("job/record", held["job/record"]).round == 1
 
 
-# A rank that rejects a call on which the others have timed out begins no round: their next call
-# would fail.
+# If a rank rejects a call on which the others have timed out, it begins no round, because then the
+# next call of the others would fail.
 def test_rejection_after_a_timeout_begins_no_round():
     held = {}
     first = Proposer(0, "rank 0", "host", "digest", "token")
@@ -461,7 +465,7 @@ def test_fenced_calls():
         assert run_alone(scopes[1], held) == AGREED
         for scope in scopes:
             scope.memory.leave("record", number)
-        scopes[0].memory.agreed["record"] = number  # as its call does once it is woken
+        scopes[0].memory.agreed["record"] = number  # as in a call, once the rank is woken
     late = attrs.evolve(scope_of(0), is_fenced=True)
     outcome = run_alone(late, held)
     assert outcome.kind == "failed"
@@ -478,7 +482,7 @@ def test_next_record():
     assert (again.round, again.failed, again.agreed_before) == (3, (failed, failed), 0)
 
 
-# A block whose key was deleted because it is complete has no missing rank.
+# The key of a complete block of ranks is deleted. Such a block has no missing rank.
 def test_complete_block_has_no_missing_ranks():
     tree = Tree("tree", 130)
     held = {}

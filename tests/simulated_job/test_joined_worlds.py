@@ -19,8 +19,8 @@ FACTS = {
 """A difference of one process."""
 
 
-# If one process passes a different fact, all raise immediately, in any order of arrival. Then all
-# can join. A process that joins as a rank that was not there before may raise once more.
+# If one process passes a different fact, all processes raise immediately, in any order of arrival.
+# Afterwards all can join. A process that joins as a new rank may raise once more.
 @seeds
 @pytest.mark.parametrize("fact", FACTS)
 def test_different_facts_fail_all_processes(fact, seed):
@@ -39,8 +39,8 @@ def test_different_facts_fail_all_processes(fact, seed):
     assert {*job.kinds(-1)} == {""}, job
 
 
-# A process that dies at any step while it joins can be started again within the timeout. If the
-# first process lives, it raises.
+# If a process dies at any step while it joins, it can be started again within the timeout. If the
+# first process still lives, it raises.
 @pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("first_s", [0.0, 0.5])
 def test_process_is_restarted_while_it_joins(first_s, step):
@@ -65,9 +65,9 @@ WAKES_S = {"before": 0.5, "within": 1.5, "after": 3.5}
 """When a paused process continues. The second process joins from 1 s to 2 s."""
 
 
-# A process is paused at one of its first requests and replaced, and continues before, while or
-# after the second process joins. The others raise nothing, or raise once, and then one rejoin()
-# succeeds.
+# A process is paused at one of its first requests, and a second process replaces it. The first
+# process continues before, while or after the second one joins. The other ranks raise nothing, or
+# raise once and then succeed with one rejoin().
 @pytest.mark.parametrize("wakes", WAKES_S)
 def test_replaced_process_continues(wakes):
     def program(order):
@@ -119,9 +119,9 @@ CALLS = {
 }
 
 
-# Calls in progress raise immediately when a rank joins again. Once all others have called rejoin(),
-# everything works, and nothing of the former world is left. The process of the former rank must
-# end.
+# When a rank joins again, calls in progress raise immediately. Once all others have called
+# rejoin(), everything works, and nothing of the former world is left. The process that had the rank
+# before must end.
 @seeds
 @pytest.mark.parametrize("name", CALLS)
 def test_rank_joins_again(name, seed):
@@ -174,8 +174,9 @@ def test_rank_never_joins(seed):
     assert [call.error.missing for call in job.calls(0)] == [(2,)] * 2, job
 
 
-# A process that claims a rank and dies before it arrives is not named. The engine, which has
-# arrived, is named. Process 3 is the engine again, and process 4 is trainer 1 again.
+# Process 3 joins as the engine again, and process 4 as trainer 1 again. Process 4 dies after it has
+# claimed its rank but before it arrives, so the error does not name it. The error names the engine,
+# which has arrived.
 @pytest.mark.parametrize("pause_at", range(1, 9))
 def test_process_dies_before_it_arrives(pause_at):
     def program():
@@ -198,7 +199,7 @@ def test_process_dies_before_it_arrives(pause_at):
         steps = [what for _, owner, what in job.scheduler.trace if owner == "rank 4"][:-1]
         claimed = [at for at, what in enumerate(steps) if what.endswith("/again")]
         after = steps[claimed[0] + 1 :] if claimed else []
-        if not any(what.startswith("compare_set") for what in after):  # it has begun no round
+        if not any(what.startswith("compare_set") for what in after):  # it began no round
             text = str(job.ranks[0].calls[0].error)
             assert "engine rank 0 of 1 (host" in text, (dies_at, job)
 
@@ -206,7 +207,7 @@ def test_process_dies_before_it_arrives(pause_at):
 FORMER = "hypercomm/worlds/weights/0"
 
 
-# If the store is gone or silent, all calls end in time with an error of hypercomm.
+# If the store is gone or silent, all calls end in time with a HyperCommError.
 @pytest.mark.parametrize("from_s", [0.0, 0.002, 0.004, 1.0])
 @pytest.mark.parametrize("how", ["gone_s", "silent_s"])
 def test_lost_store_while_joining(how, from_s):

@@ -1,4 +1,4 @@
-"""Single situations of ranks that agree, and the outcome of each."""
+"""Situations in which ranks agree, each with its outcome."""
 
 from datetime import timedelta
 from functools import partial
@@ -58,7 +58,7 @@ def test_endless_run_is_ended():
     assert simulate_job(lambda: [sleep(0.1) for _ in range(10**6)], 2, most_steps=999).is_stuck
 
 
-# Grids of equal sizes with different gaps between their ranks are different grids.
+# Grids with equal sizes but different gaps between their ranks are different grids.
 @seeds
 def test_grids_with_different_gaps_are_different(seed):
     def program():
@@ -108,8 +108,8 @@ MISTAKES = {
 """Calls that one rank makes differently."""
 
 
-# If one rank differs or fails before it joins, all ranks raise immediately, also ranks that arrive
-# later. Nothing is left, and the next call succeeds.
+# If one rank differs or fails before it joins, all ranks raise immediately, including ranks that
+# arrive later. Nothing is left, and the next call succeeds.
 @seeds
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistake_fails_all_ranks_immediately(mistake, seed):
@@ -132,7 +132,7 @@ def test_mistake_fails_all_ranks_immediately(mistake, seed):
     assert {*job.kinds(1)} == {""}, job
 
 
-# Ranks that wait for each other in different calls raise immediately, with both calls.
+# Ranks that wait for each other in different calls raise immediately. The error names both calls.
 @seeds
 @pytest.mark.parametrize("size", [2, 3])
 def test_circle_of_waits_raises(size, seed):
@@ -154,7 +154,7 @@ def test_circle_of_waits_raises(size, seed):
     assert {*job.kinds(1)} == {""}, job
 
 
-# A rank is in no circle of waits if another of its threads may end the wait.
+# A rank is in no circle of waits if another thread of this rank may end the wait.
 @seeds
 def test_two_threads_in_different_orders(seed):
     def program():
@@ -175,7 +175,8 @@ def test_two_threads_in_different_orders(seed):
     check_time(job, 2 * QUICK_S)
 
 
-# Two threads ensure one group, and the first times out. The second creates and keeps a new group.
+# Two threads call ensure_pg for one group, and the first times out. The second creates and keeps a
+# new group.
 @seeds
 def test_two_threads_ensure_one_group(seed):
     def program():
@@ -206,8 +207,8 @@ def test_two_threads_ensure_one_group(seed):
 # ---- missing ranks -------------------------------------------------------------------------------
 
 
-# In a chain of waits, the error names only the rank at its end as missing. `absent` has the rank
-# for which each rank waits.
+# In a chain of waits, the error names only the rank at the end of the chain as missing. `absent`
+# contains, for each rank, the rank for which it waits.
 @seeds
 def test_chain_of_waits_names_the_last_rank(seed):
     def program():
@@ -248,7 +249,7 @@ def test_missing_rank_is_named_by_all(size, missing):
     assert {call.error.missing for call in job.calls(1)} == {(missing,)}, job
 
 
-# A rank that dies after it has set its "done" bit does not fail the others.
+# If a rank dies after it has set its "done" bit, the calls of the other ranks do not fail.
 @pytest.mark.parametrize("victim", [0, 3])
 def test_death_of_a_finished_rank_fails_nobody(victim):
     def program():
@@ -269,7 +270,7 @@ def test_death_of_a_finished_rank_fails_nobody(victim):
     assert finished > 0
 
 
-# Ranks with different deadlines have one outcome, which names only ranks that arrived after it.
+# Ranks with different deadlines have the same outcome. It names only ranks that arrive later.
 @seeds
 def test_ranks_with_different_deadlines(seed):
     delays_s = dict(enumerate([0.0, 8.0, 16.0, 16.0, 24.0, 0.0]))
@@ -312,7 +313,7 @@ def _marked(program):
     return program()
 
 
-# A failure wakes ranks that wait to connect or to finish, so that they do not have to poll.
+# A failure wakes ranks that wait to connect or to finish, so that these ranks do not have to poll.
 @seeds
 @pytest.mark.parametrize("lazily", [False, True])
 def test_failure_wakes_all_ranks(lazily, seed):
@@ -325,11 +326,11 @@ def test_failure_wakes_all_ranks(lazily, seed):
 
     job = simulate_job(program, 4, seed=seed)
     check_time(job, QUICK_S)
-    assert max(call.took_s for call in job.calls(0)[1:]) < 0.15, job  # rank 0 waits for readers
+    assert max(call.took_s for call in job.calls(0)[1:]) < 0.15, job  # rank 0 waits for the others
     assert {*job.kinds(0)} == {"PlanMismatchError"}, job
 
 
-# The status of a rank that has waited or failed is cleared by its next call.
+# If a rank has waited or failed, its next call clears its status.
 @seeds
 def test_no_status_is_left(seed):
     def program():
@@ -383,7 +384,8 @@ def test_interrupted_call_fails_ranks_that_arrive_later(call, seed):
 # ---- the store -----------------------------------------------------------------------------------
 
 
-# Each call on a lost or silent store ends in time with a HyperCommError, and so does the next call.
+# If the store is lost or silent, each call ends in time with a HyperCommError, and so does the next
+# call.
 @pytest.mark.parametrize("from_s", [0.0, 0.002, 0.004, 1.0])
 @pytest.mark.parametrize("how", ["gone_s", "silent_s"])
 def test_lost_store_ends_all_calls(how, from_s):
@@ -439,7 +441,7 @@ def test_keys_of_a_reused_name(lazily):
         assert sorted(name for name in kept if "//" not in name) == ["0", "0/3/end"]
 
 
-# A job that starts on the store of a lost job is not affected by its keys.
+# If a job starts on the store of a lost job, the keys of the lost job do not affect it.
 @pytest.mark.parametrize("at", [3, 8, 12, 14])
 def test_restart_on_the_store_of_a_lost_job(at):
     def program():
@@ -457,8 +459,8 @@ def test_restart_on_the_store_of_a_lost_job(at):
 # ---- survivors -----------------------------------------------------------------------------------
 
 
-# At whatever step a rank dies, the others find the same survivors and continue with a grid of
-# these.
+# At whatever step a rank dies, the other ranks find the same survivors and continue with a grid of
+# these survivors.
 @pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_survivors_agree_after_a_death(step):
     def program():
@@ -483,12 +485,12 @@ def test_survivors_agree_after_a_death(step):
             assert len(values) == 1, job
             ((ranks, _),) = values
             kinds = {rank.calls[-1].kind for rank in left}
-            is_whole = victim not in ranks or len(left) == 4  # else it died after survivors()
-            late = ({"GroupCreationTimeout"}, {"CreationError"})  # it died before or after arriving
+            is_whole = victim not in ranks or len(left) == 4  # else: died after survivors()
+            late = ({"GroupCreationTimeout"}, {"CreationError"})  # died before or after arriving
             assert kinds == {""} or (kinds in late and not is_whole), job
 
 
-# If two sets of ranks each consider the other one lost, at most one continues.
+# If two sets of ranks each consider the other set lost, at most one set continues.
 @seeds
 def test_two_sets_do_not_both_continue(seed):
     def program():

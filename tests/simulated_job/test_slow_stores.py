@@ -35,9 +35,10 @@ OWN_ERRORS = {
 }
 
 
-# At each request, one rank or all ranks wait for a reply of the store, so that the call may time
-# out. Once the store replies again, no rank appears to wait in that call: the next call succeeds,
-# with the same name or another one, although the ranks arrive one after the other.
+# At one request, one rank or all ranks wait for a reply of the store, so that the call may time
+# out. Every request is tried. Once the store replies again, no rank appears to wait in the failed
+# call. Therefore the next call succeeds, with the same or another name, even if ranks arrive one by
+# one.
 @pytest.mark.parametrize(
     ("last", "lazily", "step"),
     [
@@ -81,8 +82,9 @@ def test_calls_after_a_slow_store_succeed(kind, next_name, last, lazily, step):
     assert timed_out > 0
 
 
-# A rank with a wrong argument fails the call of the others, but the store replies late to it, and
-# it has begun its next call. Unless the store has performed its request, that call succeeds.
+# A rank with a wrong argument ends the call of the other ranks, but the store replies late to this
+# rank. Meanwhile the rank has begun its next call. This call succeeds, unless the store has already
+# performed the request whose reply was late.
 @pytest.mark.parametrize("kind", ["waits for a request", "waits for a reply"])
 def test_a_refusal_that_is_late(kind):
     def program():
@@ -114,8 +116,8 @@ def test_a_refusal_that_is_late(kind):
     assert late > 0
 
 
-# The store is silent for all. A rank is interrupted, and begins the next call before the store
-# replies again: that call succeeds.
+# The store is silent for all ranks. A rank is interrupted, and begins its next call before the
+# store replies again. This call succeeds.
 @pytest.mark.parametrize("seed", range(8))
 def test_an_interrupt_that_is_late(seed):
     def program():

@@ -158,8 +158,8 @@ def about(report, test):
     return re.split(r"^(?:_+ .* _+|=+ .* =+)$", rest, flags=re.MULTILINE)[0]
 
 
-# Each size is a separate test on that number of ranks. A size that is too large is skipped with the
-# reason. given_ranks skips examples that are too large, and a test without any other example.
+# Each size is a separate test on as many ranks. A size that is too large is skipped with the
+# reason. given_ranks skips examples that are too large. If all examples are, the test is skipped.
 def test_each_size_is_a_test(report):
     for test in (
         "test_sum[ranks=1]",
@@ -175,7 +175,7 @@ def test_each_size_is_a_test(report):
         assert re.search(rf"SKIPPED \[\d\] .*: {reason}\n", report)
 
 
-# The output of each rank is in the report, also output of C code and of tests that pass.
+# The report contains the output of each rank, including output of C code and of tests that pass.
 def test_output_of_each_rank(report):
     output = about(report, "test_sum[ranks=2]")
     for rank in (0, 1):
@@ -203,7 +203,7 @@ def test_failures_are_reported(report):
     assert "deprecated" not in output
 
 
-# A test that cannot run on ranks is an error that says why. A body may skip, and expect to fail.
+# If a test cannot run on ranks, pytest reports an error with the reason. A body may skip or xfail.
 def test_unsupported_tests_are_errors(report):
     output = about(report, "test_lock[ranks=2]")
     assert output.startswith("\nargument 'lock' of test_lock cannot be pickled for its ranks: <unl")
@@ -214,7 +214,8 @@ def test_unsupported_tests_are_errors(report):
     assert "XFAIL test_all.py::test_xfail[ranks=1] - known\n" in report
 
 
-# With an invalid marker, the test does not run. Without an option, the machine limits the ranks.
+# With an invalid marker, the test does not run. Without an option, the number of ranks is limited
+# by the machine.
 def test_invalid_markers(tmp_path):
     markers = ["()", "('2')", "(2.0)", "(True)", "(0)", "(2, 2)", "(2, tiemout=3)", "(4096)"]
     for number, marker in enumerate(markers):
@@ -251,14 +252,14 @@ def test_strategies_are_registered_by_type(layout, mapping):
     assert isinstance(mapping, RankMapping)
 
 
-# A body gets the drawn grid, live, and the same draw on each rank.
+# A body gets the drawn grid as a live grid, and the same drawn values on each rank.
 @given_ranks(grids(max_ranks=3, views=True), st.integers(0, 9), max_examples=4)
 def test_body_gets_a_live_grid(grid, number):
     assert dist.get_world_size() == grid.layout.size
     assert grid[grid.dim_names].sum(number) == number * grid.layout.size
 
 
-# A grid keeps its arguments on ranks. A grid with share_with= cannot be sent to ranks.
+# A grid that is sent to ranks keeps its arguments. A grid with share_with= cannot be sent.
 def test_grid_keeps_its_arguments_on_ranks():
     grid = HyperCommGrid("tp=2", name="b", creation="enumerate", world_size=2)
 
@@ -273,7 +274,8 @@ def test_grid_keeps_its_arguments_on_ranks():
         on_ranks.run_body(body, {"travelled": borrowing}, 2)
 
 
-# The body can be a closure. The smallest example has the traceback of the first failing rank.
+# The body can be a closure. The smallest example is reported with the traceback of the first
+# failing rank.
 def test_example_shrinks():
     most = 2
 

@@ -21,7 +21,7 @@ from hypercomm.errors import LayoutError, UnknownDimError
 from hypercomm.testing import properties
 from hypercomm.testing.properties import PropertyError
 
-# ---- sharded layers, with the mistake that `bug` names -------------------------------------------
+# ---- sharded layers; `bug` names a mistake to make -----------------------------------------------
 
 
 class Sum(torch.autograd.Function):
@@ -38,7 +38,7 @@ class Sum(torch.autograd.Function):
 
 
 class SumTwice(Sum):
-    """A sum that also sums the gradient, although all ranks have the same loss."""
+    """A sum that wrongly sums the gradient, too, although all ranks have the same loss."""
 
     @staticmethod
     def backward(ctx, gradient):
@@ -75,7 +75,7 @@ class Gather(torch.autograd.Function):
 
 
 class Part(torch.autograd.Function):
-    """Return the rank's part of the sum over a dim, along an axis. Its gradient is gathered."""
+    """Sum over a dim and return this rank's part along an axis. The gradient is gathered."""
 
     @staticmethod
     def forward(ctx, whole, dim, axis):
@@ -177,7 +177,7 @@ def token_loss(dp, bug=None):
 # ---- correct layers ------------------------------------------------------------------------------
 
 
-# Correct layers pass, with another dim in the grid, in either order of dims.
+# Correct layers pass. The grid also has another dim, and both orders of the dims are tested.
 @pytest.mark.ranks(4)
 def test_correct_layers_pass():
     for sizes in ("tp=2,dp=2", "dp=2,tp=2"):
@@ -207,7 +207,7 @@ def test_correct_attention_passes(causal, zigzag):
             properties.attention(grid, "cp", own, causal=causal, zigzag=zigzag)
 
 
-# Modules from `parallelize_module`, whose parameters are DTensors, pass.
+# Modules from `parallelize_module` pass. Their parameters are DTensors.
 @pytest.mark.full
 @pytest.mark.ranks(4)
 def test_dtensor_modules_pass():
@@ -305,7 +305,7 @@ MISTAKES = [
 ]
 
 
-# Each mistake is found: all ranks raise with the same causes, which name the tensors that differ.
+# Each mistake is found. All ranks raise with the same causes, which name the tensors that differ.
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("check", "bug", "tensors", "word"),
@@ -325,7 +325,7 @@ def test_planted_mistakes_are_found(check, bug, tensors, word):
         assert all(word in cause and bool(word) == bool(cause) for cause in causes.values())
 
 
-# A mistake on some ranks only: the error has their coordinates and the index of the largest
+# If only some ranks make a mistake, the error names their coordinates and the index of the largest
 # difference.
 @pytest.mark.full
 @pytest.mark.ranks(4)

@@ -36,14 +36,14 @@ def five_groups():
 
 
 def made(simulation):
-    """Map each rank to its creations, as pairs of backend and ranks."""
+    """Map each rank to the groups that it creates, as pairs of backend and ranks."""
     return {
         rank: [(creation.backend, creation.ranks) for creation in creations]
         for rank, creations in simulation.creations.items()
     }
 
 
-# Every rank creates only its groups, which numpy counts, too, and all ranks agree.
+# Every rank creates only the groups that contain it. The groups match numpy's, and all ranks agree.
 def test_groups_match_numpy():
     got = simulate(five_groups, 128)
     table = np.arange(128).reshape(8, 2, 4, 2, order="F")
@@ -164,7 +164,8 @@ def test_meshes_in_a_simulation():
             assert {ranks for _, ranks in made(got)[rank]} == own
 
 
-# A program that destroys WORLD and initialises it again has a second job with new group counts.
+# If a program destroys WORLD and initialises it again, a second job begins, in which groups are
+# counted anew.
 def test_second_job_in_a_simulation():
     def program():
         if dist.get_rank() < 2:
@@ -183,8 +184,8 @@ def test_second_job_in_a_simulation():
     assert [one.group.called for one in got.collectives[2]] == ["WORLD", "WORLD (job 2)"]
 
 
-# use_local_synchronization=True of torch puts a rank's number of groups into the name, so ranks
-# with different memberships hang (pytorch issue 173608). A simulation finds this.
+# With use_local_synchronization=True, torch names a group by how many groups the rank has created.
+# Therefore ranks with different memberships hang (pytorch issue 173608). A simulation finds this.
 def test_uneven_memberships_in_torch_disagree():
     def theirs():
         if dist.get_rank() in (0, 3):
@@ -222,17 +223,17 @@ def test_different_creation_on_one_rank_is_named(calls, absent, differs):
     assert one.waiting == ((4,) if absent else (4, 5))
     assert differs in one.differs
     assert str(one).startswith("tp of ranks (4, 5): rank")
-    # without the other ranks, 6 and 7 agree
+    # if only ranks 6 and 7 are simulated, they agree
     assert simulate(run, 8, ranks=[6, 7]).disagreements == ()
 
 
-# The text of a creation has its first four ranks and the last one.
+# The text of a creation shows the first four ranks and the last rank.
 def test_text_of_a_creation():
     made = simulate(lambda: dist.new_group(range(5), group_desc="five") and None, 5).creations[0]
     assert [*map(str, made)] == ["five of ranks (0, 1, 2, 3, ..., 4)"]
 
 
-# A sample of the ranks of a world of any size, with backends that this machine does not have.
+# A sample of ranks can be simulated, in a world of any size, with backends that this machine lacks.
 def test_sample_of_ranks():
     def run():
         grid = HyperCommGrid([8, 131_072], ["tp", "dp"], backend="nccl")
@@ -266,7 +267,7 @@ def test_invalid_simulations(function, options, error, message):
     assert not dist.is_initialized()
 
 
-# Ranks call barriers, each in a random order. They finish exactly if the orders have no cycle.
+# Ranks call barriers, each in a random order. They finish if and only if the orders have no cycle.
 @given(st.data())
 def test_cycles_of_barriers_are_found(data):
     world = range(data.draw(st.integers(2, 5)))

@@ -127,8 +127,9 @@ def objects():
     return first, last[0], out[0], every[0]
 
 
-# Each collective works on every rank, and all agree. The result has the documented values: from
-# ranks that have run before, and this rank's value in place of values from later ranks.
+# Each collective works on every rank, and all agree. The result has the documented values. From
+# ranks that have run before, their values are used. In place of a later rank's value, this rank's
+# value is used.
 @pytest.mark.parametrize(
     ("function", "args", "returned"),
     [
@@ -225,7 +226,7 @@ def test_mistake_of_one_rank_is_named(program, differs):
     assert simulate(run, 8, args=(5,), ranks=[6, 7]).disagreements == ()
 
 
-# Ranks whose calls differ are named, the odd ones first, even if a third rank is absent.
+# Ranks whose calls differ are named, the minority first, even if a third rank is absent.
 # Consequences are not reported: rank 3 waits for a rank that has begun two calls and waits for the
 # second.
 @pytest.mark.parametrize("absent", [False, True])
@@ -251,8 +252,8 @@ def test_only_the_first_difference_is_reported(begins_two, absent):
     assert absent or re.match(r"rank 2 calls .*\[5\].*; ranks 0, 1 call .*\[4\]", one.differs)
 
 
-# Values of a different call or of another kind of tensor are not used. The splits of an all-to-all
-# may differ between ranks.
+# Values of other ranks are not used if they belong to a different call or to another kind of
+# tensor. The splits of an all-to-all may differ between ranks.
 def test_values_of_other_ranks():
     def run():
         rank = dist.get_rank()
@@ -274,8 +275,9 @@ SEND, RECV = [message(dist.send, 1)], [message(dist.recv, 0)]
 NEVER_SENT, NEVER_RECEIVED = ((1,), {0: "never sends it"}), ((0,), {1: "never receives it"})
 
 
-# Sends and receives without the other side, or that wait for each other, are found. Messages do not
-# count as collectives of their group. Nothing is known about a rank that is not simulated.
+# A send without its receive, a receive without its send, and messages that wait for each other are
+# found. Messages do not count as collectives of their group. Nothing is known about a rank that is
+# not simulated.
 @pytest.mark.parametrize(
     ("steps", "simulated", "found"),
     [
@@ -310,7 +312,7 @@ def test_unmatched_messages_are_found(steps, simulated, found):
     assert simulate(run, 3, ranks=simulated).disagreements == ()
 
 
-# A creation and a collective that wait for each other are found, too.
+# A creation and a collective that wait for each other are also found.
 def test_creation_and_barrier_wait_for_each_other():
     def run():
         grid = HyperCommGrid([2, 2], ["tp", "dp"])
@@ -326,7 +328,7 @@ def test_creation_and_barrier_wait_for_each_other():
     assert other.absent[2].startswith("waits in barrier on WORLD at test_")
 
 
-# A call that a real group rejects on this rank alone raises here, too, and names the rank.
+# If a real group rejects a call on this rank alone, the simulation also raises, and names the rank.
 @pytest.mark.parametrize(
     "call",
     [
@@ -352,7 +354,7 @@ STEPS = st.lists(
 
 
 def run_steps(steps, odd, change, at):
-    """Call the steps of this rank. Rank `odd` makes the change in its step with index `at`."""
+    """Call the steps of this rank. Rank `odd` makes `change` in its step with index `at`."""
     groups = [dist.new_group(ranks) for ranks in GROUPS]
     rank = dist.get_rank()
     mine = itertools.count()
@@ -370,7 +372,7 @@ def run_steps(steps, odd, change, at):
             work.wait()
 
 
-# Ranks that make the same calls agree. If one of them makes one change, it is named.
+# Ranks that make the same calls agree. If one rank makes one change, that rank is named.
 @given(st.data())
 def test_random_programs(data):
     steps = data.draw(STEPS)
@@ -384,7 +386,8 @@ def test_random_programs(data):
     assert any(odd in {*one.waiting, *one.absent} for one in concerned)
 
 
-# gloo agrees with the simulation: real ranks fail exactly if the simulation finds a disagreement.
+# gloo agrees with the simulation: real ranks fail if and only if the simulation finds a
+# disagreement.
 @pytest.mark.slow
 @pytest.mark.parametrize("odd", [None, 1])
 def test_simulation_agrees_with_gloo(odd):

@@ -1,4 +1,4 @@
-"""The published strategies keep and reach their bounds, reject impossible ones, and shrink."""
+"""The public strategies keep and reach their bounds, reject impossible bounds, and shrink."""
 
 import re
 
@@ -26,7 +26,7 @@ LAYOUT = RankLayout("tp=2,cp=3,dp=4", rank_offset=5)
 
 
 def find(strategy, condition=lambda _: True):
-    """Shrink without the database, which stores examples under the text of the condition."""
+    """Find the smallest example without the database, whose keys depend on the condition's text."""
     return hypothesis.find(strategy, condition, settings=settings(max_examples=2000, database=None))
 
 
@@ -101,7 +101,7 @@ def test_dim_subsets_ranks_and_orders(layout, data):
     assert eval(hypothesis.vendor.pretty.pretty(layout)) == layout  # printed layouts can be pasted
 
 
-# A view has the ranks of its layout, and the same groups over the shared dims.
+# A view has the same ranks as its layout, and the same groups over the shared dims.
 @pytest.mark.torch_free
 @given(layouts(max_dims=4, max_offset=3, listed=True, max_ranks=64), st.data())
 def test_views_share_groups(layout, data):
@@ -121,7 +121,7 @@ def test_views_shrink():
     assert four == RankLayout([2, 2, 2, 3], ["ep", "cp", "expt_tp", "expt_dp"])
 
 
-# A grid fills its world. Its view, if it has one, has the same ranks.
+# A drawn grid has all ranks of its world. If it has a view, the view has the same ranks.
 @given(grids(views=True, dims_required=["tp"]))
 def test_grids_fill_their_world(grid):
     assert grid.layout.ranks == range(grid.layout.size)
@@ -131,7 +131,7 @@ def test_grids_fill_their_world(grid):
         assert grid.view(name).layout.ranks == grid.layout.ranks
 
 
-# Mappings are drawn along a batch dim, or for weights.
+# Mappings are drawn with a batch dim, or for weights.
 @given(mappings(), mappings(along=None, beside=False))
 def test_mappings(mapping, weight):
     received = sum(len(mapping.receives(rank)) for rank in set(mapping.target_ranks))
@@ -149,7 +149,7 @@ def test_shardings(shape, data):
     assert all(shape[axis] > 0 for axis in cut.values())
 
 
-# Bounds that nothing satisfies raise InvalidArgument. Errors about other arguments name the
+# If nothing satisfies the bounds, InvalidArgument is raised. Errors about other arguments name the
 # argument and the value.
 @pytest.mark.parametrize(
     ("call", "kind", "message"),

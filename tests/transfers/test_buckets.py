@@ -27,7 +27,7 @@ def parts_of(mapping, shape, *, is_source):
 
 
 def planned(parameters, limit):
-    """Return the segments of parameters, given their shapes, dtypes and mappings."""
+    """Return the segments of parameters that have the given shapes, dtypes and mappings."""
     ends = []
     for is_source in (True, False):
         described = {}
@@ -57,8 +57,9 @@ def plans(draw):
     return parameters, draw(st.sampled_from([1024, 5000, 1 << 20]))
 
 
-# Every element that a target rank needs arrives there once, from a rank that has it. A rank copies
-# elements that it has. No rank sends and receives more in a bucket than the limit.
+# Every element that a target rank needs arrives once, from a rank that has the element. If the
+# target rank itself has it, it is copied. In a bucket, no rank sends and receives more than the
+# limit.
 @some
 @given(plans())
 def test_every_element_arrives_once(plan):

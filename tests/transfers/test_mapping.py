@@ -44,7 +44,7 @@ def cases(draw):
 
 
 def both_ends(mapping):
-    """Return by numpy what the ranks of source and target have of the whole tensor."""
+    """Return, by numpy, the parts of the whole tensor on the ranks of source and target."""
     shape = whole_of(mapping).shape
     return [held(mapping, shape, is_source=is_source) for is_source in (True, False)]
 
@@ -84,8 +84,8 @@ def check_delivery(mapping):
 def served(mapping):
     """Return all pairs (source, target) of ranks with a message, by comparing every pair.
 
-    A rank that has the part serves itself. If n ranks need a part that R ranks have, the k-th of
-    the n gets it from number k * R // n of the R ranks.
+    A rank that has its part serves itself. If n ranks need a part that R ranks have, the rank with
+    index k of the n ranks gets the part from the rank with index k * R // n of the R ranks.
     """
     owned, wanted = both_ends(mapping)
     leaders = mapping.leaders
@@ -121,8 +121,8 @@ def test_every_element_arrives_once(mapping):
     check_delivery(mapping.inverse())
 
 
-# The same for a tensor of any shape, where the last shards may be shorter or empty. shape_at() is
-# the shape of each part.
+# This also holds for a tensor of any shape, where the last shards may be shorter or empty.
+# shape_at() returns the shape of each part.
 @many
 @given(cases(), st.tuples(st.integers(0, 12), st.integers(0, 12), st.integers(0, 12)))
 def test_every_element_of_any_shape_arrives_once(mapping, shape):
@@ -154,9 +154,9 @@ def test_every_element_of_any_shape_arrives_once(mapping, shape):
             assert each.shape_at(rank, shape, is_source=True) == data.shape
 
 
-# sends(), receives() and table() have the same messages, and the table is sorted. A rank that has
-# its part gets it from itself. The others are served evenly by the ranks that have it. A comparison
-# of every pair of ranks gives the expected messages.
+# sends(), receives() and table() return the same messages, and the table is sorted. A rank that has
+# its part gets it from itself. The other ranks are served evenly by the ranks that have the part.
+# The expected messages are computed by comparing every pair of ranks.
 @many
 @given(cases())
 def test_messages_match_all_pairs(mapping):
@@ -215,7 +215,7 @@ def test_cp_cuts_the_sequence_by_default():
     assert RankMapping(cp, dp, None).shards == ()
 
 
-# A dim of size 1 on both sides cuts no axis: layouts with cp=1 accept any tensor.
+# A dim that has size 1 on both sides cuts no axis, so layouts with cp=1 accept any tensor.
 def test_dims_of_size_1_cut_nothing():
     mapping = RankMapping("tp=2,cp=1,dp=2", RankLayout("tp=2,cp=1,dp=2", rank_offset=4))
     assert mapping.received_shape([8]) == (8,)
@@ -225,8 +225,8 @@ def test_dims_of_size_1_cut_nothing():
     assert whole.table()["start"].shape == (2, 0)
 
 
-# The weights of one stage: of tp=2,pp=2, ranks 2 and 3 have the halves of stage 1. Each of four
-# target ranks needs a quarter. Any size can be mapped to any other.
+# The weights of one stage are mapped. In tp=2,pp=2, ranks 2 and 3 have the halves of stage 1. Each
+# of four target ranks needs a quarter. Any size can be mapped to any other size.
 def test_weights_of_a_stage():
     mapping = RankMapping.weights("tp=2,pp=2", "tp=4", {"tp": 0}, at={"pp": 1})
     assert mapping.source_ranks == (2, 3)
@@ -257,7 +257,7 @@ def test_mapping_of_exact_lengths():
         mapping.shape_at(2, [10, 2], is_source=False)
 
 
-# The text has the sizes, the first ranks, the change of each axis, and the dims that replicate.
+# The text shows the sizes, the first ranks, the change of each axis, and the dims that replicate.
 def test_text_of_a_mapping():
     mapping = RankMapping("tp=2,dp=4", RankLayout("tp=4,dp=2", rank_offset=8))
     for part in ("tp=2,dp=4 at 0", "tp=4,dp=2 at 8", "fan-in 4 -> 2 along dp", "tp replicates"):

@@ -28,7 +28,7 @@ def missing(case, given, due):
     ]
 
 
-# The plan of all ranks is carried out in this process. Each part is torch's chunk.
+# The plan of all ranks is carried out in this process. Each part that arrives equals torch's chunk.
 @pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.slow)])
 def test_plans_match_torch_chunks(count):
     random = np.random.default_rng(1)
@@ -60,7 +60,7 @@ def test_plans_match_torch_chunks(count):
     assert moved > 500 * count
 
 
-# The same through transfer_state, on the ranks of a simulated job.
+# Random states are transferred by transfer_state, on the ranks of a simulated job.
 @pytest.mark.full
 @pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.slow)])
 def test_transfers_on_simulated_ranks(count):
@@ -80,7 +80,7 @@ def test_transfers_on_simulated_ranks(count):
         assert len(wrong) == 2 * WORLD
 
 
-# The same with DTensors on real ranks.
+# Random states are transferred as DTensors, on real ranks.
 @pytest.mark.full
 @pytest.mark.parametrize("count", [12, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.ranks(WORLD, timeout=240)
@@ -119,7 +119,8 @@ def test_spans_match_distribute_tensor(length):
             ).tolist()
 
 
-# A strided shard, as FSDP2 makes it of a tensor parallel parameter, is a shard of each piece.
+# A strided shard, as FSDP2 makes from a tensor parallel parameter, consists of a shard of each
+# piece.
 @pytest.mark.parametrize("length", [0, 1, 5, 8, 11])
 def test_spans_of_strided_shards(length):
     whole = torch.arange(length)

@@ -26,7 +26,7 @@ from hypercomm.transfers import state as module
 
 
 class Model(nn.Module):
-    """A model with odd sizes: rows that neither dim divides, or fewer rows than ranks."""
+    """A model with odd sizes: rows that cannot be split evenly, or fewer rows than ranks."""
 
     def __init__(self):
         super().__init__()
@@ -281,8 +281,8 @@ def test_sender_converts_dtype():
         assert into["steps"] == 7
 
 
-# A second transfer with the same names, shapes and mapping makes no plan and needs one agreement.
-# If one rank has lost its plan, or passes other shapes, all ranks plan again.
+# A second transfer with the same names, shapes and mapping makes no plan, and needs only one
+# agreement. If one rank has lost its plan, or passes other shapes, all ranks plan again.
 @pytest.mark.ranks(3)
 def test_plan_is_cached():
     rank = dist.get_rank()
@@ -351,8 +351,9 @@ def refit_with_a_victim(rank, how, number):
     return ["", "", [], buckets, 0]
 
 
-# If a rank dies or stops in any bucket, the ranks that need it raise within the timeout. The error
-# names the lost message and the parameters that may be partly written. All others are complete.
+# If a rank dies or stops in any bucket, the ranks that communicate with it raise within the
+# timeout. The error names the lost message and the parameters that may be partly written. All other
+# parameters are complete.
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("number", range(6))
@@ -363,7 +364,7 @@ def test_lost_rank_is_reported(how, number, tmp_path):
     )
     for rank, (kind, text, complete, buckets, seconds) in found.items():
         if rank == 0 and not kind:
-            continue  # it had sent everything
+            continue  # the rank had sent everything
         assert kind == "StateTransferError", text
         assert f"rank {rank} lost bucket " in text
         assert " bytes of " in text

@@ -93,7 +93,7 @@ def test_parts_match_torch_chunks(verify):
 
 
 def small_move():
-    """Return a move from two ranks to two others, its buffers, and a list of missing names."""
+    """Return a transfer from two ranks to two others, its buffers, and a list of missing names."""
     rank = dist.get_rank()
     whole = whole_state()
     source, target = RankLayout("tp=2"), RankLayout([2], ["tp"], 2)
@@ -115,7 +115,7 @@ def small_move():
 
 @contextlib.contextmanager
 def at_post(number, act):
-    """Call `act` with the sends of the `number`-th bucket, before it is posted."""
+    """Call `act` with the sends of the bucket `number`, before the bucket is posted."""
     post = module.post
     calls = []
 
@@ -129,8 +129,8 @@ def at_post(number, act):
         yield
 
 
-# A bit that flips on the way is detected. All ranks raise with the parameter and the ranks. A
-# transfer from the bucket of the error on completes.
+# A bit that flips on the way is detected. All ranks raise, and the error names the parameter and
+# the ranks. A transfer that continues from the bucket in the error completes.
 @pytest.mark.ranks(4, timeout=120)
 def test_flipped_bit_is_detected():
     move, into, missing = small_move()
@@ -153,8 +153,8 @@ def test_flipped_bit_is_detected():
     assert move(start=buckets, verify=True) == buckets
 
 
-# If communication fails, the error has the bucket to continue from, and the rest arrives from
-# there.
+# If communication fails, the error names the bucket from which to continue. A transfer that
+# continues there completes.
 @pytest.mark.ranks(4, timeout=120)
 def test_transfer_continues_from_a_bucket():
     move, into, missing = small_move()
@@ -168,7 +168,7 @@ def test_transfer_continues_from_a_bucket():
         assert part in str(caught.value)
     assert caught.value.bucket == 2
     assert not into or len(missing()) > 5
-    dist.barrier()  # from here on, as in a restarted job
+    dist.barrier()  # from here on, continue as a restarted job would
     restart_world()
     move(start=caught.value.bucket)
     assert missing() == []
@@ -187,7 +187,7 @@ def test_wrong_arguments_fail_all_ranks():
     mapping = RankMapping("tp=1", RankLayout([2], ["tp"], 1), along=None)
 
     def move(state=GOOD, into=CUT, **more):
-        """Each of `more` is the value for all ranks, or a tuple of source's and target's value."""
+        """A value in `more` is for all ranks, or a tuple of the source's and the target's value."""
         more = {"shards": {"*.weight": {"tp": 0}, "*": {}}, **more}
         at_end = {k: v[min(rank, 1)] if isinstance(v, tuple) else v for k, v in more.items()}
         ends = {"state": state} if rank == 0 else {"into": into}
@@ -289,8 +289,8 @@ def test_invalid_arguments(message, mapping, state, more):
     assert into["a"].tolist() == [0, 0]
 
 
-# Buffers that overlap each other or themselves are rejected: the result would depend on the order.
-# Views whose elements interleave, and parts of one tensor, are accepted.
+# Buffers that overlap each other or themselves are rejected, because the result would depend on the
+# order. Views whose elements interleave, and parts of one tensor, are accepted.
 @pytest.mark.parametrize(
     ("message", "make"),
     [
@@ -315,7 +315,7 @@ def test_overlapping_buffers(message, make):
             assert all(torch.equal(into[name], state[name]) for name in state)
 
 
-# A tensor of one element can have any stride, also as a part of a column.
+# A tensor of one element can have any stride. It can also be a part of a column.
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.ranks(3)
 def test_tensor_of_one_element(verify):

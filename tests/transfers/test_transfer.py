@@ -31,7 +31,7 @@ WORLD = 8
 
 
 def deliver(mapping, groups, *, verify):
-    """Transfer a tensor that counts its elements. Return whether numpy's parts arrive here."""
+    """Transfer a tensor of distinct elements. Return whether the parts match numpy's."""
     rank = dist.get_rank()
     whole = whole_of(mapping, times=2)
     mine, due = (
@@ -54,7 +54,7 @@ def deliver(mapping, groups, *, verify):
 
 
 def random_layout(random):
-    """Return a layout of at most eight ranks, at any offset or of any ranks."""
+    """Return a layout of at most eight ranks, at an offset or with a list of ranks."""
     names = [str(name) for name in random.permutation(["tp", "cp", "dp", "pp"])]
     shape = [int(random.choice([1, 2, 2, 3, 4])) for _ in names]
     while math.prod(shape) > WORLD:
@@ -83,7 +83,7 @@ def random_mapping(random):
 @pytest.mark.ranks(WORLD, timeout=240)
 def test_parts_match_numpy(count):
     random = np.random.default_rng(7)
-    groups = {}  # kept, because torch may close a group while a member still connects
+    groups = {}  # keep the groups, because torch may close a group while a member still connects
     for _ in range(count):
         drawn = random_mapping(random)
         for leaders, verify in itertools.product([False, True], repeat=2):
@@ -123,7 +123,8 @@ def test_dtypes_strides_and_empty_tensors():
         assert transfer(mapping, 3, "x", out=[]) is None
 
 
-# If one rank rejects its arguments, all ranks raise and nothing is sent: the next transfer works.
+# If the arguments of one rank are rejected, all ranks raise, and nothing is sent. The next transfer
+# works.
 @pytest.mark.ranks(4)
 def test_wrong_arguments_fail_all_ranks():
     rank = dist.get_rank()
@@ -182,8 +183,9 @@ def test_wrong_arguments_fail_all_ranks():
 # ---- rows ---------------------------------------------------------------------------------------
 
 
-# Sources with 3 and 2 rows and a buffer of 4, 5 or 6 rows: five rows arrive, otherwise all ranks
-# raise before anything is sent. The error names two ranks and both sizes. The next transfer works.
+# The sources have 3 and 2 rows, and the buffer has 4, 5 or 6 rows. Five rows arrive in a buffer of
+# 5 rows. Otherwise all ranks raise before anything is sent. The error names two ranks and both
+# sizes. The next transfer works.
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.ranks(3)
 def test_rows_must_match(verify):
@@ -203,7 +205,8 @@ def test_rows_must_match(verify):
             assert rank < 2 or given.isnan().all()
 
 
-# With `rows` on all ranks, no shapes are exchanged. A rank whose tensor has other rows raises.
+# If all ranks pass `rows`, no shapes are exchanged. A rank whose tensor has another number of rows
+# raises.
 @pytest.mark.ranks(3)
 def test_rows_are_given():
     rank = dist.get_rank()
@@ -222,14 +225,14 @@ def test_rows_are_given():
             (3, "rows must be"),
         ):
             if rows == [4, 1] and rank == 2:
-                continue  # the sums are equal
+                continue  # its buffer has 4 + 1 rows
             with pytest.raises(LayoutError) as caught:
                 grids.transfer("encoder", "llm", given, rows=rows)
             assert message in str(caught.value)
 
 
-# For any lengths of shards on any axes that are cut, the parts match numpy. A rank in both stages
-# gets the lengths of its buffer.
+# Shards may have any lengths, on any axes that are cut. The parts match numpy. A rank in both
+# stages receives a part with the lengths of its buffer.
 @pytest.mark.full
 @pytest.mark.ranks(6, timeout=120)
 def test_any_lengths_of_shards():
@@ -306,7 +309,7 @@ def test_verify_finds_differences():
 
 
 # Ranks that expect different mappings raise immediately. Ranks that wait for each other in
-# different transfers raise within a second. All of them complete the next transfer.
+# different transfers raise within a second. In both cases, all ranks complete the next transfer.
 @pytest.mark.full
 @pytest.mark.ranks(3)
 def test_verify_finds_different_mappings():

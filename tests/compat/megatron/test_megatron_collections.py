@@ -21,7 +21,7 @@ from hypercomm.compat.megatron.process_groups_config import (
 from hypercomm.errors import UnknownFieldError
 from hypercomm.testing import fake_world
 
-# The fields of the installed Megatron. EVERY has the fields of all releases, in the newest order.
+# The fields of the installed Megatron. EVERY lists the fields of all releases, in the newest order.
 FIELDS = tuple(field.name for field in dataclasses.fields(their_config.ProcessGroupCollection))
 TWINS = ("dp_cp_ag", "expt_dp_ag")
 FIELDS = tuple(name for name in FIELDS if name not in TWINS)
@@ -121,8 +121,8 @@ def test_unset_fields(name):
             getattr(collections[1], name)
 
 
-# An unknown name raises at construction, on reading, and in a request to a state. The error has the
-# name and the fields.
+# An unknown name raises at construction, on reading, and in a request to a state. The error quotes
+# the name and lists the fields.
 @pytest.mark.parametrize("name", UNKNOWN)
 @pytest.mark.parametrize(
     "use",
@@ -141,7 +141,7 @@ def test_unknown_names_raise(use, name):
         use(name)
 
 
-# repr() has the fields that were set, with their sizes, in the order of the fields.
+# repr() shows the fields that were set, with the sizes of their groups, in the order of the fields.
 @pytest.mark.parametrize(
     ("names", "text"),
     [
@@ -180,8 +180,8 @@ def test_use_mpu_process_groups_matches_megatron(arguments, rank):
     assert mpu_groups(ours, rank, arguments) == mpu_groups(theirs, rank, arguments)
 
 
-# The collection of a separate state is the same, also with share="identical". The default state
-# stays empty.
+# A separate state has the same collection, also with share="identical". The default state stays
+# empty.
 @pytest.mark.parametrize("way", [{}, {"share": "identical"}], ids=str)
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("arguments", MATRIX.values(), ids=MATRIX)
@@ -239,7 +239,7 @@ def create_all(dense, expert):
         dense.create_pg("pp", name=name, derive=lambda groups, pick=pick: groups.pick(pick))
 
 
-# The collection of two grids has the ranks that Megatron computes for the same sizes.
+# A collection made from two grids has the ranks that Megatron computes for the same sizes.
 @pytest.mark.parametrize("rank", range(WORLD_SIZE))
 def test_from_grid_matches_megatron(rank):
     sizes = MATRIX["experts"] | {"num_distributed_optimizer_instances": 1}
@@ -258,7 +258,7 @@ def test_from_grid_matches_megatron(rank):
             assert {name for name in FIELDS if getattr(collection, name, None) is None} == absent
 
 
-# from_grid() with the grids of a state gives the collection of the state.
+# from_grid() with the grids of a state returns the same collection as the state.
 @pytest.mark.parametrize("arguments", MATRIX.values(), ids=MATRIX)
 def test_from_grid_with_the_grids_of_a_state(arguments):
     with fake_world(WORLD_SIZE, 5), ParallelState.create(**arguments) as state:
@@ -299,8 +299,8 @@ def test_from_grid_uses_existing_groups(dense_dims, expert_dims, filled):
                 assert without[with_gtp] is getattr(collection, name, None)
 
 
-# A field over dims uses the group without a name over these dims. A field of derived groups uses
-# the group with its name, and so does a field over dims that the grid does not have.
+# A field over dims uses the group over these dims that has no name. A field of derived groups uses
+# the group with the name of the field, and so does a field over dims that the grid does not have.
 def test_from_grid_uses_named_groups():
     with fake_world(WORLD_SIZE), HyperCommGrid([2, 8], ["tp", "dp"]) as grid:
         plain = grid.create_pg("dp")
@@ -369,7 +369,8 @@ def ddp_configs():
         )
 
 
-# The groups of a state match, with one or two optimizer instances, with and without gloo groups.
+# The setup from a state matches Megatron's, with one or two optimizer instances, with and without
+# gloo groups.
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("what", NEEDED)
 @pytest.mark.parametrize("arguments", MATRIX.values(), ids=MATRIX)
@@ -395,8 +396,8 @@ def some_groups():
         yield pairs | triples
 
 
-# For a collection without any one, any two, nearly all or all fields, the groups or errors match.
-# An empty collection is different from None, which means the state.
+# For a collection that lacks one, two, all but one or all fields, in any combination, the groups or
+# errors match Megatron's. An empty collection is different from None, which means the state.
 @pytest.mark.parametrize("gloo", [False, True])
 @pytest.mark.parametrize("cp_size", [None, 1, 2])
 @pytest.mark.parametrize("what", NEEDED)

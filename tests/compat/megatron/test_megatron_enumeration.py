@@ -12,7 +12,7 @@ from hypercomm import HyperCommGrid, RankLayout
 from hypercomm.testing import dim_subsets, layouts, orders
 
 MEGATRON_NAMES = ("tp", "cp", "ep", "dp", "pp")
-FREE_NAMES = ("tp", "etp", "tp_inner", "p", "x2", "DP")  # some contain others
+FREE_NAMES = ("tp", "etp", "tp_inner", "p", "x2", "DP")  # some names contain others
 
 sizes = st.integers(1, 4)
 

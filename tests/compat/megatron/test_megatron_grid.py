@@ -20,7 +20,7 @@ if hasattr(theirs.HyperCommGrid, "register_view"):
 
 @pytest.fixture(params=MODULES, name="grid")
 def grid_of_either(request, monkeypatch):
-    """Return a grid with a view, hypercomm's or Megatron's: both must pass the tests."""
+    """Return a grid with a view, from hypercomm or Megatron. Both must pass the tests."""
     monkeypatch.setenv("WORLD_SIZE", "8")
     grid = MODULES[request.param].HyperCommGrid(SHAPE, NAMES)
     grid.register_view(*VIEW)
@@ -57,7 +57,8 @@ def test_mocked_creation(grid, created):
     assert grid.get_pg("ep", view="expert") is own
 
 
-# Groups assigned to `_pgs` are found, and destroyed once with the grid if the rank is a member.
+# Groups that are assigned to `_pgs` are found. They are destroyed with the grid, each only once, if
+# the rank is a member.
 def test_assigned_groups(grid):
     member, other = (mock.MagicMock(spec=dist.ProcessGroup) for _ in range(2))
     non_member = dist.GroupMember.NON_GROUP_MEMBER
@@ -96,7 +97,7 @@ def test_error_messages_match_megatron(grid, call, kind, message):
     assert isinstance(caught.value, HyperCommError) == isinstance(grid, hypercomm.HyperCommGrid)
 
 
-# In a job, the grid's groups are listed under Megatron's keys, also groups of a view.
+# In a job, the groups of the grid and its views are listed under Megatron's keys.
 def test_keys_in_a_job():
     with fake_world(8, rank=3), ours.HyperCommGrid(SHAPE, NAMES) as grid:
         assert isinstance(grid, hypercomm.HyperCommGrid)
@@ -162,7 +163,7 @@ def test_errors_of_views_match_megatron(module, arguments, message, monkeypatch)
         assert module is theirs or isinstance(caught.value, HyperCommError)
 
 
-# For a group without this rank, torch returns None or a marker. Neither is a member's group.
+# If this rank is not in a group, torch returns None or a marker. For both, the answer is False.
 def test_is_process_group_member():
     with fake_world(4, 1):
         assert ours._is_process_group_member(dist.new_group([0, 1]))

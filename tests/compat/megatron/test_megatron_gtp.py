@@ -80,7 +80,7 @@ def in_a_release(request):
 
 
 def members(arguments, world_size, rank, name):
-    """Return the ranks of one rank's group, by numpy alone."""
+    """Return the ranks in the group of one rank, computed by numpy alone."""
     dims, wanted = DIMS[name]
     sizes = {dim: arguments.get(LONG.get(PRESET[dims].get(dim, dim)), 1) for dim in dims}
     sizes["dp"] = world_size // np.prod([sizes[dim] for dim in dims if dim != "dp"])
@@ -133,7 +133,7 @@ def test_state_matches_numpy(drawn):
             assert parallel_state.get_data_parallel_rank(with_gtp_remat=False) == same.index(rank)
 
 
-# A collection of the state and one of grids with the same sizes match the arithmetic.
+# The collections of a state and of grids with the same sizes match the arithmetic.
 @given(sizes_with_gtp())
 def test_collections_match_numpy(drawn):
     world_size, rank, arguments = drawn

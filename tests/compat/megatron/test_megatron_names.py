@@ -164,8 +164,8 @@ def test_all_gather_groups():
         assert not {dense, expert} & set(dist.distributed_c10d._world.pg_map)
 
 
-# DeepSpeed accepts the module as `mpu`: model parallel is tensor times pipeline parallel. A name
-# that would make DeepSpeed use another code path is missing.
+# DeepSpeed accepts the module as `mpu`. A model parallel group spans tensor and pipeline parallel
+# ranks. The module lacks a name that would make DeepSpeed use another code path.
 def test_module_as_deepspeed_mpu():
     with fake_world(16, rank=13):
         ours.initialize_model_parallel(2, 4)
@@ -248,7 +248,8 @@ def test_invalid_arguments(arguments, kind):
         ours.destroy_model_parallel()
 
 
-# Getters of groups that were not requested, also of gloo groups, name the missing option.
+# The getter of a group that was not requested raises and names the missing option. This includes
+# gloo groups.
 def test_getters_of_missing_groups_say_why():
     with (
         fake_world(8),
@@ -285,7 +286,8 @@ def test_rank_outside_the_model():
             ours.get_tensor_model_parallel_rank()
 
 
-# As in Megatron's development branch, there is a group per power of 2, from the smallest size on.
+# As in Megatron's development branch, there is one group for each power of 2 from the smallest
+# size.
 @pytest.mark.parametrize("least", [1, 2, 4])
 @pytest.mark.parametrize("replaced", [False, True])
 def test_dynamic_context_parallel(least, replaced):
@@ -320,7 +322,8 @@ def test_dynamic_context_parallel(least, replaced):
             ours.get_dynamic_data_context_parallel_groups(group_size=2)
 
 
-# The functions that create such groups can be called directly. Every rank is in one group per size.
+# The functions that create groups by size can be called directly. Every rank is in one group of
+# each size.
 def test_groups_by_size():
     for rank in range(6):
         with fake_world(6, rank):

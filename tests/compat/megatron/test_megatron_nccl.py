@@ -254,7 +254,7 @@ def test_each_key_sets_options_of_its_groups(write_file):
 
 
 # All options of a file are passed to NCCL as Megatron passes them. A group without options gets
-# none. hypercomm creates equal groups of one rank once, so only larger groups are counted.
+# none. hypercomm creates equal groups of one rank only once, so only larger groups are compared.
 @pytest.mark.usefixtures("with_nccl")
 @pytest.mark.parametrize("rank", [0, 15])
 @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ def test_sharp_barrier_matches_megatron(arguments, ranks, rank, preset):
             os.environ[COLLNET] = preset
         found.append(sharp_of(module, rank, arguments, sizes)[1])
         assert COLLNET not in os.environ
-    # Megatron repeats the barrier for each further group of other ranks.
+    # Megatron makes the barrier again for each group of other ranks.
     assert len(found[0]) <= 1
     assert all(barrier == found[0][0] for barrier in found[-1])
     assert bool(found[0]) == bool(found[-1])
@@ -391,7 +391,7 @@ def with_ucc(monkeypatch):
 
 
 def environments(arguments, preset):
-    """Yield for both modules the environment during the pipeline group's creation, and after it."""
+    """Yield for each module the environment while the pipeline group is created, and afterwards."""
     for module in (ours, theirs):
         with mock.patch.dict(os.environ, preset):
             groups = groups_of(module, **arguments)
@@ -399,7 +399,8 @@ def environments(arguments, preset):
             yield pipeline.environment, dict(os.environ)
 
 
-# The variables for UCC are set as Megatron sets them: some as defaults, some always. They stay set.
+# The variables for UCC are set as in Megatron: some only if they are unset, some always. They stay
+# set.
 @pytest.mark.usefixtures("with_ucc")
 @pytest.mark.parametrize(
     "preset",
@@ -509,9 +510,9 @@ def test_recovers_from_a_failed_creation(number, error):
 # ---- memory buffers -----------------------------------------------------------------------------
 
 
-# A state has a memory buffer from initialisation to destruction. A second buffer raises, as in
-# Megatron. The symmetric buffer is Megatron's class, for the tensor parallel group, on request
-# only.
+# A state has a memory buffer from initialisation to destruction. Setting a second buffer raises, as
+# in Megatron. The symmetric buffer is only created on request. It is an object of Megatron's class,
+# for the tensor parallel group.
 @pytest.mark.parametrize("kind", ["memory", "symmetric_memory"])
 def test_global_memory_buffers(kind, monkeypatch):
     theirs_kind = mock.Mock(side_effect=lambda *_: object())

@@ -50,7 +50,7 @@ def destroy_states():
 
 
 def pairs_of(module):
-    """List the pairs of public names in a module's source where the first uses the second."""
+    """List the pairs of public names in a module's source of which the first uses the second."""
     body = ast.parse(Path(module.__file__).read_text(encoding="utf-8")).body
     nodes = {node.name: node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     public = {name: node for name, node in nodes.items() if not name.startswith("_")}
@@ -167,7 +167,7 @@ def test_replaced_embedding_ranks(module):
 
 
 def created_with(module, rank, arguments):
-    """Return the calls of a replaced `create_group`, the globals, and whether nothing is left."""
+    """Replace `create_group`. Return its calls, the globals, and whether no group is left."""
     calls = collections.Counter()
     with fake_world(WORLD_SIZE, rank):
         before = registered()
@@ -185,8 +185,8 @@ def created_with(module, rank, arguments):
         return calls, found, registered() == before
 
 
-# ms-swift wraps create_group: it is called for every group of every rank, as in Megatron, and the
-# state has the groups that it returns.
+# ms-swift wraps create_group. The wrapper is called for every group, including groups without this
+# rank, as in Megatron. The state uses the groups that the wrapper returns.
 @pytest.mark.parametrize("rank", [0, 11])
 @pytest.mark.parametrize(
     "changes",
@@ -206,8 +206,8 @@ def test_replaced_create_group(rank, changes):
     assert is_clean
 
 
-# MindSpeed wraps get_nccl_options: it is called with the same keys as in Megatron, and each group
-# gets the options that it returns.
+# MindSpeed wraps get_nccl_options. The wrapper is called with the same keys as in Megatron, and
+# each group gets the options that the wrapper returns.
 def test_replaced_get_nccl_options():
     given = {ours: {}, theirs: {}}
     for module, options in given.items():
@@ -289,7 +289,8 @@ def test_failing_replacement_leaves_nothing():
         assert ours.get_tensor_model_parallel_world_size() == 2
 
 
-# A group that a replaced function took from the user is not destroyed with the state.
+# If a replaced function returns a group that the user created, that group is not destroyed with the
+# state.
 def test_groups_of_the_user_are_not_destroyed():
     with fake_world(4):
         own = dist.new_group([0, 1])
@@ -327,7 +328,8 @@ def reduce_over_created():
     return sums, registered() == before
 
 
-# The same on real ranks, with gloo groups and with groups that are created later.
+# A replaced create_group is also used on real ranks, with gloo groups and with groups that are
+# created later.
 def test_replaced_create_group_on_ranks():
     for rank, (sums, is_clean) in enumerate(run_ranks(reduce_over_created, 4)):
         tp = 0b11 << rank // 2 * 2

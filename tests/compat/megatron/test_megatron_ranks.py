@@ -65,7 +65,7 @@ def expected_sums(arguments, rank, world_size=8):
 
 
 def groups_of(state):
-    """Yield each group of a state with the name of its global, and its key or index in lists."""
+    """Yield each group with the name of its global, and its key or index if there are several."""
     for name in sorted(set(state.values) - {"_global_process_group_list"}):
         value = state.read(name)
         items = enumerate(value) if isinstance(value, list) else [("", value)]
@@ -104,8 +104,8 @@ def cycles(count, arguments):
     }
 
 
-# Initialise with gloo groups, sum over every group and destroy, many times. The members are
-# Megatron's, and groups, threads and files are released.
+# Initialise with gloo groups, sum over every group and destroy, many times. The members are the
+# same as in Megatron, and all groups, threads and files are released.
 @pytest.mark.full
 @pytest.mark.parametrize("count", [3, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("arguments", [DENSE, EXPERTS])
@@ -202,8 +202,8 @@ def shared(arguments):
     return len(sets), created, alone, sums, len(registered()[0]) - before
 
 
-# With share="identical", a rank has one group for each distinct set of ranks, and one more: the
-# all-gather group, which must be separate so that it can overlap with others.
+# With share="identical", a rank has one group for each distinct set of ranks. The all-gather group
+# is an exception: it must be separate, so that its collectives can overlap with others.
 @pytest.mark.parametrize("arguments", [pytest.param(DENSE, marks=pytest.mark.full), EXPERTS])
 def test_share_identical(arguments):
     found = run_ranks(partial(shared, arguments), 8)
@@ -235,8 +235,8 @@ def one_rank_differs(times):
     return found
 
 
-# After a mistake on one rank, all ranks raise within a second, although the timeout is 30 minutes,
-# and the next call succeeds. The fastest of three tries counts, because the machine may pause.
+# After a mistake on one rank, all ranks raise within a second, although the timeout is 30 minutes.
+# The next call succeeds. The fastest of three tries counts, because the machine may pause.
 @pytest.mark.alone
 def test_mistake_on_one_rank_fails_all():
     found = run_ranks(partial(one_rank_differs, 3), 4)

@@ -152,7 +152,8 @@ def test_errors_match_megatron(configuration):
         assert found == expected
 
 
-# Hybrid groups are neighbours, of each power of 2 below half of the ranks. The last may be smaller.
+# For each power of 2 below half of the ranks, there are hybrid groups of that many neighbours. The
+# last group may be smaller.
 @pytest.mark.parametrize("world_size", [10, 14, 20])
 def test_uneven_hybrid_groups(world_size):
     sizes = {10: [2, 4], 14: [2, 4], 20: [2, 4, 8]}[world_size]
@@ -171,7 +172,7 @@ def test_uneven_hybrid_groups(world_size):
             assert theirs_found["_HYBRID_DP_CP_GROUPS"] == expected
 
 
-# Sizes that do not fit raise that error even if the state is initialised already.
+# Sizes that do not fit raise the error about the sizes even if the state is already initialised.
 @pytest.mark.parametrize("module", [ours, theirs])
 def test_sizes_are_checked_first(module):
     with fake_world(8), gloo_made_fake(module):

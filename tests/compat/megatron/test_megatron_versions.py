@@ -68,7 +68,8 @@ def test_differences_between_releases():
 
 
 # Since Megatron-LM pull request 6868, context parallel ranks are closer than GTP peers. The
-# expected groups follow from strides: tp 2, then cp and gtp_remat in the order of the release.
+# expected groups are computed from strides: tp is innermost, then cp and gtp_remat in the order of
+# the release.
 @pytest.mark.parametrize(
     ("release", "cp", "gtp"),
     [("0.19.2", [0, 4], [0, 2]), ("0.20.0", [0, 2], [0, 4])],

@@ -175,8 +175,8 @@ def test_invalid_options(options, error):
         assert not grids["training"].pgs
 
 
-# Expert dims may have Megatron's names, may be shared with the dense layers, and may be incomplete:
-# each field has the ranks that numpy computes, and a field without dims has one rank.
+# Expert dims may have Megatron's names, may be shared with the dense layers, and may be incomplete.
+# Each field has the ranks that numpy computes. A field without dims has one rank.
 @pytest.mark.parametrize("rank", range(8))
 @pytest.mark.parametrize(
     ("sizes", "names", "shared"),
@@ -226,8 +226,9 @@ def test_grids_without_megatrons_dims():
             megatron_requests(grid)
 
 
-# An optimizer instance has all ranks whose position among the replicas is in one part, whether the
-# replicas have one stride or two, or are listed.
+# The replicas are cut into as many parts as there are optimizer instances. An instance consists of
+# all ranks whose position among their replicas is in its part. The replicas have one stride or two,
+# or are listed.
 @pytest.mark.parametrize(
     "layout",
     [

@@ -15,7 +15,7 @@ def blame(folder, layout=None):
 
 
 class Dumps:
-    """The dumps of a job: `call` adds a collective of a rank, `write` writes all dumps."""
+    """The dumps of a job. `call` adds a collective of a rank, `write` writes all dumps."""
 
     def __init__(self, ranks):
         self.ranks = range(ranks)
@@ -53,7 +53,7 @@ class Dumps:
         )
 
     def message(self, rank, group, way, peer, **more):
-        """Add a message to or from a peer, given by its position in the group."""
+        """Add a message to or from a peer. `peer` is the position of the peer in the group."""
         own = self.groups[group][2].index(rank)
         arrow = "->" if way == "send" else "<-"
         count = sum(e["is_p2p"] for e in self.entries[rank]) + 1
@@ -78,7 +78,7 @@ class Dumps:
 
 
 def job(tp=2, dp=2, calls=1):
-    """Return the dumps of tp=2,dp=2 with some completed calls over each group."""
+    """Return the dumps of tp=2,dp=2, with `calls` completed calls over each group."""
     dumps = Dumps(tp * dp)
     layout = RankLayout([tp, dp], ["tp", "dp"])
     for dims in layout.dim_names:

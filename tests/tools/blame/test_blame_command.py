@@ -10,7 +10,7 @@ pytestmark = pytest.mark.torch_free
 
 @pytest.fixture
 def folder(tmp_path):
-    """Write dumps of four ranks, where rank 2 has not entered the second all_reduce."""
+    """Write the dumps of four ranks, of which rank 2 has not entered the second all_reduce."""
     dumps = Dumps(4)
     for rank in range(4):
         dumps.call(rank, "WORLD")
@@ -39,7 +39,8 @@ def test_absent_rank_is_blamed(in_process, folder):
     assert (wait["waiting"], wait["absent"]) == ([0, 1, 3], [2])
 
 
-# If no rank waits, the exit code is 0. If a dump is missing, it is 1, because that rank may wait.
+# If no rank waits, the exit code is 0. If a dump is missing, the exit code is 1, because the rank
+# of this dump may wait.
 @pytest.mark.parametrize(
     ("missing", "code", "message"),
     [([], 0, "no rank waits: the calls of 2 ranks agree"), ([1], 1, "rank 1 has no dump")],

@@ -1,4 +1,4 @@
-"""The page of torch's debug server while one rank hangs, while calls complete, and at the end."""
+"""The page of torch's debug server: while a rank hangs, while calls complete, and at the end."""
 
 import html
 import re

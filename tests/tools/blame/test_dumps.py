@@ -26,7 +26,7 @@ def waiting(folder):
 
 
 # A dump that cannot be read is named, and the other dumps are analysed. No rank is blamed because
-# of it, and code in it does not run.
+# its dump is unreadable. Code in a dump does not run.
 @pytest.mark.parametrize(
     "content",
     [
@@ -62,7 +62,7 @@ def changed(content, field, value):
     return [changed(inner, field, value) for inner in content] if type(content) is list else content
 
 
-# A dump with a field of a wrong type is unreadable, too.
+# A dump in which a field has a wrong type is also unreadable.
 @pytest.mark.parametrize("value", [10**5000, [["a"]], None], ids=range(3))
 def test_fields_of_wrong_types(tmp_path, value):
     dumps = waiting(tmp_path)
@@ -88,7 +88,8 @@ def test_fields_of_wrong_types(tmp_path, value):
         assert list(verdict.evidence.unreadable) == [1], field
 
 
-# A group with another description on one rank is still the same group, by its name and ranks.
+# If a group has another description on one rank, it is still the same group, because its name and
+# ranks are equal.
 def test_group_with_another_description(tmp_path):
     dumps = job()
     for rank in (0, 1):
@@ -114,8 +115,8 @@ def test_control_characters_are_replaced(tmp_path):
     assert "all?[31mreduce" in str(blame(dumps.write(tmp_path)))
 
 
-# A file without the name of a dump is ignored. Calls that are complete on some ranks do not show
-# anything about ranks without a dump.
+# A file whose name is not that of a dump is ignored. Calls that are complete on some ranks show
+# nothing about ranks without a dump.
 def test_missing_dumps_are_unclear(tmp_path):
     folder = job().write(tmp_path, but=[0, 1, 3])
     for name in ("core.1", "core.4711", "stderr.1"):
@@ -128,7 +129,7 @@ def test_missing_dumps_are_unclear(tmp_path):
     assert (verdict.evidence.world_size, verdict.evidence.unreadable) == (4, {})
 
 
-# A folder that cannot be analysed raises, with the files or the folder in the message.
+# If a folder cannot be analysed, the error names the files or the folder.
 def test_invalid_folders(tmp_path):
     with pytest.raises(ToolError, match=r"cannot read the folder '.*/none': .*No such file"):
         blame(tmp_path / "none")

@@ -13,8 +13,8 @@ def found(verdict):
     return [(finding.kind, finding.culprits) for finding in verdict.findings]
 
 
-# Rank 1 has not entered the second call over tp. Rank 0 waits there for it, and rank 2 waits in dp
-# for rank 0. The source line is known.
+# Rank 1 has not entered the second call over tp, in which rank 0 waits for rank 1. Rank 2 waits in
+# dp for rank 0. The source line is known.
 def test_chain_of_waits(tmp_path):
     dumps = job()
     dumps.call(0, "tp0", state="runs")
@@ -40,8 +40,9 @@ def test_call_that_differs(tmp_path, more, kind):
     assert found(blame(dumps.write(tmp_path))) == [(kind, (2,))]
 
 
-# A call that is skipped or repeated pairs with the next one, so the final wait shows nothing. The
-# order of the rank's calls across groups shows the place, even if older calls are lost.
+# If a rank skips or repeats a call, its later calls pair with the wrong calls of other ranks, so
+# the final wait shows nothing. The order of the rank's calls over all groups shows where the
+# mistake is, even if older calls are lost.
 @pytest.mark.parametrize(
     ("times", "own", "usual"),
     [
@@ -66,8 +67,8 @@ def test_order_across_groups(tmp_path, times, own, usual, lost):
     assert f"most ranks call {usual} (rank 0 at train.py:4" in str(verdict)
 
 
-# If all ranks of a group make other calls, they are right. Only rank 3, which is missing, is
-# blamed.
+# If all ranks of a group make the same calls, they are right, even if other groups make other
+# calls. Only rank 3, which is missing, is blamed.
 def test_group_whose_ranks_agree_is_right(tmp_path):
     dumps = job(4, 2)
     for rank in range(8):
@@ -78,7 +79,8 @@ def test_group_whose_ranks_agree_is_right(tmp_path):
     assert found(blame(dumps.write(tmp_path))) == [("absent", (3,))]
 
 
-# If two ranks differ, the groups over the same dims decide, if most of them agree.
+# If two ranks differ, the other groups over the same dims decide which rank is right, if most of
+# these groups agree.
 @pytest.mark.parametrize(("others", "culprits"), [("all_reduce", (1,)), ("barrier", ())])
 def test_sibling_groups_decide(tmp_path, others, culprits):
     dumps = job()
@@ -91,8 +93,8 @@ def test_sibling_groups_decide(tmp_path, others, culprits):
     assert ("so do ranks 0, 2 in the other dp groups" in one.says) == bool(culprits)
 
 
-# Equal numbers of elements in other shapes are not a mistake, nor are uneven splits of an
-# all-to-all.
+# Different shapes with equally many elements are not a mistake. Uneven splits of an all-to-all are
+# not a mistake either.
 def test_allowed_differences(tmp_path):
     dumps = Dumps(2)
     for rank, sizes in enumerate([(2, 2), (4,)]):
@@ -145,7 +147,7 @@ def test_missing_send_is_blamed(tmp_path):
     ]
 
 
-# In a pipeline, a message that rank 3 skips is found by the order of its calls.
+# In a pipeline, rank 3 skips a message. The order of its calls shows this.
 def test_skipped_message_is_found(tmp_path):
     dumps = job(2, 4)
     for rank in range(8):
@@ -174,7 +176,7 @@ def test_receive_from_any_rank_is_unclear(tmp_path, is_awaited):
     assert "recv number 1 from any rank of WORLD (ranks 0..2) at " in str(verdict)
 
 
-# If a rank's calls in a group have been overwritten in the ring buffer, it is not blamed.
+# If a rank's calls in a group have been overwritten in the ring buffer, the rank is not blamed.
 def test_overwritten_calls_are_not_blamed(tmp_path):
     dumps = Dumps(2)
     dumps.group("1", "a", [0, 1])
@@ -183,8 +185,8 @@ def test_overwritten_calls_are_not_blamed(tmp_path):
     assert blame(dumps.write(tmp_path)).culprits == ()
 
 
-# A rank without a dump may have died, so it is reported. If another rank has no dump, it is still
-# found that rank 3 has skipped a call over tp.
+# A rank without a dump may have died, so it is reported. Even if another rank has no dump, rank 3
+# is blamed for skipping a call over tp.
 def test_rank_without_a_dump(tmp_path):
     dumps = Dumps(4)
     for rank in range(3):
@@ -202,7 +204,8 @@ def test_rank_without_a_dump(tmp_path):
     assert found(blame(dumps.write(tmp_path, but=[0]), "tp=2,dp=4")) == [("order", (3,))]
 
 
-# A dtype that differs without an effect does not hide that another rank is missing later.
+# One rank has another dtype in a call, which has no effect. This does not hide that another rank is
+# missing later.
 def test_two_mistakes_are_found(tmp_path):
     dumps = Dumps(4)
     for rank in range(4):
@@ -212,8 +215,8 @@ def test_two_mistakes_are_found(tmp_path):
     assert set(found(blame(dumps.write(tmp_path)))) == {("dtype", (1,)), ("absent", (2,))}
 
 
-# One of 1,024 ranks of tp=8,dp=128 is missing in the last of 100 calls: under 5 seconds on a quiet
-# machine. The limit is 20 seconds of CPU time.
+# Of 1,024 ranks of tp=8,dp=128, one is missing in the last of 100 calls. Finding it takes less than
+# 5 seconds on a quiet machine. The limit is 20 seconds of CPU time.
 @pytest.mark.full
 @pytest.mark.parametrize("size", [256, pytest.param(1024, marks=pytest.mark.slow)])
 def test_speed_of_many_ranks(tmp_path, size):

@@ -1,4 +1,4 @@
-"""A watch in one process: what it records, that it restores torch, and invalid calls."""
+"""A watch in one process: its records, the restoration of torch, and invalid calls."""
 
 import contextlib
 import json
@@ -103,7 +103,7 @@ def test_all_calls_are_recorded(grid, tmp_path):
     assert record["hypercomm"]["layouts"].keys() == {"", "expert"}
 
 
-# The last 500 calls are kept, with their numbers. Of older calls, the count is kept.
+# The last 500 calls are kept, with their sequence numbers. Older calls are only counted.
 def test_last_calls_are_kept(grid, tmp_path):
     tp, dp = grid.create_pgs(["tp", "dp"])
     with grid.watch(60, tmp_path):
@@ -120,8 +120,8 @@ def test_last_calls_are_kept(grid, tmp_path):
     assert record.counts[by_title["dp"], ""] == 1
 
 
-# If no call completes for a while, the watch writes its file, and removes it once calls complete
-# again. Groups that were destroyed are not in the file.
+# If no call completes for a while, the watch writes its file. Once calls complete again, it removes
+# the file. Groups that were destroyed are not in the file.
 def test_file_is_written_while_calls_hang(grid, tmp_path):
     tp, dp = grid.create_pgs(["tp", "dp"])
     with grid.watch(0.05, tmp_path) as watch:
@@ -144,7 +144,8 @@ def test_exception_is_recorded(grid, tmp_path):
     assert reason_of(watch) == "raised KeyError: 'planted'"
 
 
-# Invalid arguments, a second watch, or no job raise. Nothing is replaced, and nothing written.
+# Invalid arguments raise, and so does a second watch, or a watch without a job. Nothing is
+# replaced, and nothing is written.
 def test_invalid_watches(grid, tmp_path):
     before = methods_of_process_group()
     message = "seconds must be a number above 0 and at most 1e6, got .*; write the seconds as a"

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.full, pytest.mark.ranks(4)]
 
 
 def watched(folder, program):
-    """Run a program on tp=2,dp=2 with a watch until it ends or times out. Return the verdict."""
+    """Run a program on tp=2,dp=2 with a watch, until it ends or times out. Return the verdict."""
     rank = dist.get_rank()
     grid = HyperCommGrid("tp=2,dp=2")
     groups = dict(
@@ -37,7 +37,7 @@ def endless_loop(folder):
     raised = set()
     while len(raised) < 3:
         for file in folder.glob("*.json"):
-            with contextlib.suppress(FileNotFoundError):  # removed once calls complete again
+            with contextlib.suppress(FileNotFoundError):  # the watch removed its file
                 if '"why": "raised' in file.read_text():
                     raised.add(file.name)
         time.sleep(0.05)
@@ -76,7 +76,7 @@ def make_a_mistake(mistake, rank, groups, _watch):
         raise ValueError("a planted mistake")
 
 
-# Each mistake has its kind and its description.
+# Each mistake is found with the right kind and description.
 @pytest.mark.parametrize(
     ("mistake", "kind", "parts"),
     [

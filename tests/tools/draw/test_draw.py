@@ -61,7 +61,8 @@ def test_each_rank_appears_once(layout):
         assert len(set(colours.values())) == len(colours)
 
 
-# The schematic of a large layout shows one host. The factors on it multiply to the number of ranks.
+# The schematic of a large layout shows one host. The product of the factors in it is the number of
+# ranks.
 @pytest.mark.parametrize(
     ("sizes", "on", "host"),
     [
@@ -105,7 +106,7 @@ def test_stages_are_columns():
     ]
 
 
-# Hosts and domains per group in the picture match a count rank by rank.
+# The picture shows how many hosts and domains a group has. This matches a count over all ranks.
 @pytest.mark.parametrize(
     ("sizes", "on"),
     [
@@ -166,8 +167,8 @@ def test_names_are_escaped():
     assert "d]]>[red]p" in with_hosts.text(width=120)
 
 
-# A change marks each group as kept if the other side has a group of the same ranks in the same
-# order.
+# In a change, a group is marked as kept if the other layout has a group of the same ranks in the
+# same order.
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -202,8 +203,8 @@ def test_change_marks_kept_gone_and_new_groups(before, after):
     assert {f"before: {before}", f"after: {after}"} <= {*texts_of(picture.svg())}
 
 
-# A mapping's matrix has the parts that each rank sends to each other rank. Parts that stay on
-# their rank are marked, and an empty cell has a dot.
+# The matrix of a mapping shows the parts that each rank sends to each other rank. Parts that stay
+# on their rank are marked. An empty cell shows a dot.
 @pytest.mark.parametrize(
     ("source", "target", "roles"),
     [
@@ -248,7 +249,7 @@ def test_matrix_counts_parts(source, target, roles, offset):
     assert "= marks kept parts . no parts" in " ".join(text.split())
 
 
-# Text output has a column per rank with its coordinates, and fits any width.
+# Text output has one column per rank, with the coordinates of the rank, and fits any width.
 @pytest.mark.parametrize(("width", "on"), [(40, None), (80, 4), (200, 72)])
 def test_text_fits_the_width(width, on):
     layout = RankLayout("tp=4,dp=3,pp=5")

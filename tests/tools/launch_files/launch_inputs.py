@@ -1,8 +1,9 @@
 """Small inputs with the parallel parts of real launch files, and the sizes that upstream reads.
 
-Each input names a public repository and a file. Its text restates the parallel part of that file:
-the flags, keys and variables that set sizes, in the format of the file. The expected sizes were
-read from the file by hand. The tests derive the ranks of groups from them with upstream's code.
+Each input names a public repository and a file. The text of the input restates the parallel part of
+the file: the flags, keys and variables that set sizes, in the format of the file. The expected
+sizes were read from the file by hand. From these sizes, the tests compute the ranks of groups with
+upstream's code.
 """
 
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Megatron:
-    """Sizes for megatron-core's RankGenerator, without dp, which follows from them."""
+    """Sizes for megatron-core's RankGenerator. dp is inferred from the others."""
 
     tp: int = 1
     pp: int = 1
@@ -34,7 +35,7 @@ class Titan:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Meshes for torch's init_device_mesh: names and shape, the last dim fastest."""
+    """Meshes for torch's init_device_mesh: names and shape. The last dim varies fastest."""
 
     meshes: dict = field(default_factory=dict)
 
@@ -52,7 +53,7 @@ class VLLM:
 
 @dataclass(frozen=True)
 class SGLang:
-    """Sizes of SGLang's parallel_state. `attn_dp` is the dp of attention inside tp."""
+    """Sizes of SGLang's parallel_state. `attn_dp` is the dp size of attention, inside tp."""
 
     tp: int = 1
     pp: int = 1

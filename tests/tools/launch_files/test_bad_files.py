@@ -1,4 +1,4 @@
-"""Problems of launch files: each names the place and a value that would work."""
+"""Problems of launch files: each names the file, the line and a value that would work."""
 
 import contextlib
 import os
@@ -115,8 +115,8 @@ def test_hostile_text_is_read_fast(hostile):
         read_settings(hostile * (20_000 // len(hostile)), "a.sh", {})
 
 
-# A value with an unset variable, with a command (which is not run), or without a number is a
-# problem.
+# A value is a problem if it contains an unset variable or a command, or if it is not a number. The
+# command is not run.
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -175,7 +175,7 @@ def test_two_values_of_one_size(tmp_path):
         ),
         (f"{RUN} 3", "; tp=2 would fit"),
         (f"{RUN} 2 --context-parallel-size 3", "; cp=2 would fit"),
-        # without its own size, the experts' tp follows tp and needs eight times as many ranks
+        # if it is not set, the experts' tp equals tp, and eight times as many ranks are needed
         (
             f"{RUN} 8 --expert-model-parallel-size 8",
             "expt_tp=8,ep=8,pp=1,dp=-1 needs a multiple of 64",
@@ -197,7 +197,8 @@ def test_sizes_that_do_not_fit(text, problem):
     assert any(problem in one for one in config.problems), config.problems
 
 
-# If the number of ranks is unknown, the problem says how to give it. It must fit the sizes.
+# If the number of ranks is unknown, the problem says how to specify it. The number must fit the
+# sizes.
 def test_number_of_ranks():
     text = "train.py --tensor-model-parallel-size 4 --pipeline-model-parallel-size 3"
     config = read_config(text)

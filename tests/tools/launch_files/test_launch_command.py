@@ -25,7 +25,7 @@ def test_plan_of_a_launch_file(run, in_process):
     size = ["training.tp", "2", "run.sh:1", "--tensor-model-parallel-size", "2"]
     assert size in [line.split() for line in lines]
     assert "tp=2,cp=1,dp=4,pp=1: 8 ranks 0..7; the first dim varies fastest" in lines
-    assert "2 hosts of 4; rank 5 is at tp=1, cp=0, dp=2, pp=0" in lines  # hosts from the file
+    assert "2 hosts of 4; rank 5 is at tp=1, cp=0, dp=2, pp=0" in lines  # the file gives the hosts
     rows = {
         line.split()[0]: line.split()[1:] for line in lines if line.startswith(("dp ", "expert:ep"))
     }
@@ -46,7 +46,8 @@ def test_plan_as_json(run, in_process):
     assert (tp["value"], tp["file"], tp["line"]) == (2, "run.sh", 1)
 
 
-# Problems are printed, and the exit code is 1. --world-size gives a missing number of ranks.
+# Problems are printed, and the exit code is 1. --world-size specifies a number of ranks that the
+# file lacks.
 def test_problems_are_printed(tmp_path, in_process):
     file = tmp_path / "run.yaml"
     file.write_text("model:\n  tensor_model_parallel_size: 3\n")

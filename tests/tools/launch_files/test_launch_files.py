@@ -77,7 +77,7 @@ def check_meshes(config, module, meshes, world):
 
 
 def check_vllm(config, module, wanted, world):
-    """Check against vLLM: ranks have the shape (engines, dp, pp, tp), a group is along one axis."""
+    """Check against vLLM: ranks have the shape (engines, dp, pp, tp). A group is along one axis."""
     layout = config.layouts[module]
     ranks = np.arange(world).reshape(wanted.engines, wanted.dp, wanted.pp, wanted.tp)
     for axis, name in ((1, "dp"), (2, "pp"), (3, "tp")):
@@ -140,7 +140,7 @@ def test_number_of_inputs():
     assert len({given.name for given in INPUTS}) == len(INPUTS)
 
 
-# torchtitan's code gives the meshes that `titan_meshes` has.
+# `titan_meshes` returns the same meshes as torchtitan's code.
 @pytest.mark.clients
 @pytest.mark.parametrize("sizes", [Titan(tp=8), Titan(dp_replicate=2, cp=2, tp=2, ep=8)], ids=str)
 def test_layouts_match_torchtitans_code(sizes):
@@ -210,7 +210,8 @@ def test_explicit_device_mesh():
     assert str(read_config("device_mesh: [2, 4]").layouts["training"]) == "dim1=4,dim0=2"
 
 
-# Megatron's flag for pp before dp is used. An order as an argument is used, with a problem.
+# Megatron's flag for pp before dp is read. An order that is passed as an argument is used, but is
+# reported as a problem.
 @pytest.mark.parametrize(
     ("flag", "order", "problems"),
     [
@@ -258,7 +259,8 @@ def test_frameworks_are_recognised():
     check_meshes(read_config(text), "training", titan_meshes(Titan(tp=4), 8), 8)
 
 
-# Each size has its file, line, key and text. A size that is not in the file has a default.
+# Each size names its file, line, key and text. For a size that is not in the file, the default is
+# used.
 def test_source_of_a_size(tmp_path):
     file = tmp_path / "run.sh"
     launch = "torchrun --nproc_per_node 8 train.py"
@@ -276,7 +278,7 @@ def test_source_of_a_size(tmp_path):
         config.source("xp")
 
 
-# A variable that the script does not set has its value in the environment, as in the shell.
+# A variable that the script does not set is read from the environment, as in the shell.
 def test_variables_of_the_environment(monkeypatch):
     text = "torchrun --nproc-per-node 8 train.py --tensor-model-parallel-size ${TP:-2}"
     assert str(read_config(text).layouts["training"]) == "tp=2,cp=1,dp=4,pp=1"
@@ -299,7 +301,7 @@ def test_line_of_a_value(name, text, line, tmp_path):
     assert (source.value, source.line, source.file) == (2, line, name)
 
 
-# Files named by `defaults` are read first. Keys of the file itself override theirs.
+# Files named by `defaults` are read first. Keys of the file itself override keys of these files.
 def test_defaults_of_hydra(tmp_path):
     (tmp_path / "base.yaml").write_text(
         "policy:\n  megatron_cfg:\n    tensor_model_parallel_size: 2\n"

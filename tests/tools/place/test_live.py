@@ -31,7 +31,7 @@ def test_hosts_and_switches():
     assert live_topology() == Topology([host])
 
 
-# The addresses of SLURM's trees and blocks are parsed. Host names may contain periods.
+# Addresses in SLURM's trees and blocks are parsed. Host names may contain periods.
 @pytest.mark.parametrize(
     ("address", "pattern", "units"),
     [
@@ -46,7 +46,8 @@ def test_slurm_units(address, pattern, units):
     assert slurm_units({}) == {}
 
 
-# CUDA numbers the visible GPUs of a process from 0. CUDA_VISIBLE_DEVICES maps them to the host's.
+# CUDA numbers the visible GPUs of a process from 0. CUDA_VISIBLE_DEVICES maps these numbers to the
+# GPUs of the host.
 @pytest.mark.parametrize(
     ("visible", "device", "gpu"),
     [(None, 3, 3), ("5", 0, 5), ("4, 6", 1, 6), ("4", 1, None), ("GPU-8a", 0, None), ("", 0, None)],

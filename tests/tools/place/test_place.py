@@ -1,4 +1,4 @@
-"""Layouts on machines, compared with plain Python and with published figures."""
+"""Layouts on machines, compared with plain Python and with published values."""
 
 import itertools
 import math
@@ -48,7 +48,7 @@ def cost_by_hand(order, sizes, traffic, levels):
 
 
 def shapes(ranks):
-    """Yield all ways to write a number as an ordered product of factors larger than 1."""
+    """Yield all ordered lists of factors larger than 1 whose product is `ranks`."""
     yield (ranks,)
     for first in range(2, ranks):
         if ranks % first == 0:
@@ -60,9 +60,9 @@ def check_against_hand(sizes, seed):
     random.seed(seed)
     ranks = math.prod(sizes.values())
     host = random.choice([2, 3, 4, 8])
-    if random.random() < 0.5:  # ranks fill hosts in order, as on a real machine
+    if random.random() < 0.5:  # consecutive ranks are on one host, as on a real machine
         levels = [[rank // host for rank in range(ranks)], [rank // 12 for rank in range(ranks)]]
-    else:  # hosts in any order
+    else:  # the order of hosts is random
         hosts = [rank // host for rank in range(ranks)]
         random.shuffle(hosts)
         levels = [hosts, [unit % 2 for unit in hosts]]
@@ -72,7 +72,7 @@ def check_against_hand(sizes, seed):
         wanted.append(tuple(sorted(random.sample(sorted(sizes), 2))))
     traffic = {dims: (random.randrange(1, 99), random.choice(patterns)) for dims in wanted}
     machine = Topology([Level.of(f"level{at}", units) for at, units in enumerate(levels)])
-    # An all-to-all divides its bytes by size - 1. With this scale nothing has to be rounded.
+    # In an all-to-all, bytes are divided by size - 1. With this scale, no result is rounded.
     scale = math.lcm(*(math.prod(sizes[dim] for dim in dims) - 1 for dims in traffic))
     traffic = {dims: (bytes_ * scale, pattern) for dims, (bytes_, pattern) in traffic.items()}
     sent = {"+".join(dims): Traffic(bytes_, pattern) for dims, (bytes_, pattern) in traffic.items()}
@@ -114,8 +114,8 @@ def cases(most):
             yield dict(zip("abcdef", shape, strict=False)), 1000 * ranks + number
 
 
-# The order found costs as little as the best of all orders, computed in plain Python. The default
-# run tries a sample, the slow run tries all.
+# The order that is found costs as little as the best of all orders, computed in plain Python. The
+# default run tries a sample of the cases, the slow run tries all cases.
 @pytest.mark.parametrize(
     "part", [0, 5, *(pytest.param(at, marks=pytest.mark.slow) for at in range(20))]
 )
@@ -154,7 +154,7 @@ def test_consecutive_hosts_get_no_list_of_ranks(on):
     assert placed.better.layout.dim_names == ("tp", "dp")
 
 
-# ---- published figures --------------------------------------------------------------------------
+# ---- published values ---------------------------------------------------------------------------
 
 
 def across(placed, level):
@@ -162,8 +162,8 @@ def across(placed, level):
     return {spread.dims[0]: (spread.across, spread.groups) for spread in placed.on(level)}
 
 
-# TP=4, DP=16, PP=4 on NVL72, whose domains have 18 hosts of 4 GPUs: dp and pp groups leave the
-# domain, tp groups do not. With 64 GPUs per domain, only pp groups do. The arithmetic: a tp group
+# TP=4, DP=16, PP=4 on NVL72, whose domains have 18 hosts of 4 GPUs. dp and pp groups span several
+# domains, tp groups do not. With 64 GPUs per domain, only pp groups do. The arithmetic: a tp group
 # is 4k..4k+3, and 4 divides 72. A dp group spans a block of 64 ranks. Only the block 0..63 and
 # three more are within one domain. A pp group spans all 256 ranks.
 def test_nvl72_domains():
@@ -195,7 +195,7 @@ def test_llama_3_order_is_found(sizes, traffic, overlapped):
         assert (placed.best is placed) == (order == tuple(sizes))
 
 
-# With cp of size 1, the groups of dp and dp+cp are the same, and the traffic of both counts.
+# If cp has size 1, dp and dp+cp have the same groups. The traffic over both counts.
 def test_dims_of_size_1():
     placed = place("dp=4,cp=1,tp=2", on=2, traffic={"dp": 3, "dp+cp": 5, "tp": 9})
     assert placed.cost.waited == 2 * 2 * (3 + 5) + 4 * 2 * 9
@@ -221,7 +221,7 @@ def test_accepted_forms_of_a_layout():
     assert place("dp=1", on=8).better is None
 
 
-# tp and ep groups that leave their domain are counted in a warning, which names the first one.
+# If tp or ep groups span several domains, a warning counts these groups and names the first.
 def test_groups_across_domains_give_a_warning():
     tp, ep = place("dp=8,tp=2,ep=4", on="host=4,domain=8").warnings
     assert "32 of 32 tp groups leave their domain, the first is (0, 8)" in tp
@@ -239,7 +239,7 @@ def test_overlapped_traffic_counts_last():
     assert "no step waits for dp" in str(hidden)
 
 
-# Weights select the level that counts: bytes across leaves, or bytes across hosts.
+# Weights select which bytes count: bytes between leaves, or bytes between hosts.
 def test_weights_select_the_level():
     call = {"on": "2,leaf=4", "traffic": "a=2G,b=3G"}
     leaf, host = (place("a=2,b=2,c=2", weights=text, **call) for text in ("host=0", "leaf=0"))

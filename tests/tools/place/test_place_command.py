@@ -25,8 +25,9 @@ def test_json_output(in_process):
     assert ["dp", "tp"] in [row["dims"] for row in more["groups"]]
 
 
-# A node list gives no number of GPUs: the report says how many were taken per host, and how to give
-# their number. With the number, or a hostfile that has it, nothing is assumed.
+# A node list does not contain the number of GPUs per host. The report says which number was
+# assumed, and how to specify it. If the number is specified, or is in a hostfile, nothing is
+# assumed.
 def test_gpus_per_host_that_are_assumed(in_process, tmp_path):
     sizes = ("place", "tp=8,dp=32,pp=4")
     text = in_process(*sizes, "--on", "node[1-4]").stdout
@@ -40,7 +41,7 @@ def test_gpus_per_host_that_are_assumed(in_process, tmp_path):
         assert "gives no number" not in in_process(*sizes, *words).stdout
 
 
-# --world-size gives the size that is -1, on a machine that names no hosts.
+# On a machine without named hosts, --world-size determines a size that is -1.
 def test_world_size(in_process):
     on = ("--on", "8", "--json")
     given = in_process("place", "tp=8,dp=-1", "--world-size", "64", *on).stdout

@@ -95,9 +95,9 @@ def test_node_lists(text, hosts):
     assert units(read_topology(text, 2 * len(hosts)))["host"] == list(np.repeat(hosts, 2))
 
 
-# SLURM trees: the leaf is the switch of a node, the spine is that switch's parent. `scontrol show
-# topology` repeats the hosts of lower switches at each switch. A short branch of an uneven tree
-# repeats its highest switch.
+# In a SLURM tree, the leaf is the switch of a node, and the spine is the parent of this switch.
+# `scontrol show topology` lists the hosts of lower switches again at each higher switch. In an
+# uneven tree, a short branch repeats its highest switch.
 @pytest.mark.parametrize(
     ("text", "leaves", "spines"),
     [
@@ -132,8 +132,8 @@ def test_topology_yaml(write_file):
     assert read_topology(write_file("topology.yml", only), 4).names == ("host", "domain")
 
 
-# A list has the host of each rank, in any order, or its host and GPU. Further sources add levels.
-# Sizes count GPUs in the order of the hosts.
+# A list contains, for each rank, the host or the host and GPU, in any order. Further sources add
+# levels. If a level is given by a size, the size counts GPUs in the order of the hosts.
 def test_list_of_hosts(write_file):
     hosts = ["b", "a", "c", "b", "a", "c", "a"]
     for on in (hosts, tuple(hosts)):
@@ -173,7 +173,8 @@ def test_switches_of_hosts(write_file):
     assert units(read_topology(write_file("x.yaml", "a: s1\nb: s2\n"), 2)) == wanted
 
 
-# The first source that names hosts sets their order. For a level, the first source wins.
+# The first source that names hosts determines their order. If several sources describe the same
+# level, the first one counts.
 def test_several_sources(write_file):
     hosts = write_file("hosts", "node3 slots=1\nnode0 slots=2\n")
     topology = read_topology([hosts, write_file("topology.conf", RACKS), "domain=3", "domain=1"])
@@ -255,7 +256,7 @@ def test_invalid_arguments(on, world_size):
     assert str(caught.value).isprintable()
 
 
-# A topology must have all hosts of the job, and enough GPUs.
+# A topology must contain all hosts of the job, and enough GPUs.
 def test_machines_that_are_too_small(write_file):
     hosts = write_file("hosts", "node0:4\nother:4\n")
     with pytest.raises(LayoutError, match="has no leaf for 'other'"):
@@ -264,7 +265,7 @@ def test_machines_that_are_too_small(write_file):
         read_topology(hosts, 9)
 
 
-# Without the packages of the extra, errors say what to install. Plain lists need no package.
+# If the optional packages are missing, errors say what to install. Plain lists need no package.
 def test_missing_packages(write_file, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     monkeypatch.setitem(sys.modules, "hostlist", None)
