@@ -46,7 +46,7 @@ class Call:
 def calls_before(
     ends: Collection[CodeType], action: Callable[[], object], folder: Path
 ) -> list[Call]:
-    """Run an action. Return its calls of code in a folder, until it calls one of `ends`."""
+    """Run an action. Return its calls of functions in a folder, until it calls one of `ends`."""
     calls: list[Call] = []
     ended = False
     inside = f"{folder}/"
@@ -76,14 +76,14 @@ def _around(frame: FrameType) -> Iterator[CodeType]:
 
 
 def counts(calls: list[Call]) -> dict[str, int]:
-    """Count the calls, their files, and the calls that are in another file than the call before."""
+    """Count the calls, their files, and how often a call is in another file than the one before."""
     files = [call.file for call in calls]
     changes = sum(one != other for one, other in pairwise(files))
     return {"calls": len(calls), "files": len(set(files)), "changes of file": changes}
 
 
 def of_one_creation() -> list[Call]:
-    """The calls of `create_pg("dp")` before torch makes the group, on a rank of a live job."""
+    """Return the calls that `create_pg("dp")` makes in a live job before torch makes the group."""
     torchs = (dist.new_group, dist.new_subgroups_by_enumeration, dist.split_group)
     helper = getattr(dist.distributed_c10d, "_new_process_group_helper", dist.new_group)
     ends = {inspect.unwrap(function).__code__ for function in (*torchs, helper)}

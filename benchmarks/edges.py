@@ -24,7 +24,7 @@ from hypercomm import HyperCommGrid, run_ranks
 
 RANKS, CHUNKS = 4, 2
 SECONDS = {"F": 0.010, "B": 0.020}
-"""How long a stage computes. The process sleeps, as one whose accelerator computes."""
+"""How long a stage computes. The process sleeps meanwhile, as if an accelerator computed."""
 
 NUMBERS = 1 << 18
 """The size of an activation or a gradient: 1 MiB."""
@@ -93,7 +93,7 @@ def as_in_torch(rank: int, batches: int, *, planned: bool = False) -> list[Actio
     Args:
         rank: The rank.
         batches: The number of microbatches.
-        planned: Whether steps have the order in which they end if transfers take no time.
+        planned: Whether steps are in the order in which they would end if transfers took no time.
     """
     left = {each: steps_of(each, batches) for each in range(RANKS)}
     actions: dict[int, list[Action]] = {each: [] for each in left}

@@ -48,7 +48,7 @@ class Table:
         return {who: statistics.median(seen) for who, seen in self.samples.items()}
 
     def noise(self, who: str) -> float:
-        """Return the distance between the quartiles of the ratios. Each round has one ratio."""
+        """Return the distance between the quartiles of the ratios of all rounds."""
         peer = self.samples[self.reference]
         ratios = [own / other for own, other in zip(self.samples[who], peer, strict=False) if other]
         if len(ratios) < MANY:

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-"""A figure: what, by (which way), value, unit; or a fact, whose value is text."""
+"""A row of the report: what was measured, by which way, value and unit (none for text)."""
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 SIZES = "tp=2,cp=2,dp=2"
@@ -211,7 +211,7 @@ def meet(device: Any) -> None:
 
 
 def patience_of(backend: str) -> timedelta:
-    """Return the timeout of groups that lose a rank: longer for NCCL, which connects slowly."""
+    """Return the timeout of groups that lose a rank. NCCL connects slowly and needs more time."""
     return timedelta(seconds=8 if backend == "nccl" else 4)
 
 
@@ -514,7 +514,7 @@ def _lose(rank: int, backend: str) -> dict[str, Any]:
 
 
 def hang(backend: str, folder: Path, limit_s: float) -> Iterator[Row]:
-    """Let a rank skip a collective, and analyse the dumps: torch's for NCCL, else a watch's."""
+    """Let a rank skip a collective, and analyse the dumps of torch (NCCL) or of a watch (gloo)."""
     dumps = folder / "dumps"
     dumps.mkdir(parents=True)
     prefix = str(dumps / "nccl_trace_rank_")
@@ -524,7 +524,7 @@ def hang(backend: str, folder: Path, limit_s: float) -> Iterator[Row]:
         "TORCH_FR_DUMP_TEMP_FILE": prefix,
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix,
     }
-    with contextlib.suppress(RuntimeError):  # fewer dumps than ranks are analysed, too
+    with contextlib.suppress(RuntimeError):  # dumps are analysed even if some are missing
         ranks(
             _hang,
             4,
@@ -532,7 +532,7 @@ def hang(backend: str, folder: Path, limit_s: float) -> Iterator[Row]:
             min(limit_s - 10, 40),
             backend,
             str(dumps),
-            victims=range(4),  # with NCCL, torch ends them after the timeout
+            victims=range(4),  # with NCCL, torch ends the ranks after the timeout
             is_over=lambda: len([*dumps.iterdir()]) == 4,
             environment=recorder,
         )

@@ -21,12 +21,12 @@ _LEFT_OUT = re.compile("get_|is_")
 
 
 def merged(report: Report, rows: Rows, told: dict[str, Any]) -> Report:
-    """Return a report in which new tables replace the old ones, or follow at the end.
+    """Return a report in which new tables replace old ones of the same name, or are appended.
 
     Args:
         report: The content of results.json.
         rows: All rows of the tables that were measured now.
-        told: The machine of these rows. The report notes it with the names of their tables.
+        told: The machine that measured these rows. It is noted with the names of their tables.
     """
     new: dict[str, Rows] = {}
     for row in rows:

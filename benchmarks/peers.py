@@ -14,7 +14,7 @@ Shape = Sequence[int]
 Names = Sequence[str]
 Wanted = Sequence[Sequence[str]]
 Peer = Callable[[Shape, Names, Wanted], object]
-"""Returns what is to live until the clock has stopped."""
+"""Creates groups. The result is kept alive until the time has been taken."""
 
 
 def hypercomm(shape: Shape, names: Names, wanted: Wanted) -> object:

@@ -24,7 +24,7 @@ TENSORS, COLUMNS, BUCKET = 300, 1024, 16 << 20
 
 
 def refits(runs: int, megabytes: int) -> Iterator[Table]:
-    """Move from fsdp=2, tp=2 to tp=2 on other ranks. The slowest rank of a run counts."""
+    """Move from fsdp=2, tp=2 to tp=2 on other ranks. A run takes as long as its slowest rank."""
     ranks = run_ranks(functools.partial(_seconds, runs, megabytes), 6, timeout=900)
     seen = {
         who: [max(one) * 1e3 for one in zip(*(rank[0][who] for rank in ranks), strict=True)]

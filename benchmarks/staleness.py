@@ -16,7 +16,7 @@ LAUNCHES = 3
 """The number of launches of real processes. Differences between launches count as noise, too."""
 
 SHARE = 0.25
-"""The part by which a ratio may change between builds of torch, or between hours of a machine."""
+"""The fraction by which a ratio may change between builds of torch, or from hour to hour."""
 
 
 def tables() -> Iterator[Table]:

@@ -20,7 +20,7 @@ BUCKET = 16 << 20
 
 
 def states(runs: int, megabytes: int) -> Iterator[Table]:
-    """Move from tp=2, dp=2 to the same sizes on other ranks. The slowest rank of a run counts."""
+    """Move tp=2, dp=2 to the same sizes on other ranks. A run takes as long as its slowest rank."""
     ranks = run_ranks(functools.partial(_seconds, runs, megabytes), 8, timeout=900)
     seen = {
         who: [max(one) * 1e3 for one in zip(*(rank[0][who] for rank in ranks), strict=True)]

@@ -3,10 +3,10 @@
     python benchmarks/store.py [--ranks 64 16384 131072] [--processes 4096]
 
 Every rank runs the generator of the agreement protocol. `--ranks` simulates this many ranks on a
-counted store in this process. The store performs one request after the other, in 14 us each. All
-ranks start at once, and then again within 30 s. `--processes` runs this many ranks in four real
-processes, each rank with a connection to a TCPStore. For comparison, the requests of torch's own
-barrier are counted, with which every `new_group` ends.
+counted store in this process. The store performs one request after the other, in 14 us each. In one
+run, all ranks start at once, in another run within 30 s. `--processes` runs this many ranks in four
+real processes, each rank with a connection to a TCPStore. For comparison, the requests of torch's
+own barrier are counted, with which every `new_group` ends.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class CountedStore:
 
     Attributes:
         requests: The number of requests.
-        sent: The number of bytes of all keys and values that it has received and sent.
-        free: The time in seconds at which it has performed all requests so far.
+        sent: The number of bytes of all keys and values that the store has received and sent.
+        free: The time in seconds at which the store has performed all requests so far.
     """
 
     def __init__(self) -> None:

@@ -37,7 +37,7 @@ class Experts(nn.Module):
         return tokens + gates[:, None] * rows[order.argsort()]
 
     def exchange(self, rows: Tensor, receives: list[int], sends: list[int]) -> Tensor:
-        """Send each rank of ep its rows; their gradients return the same way."""
+        """Send rows to the ranks of ep. The gradients of the rows return the same way."""
         return collectives.all_to_all_single_autograd(rows, receives, sends, self.ep.group)
 
 

@@ -1,4 +1,4 @@
-"""A trainer makes steps, sends weights to inference, which generates: on Ray actors or local ranks.
+"""A trainer sends weights to inference ranks, which generate: on Ray actors or local ranks.
 
     python examples/reinforcement_actors.py
 

@@ -52,7 +52,7 @@ def train(victim: int = -1) -> tuple[str, list[float]]:
             if dist.get_rank() not in ranks:
                 grid.abort()
                 return "leaves", []
-            del parallel  # DDP holds the old WORLD
+            del parallel  # DDP still uses the old WORLD
             job = renew_world(ranks)
             steps = [0] * job.size
             dist.all_gather_object(steps, len(losses))

@@ -16,7 +16,7 @@ import hypercomm
 ROOT = Path(__file__).resolve().parents[1]
 
 NEEDED = ("hypothesis", "numpy", "attrs", "click", "rich", "yaml", "einops", "megatron.core")
-"""Modules that the whole suite imports, apart from torch: extras `cli` and `test` bring them."""
+"""Modules that the whole suite imports, apart from torch. Extras `cli` and `test` bring them."""
 
 LIMIT_S, SLOW_LIMIT_S = 120, 1800
 """A test fails after this many seconds, and the stacks of its worker are shown."""
@@ -25,13 +25,13 @@ FULL = "full and not slow and not clients and not gpu"
 """The marks that `-m full` selects. A test marked `full` may also have cases marked `slow`."""
 
 EXAMPLES = {"few": 25, "deep": 100}
-"""Examples of a hypothesis test, by profile. example_counts.py scales with them."""
+"""The number of examples of a hypothesis test, by profile. example_counts.py scales with it."""
 
 
 def can_import(module):
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package of the module is missing, too
+    except ModuleNotFoundError:  # the parent package is missing, too
         return False
 
 
@@ -59,7 +59,7 @@ def pytest_cmdline_main(config):
 
 
 def use_checkout(imported=hypercomm.__file__):
-    """Stop unless hypercomm is imported from the checkout, also in programs that tests start."""
+    """Stop unless hypercomm is imported from the checkout. This includes programs of tests."""
     if not Path(imported).resolve().is_relative_to(ROOT):
         raise pytest.UsageError(
             f"hypercomm is imported from {imported}, and these are the tests of {ROOT}; run "
@@ -91,7 +91,7 @@ def pytest_configure(config):
                 deadline=None,  # a busy machine is no failure
                 suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
             )
-        settings.load_profile("few")  # --hypothesis-profile=deep loads the other one later
+        settings.load_profile("few")  # --hypothesis-profile=deep loads "deep" later
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects tests by their marks
@@ -114,7 +114,7 @@ def alone_or_shared(request, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp().parent  # shared by all workers
     is_alone = request.node.get_closest_marker("alone") is not None
     with (folder / "door").open("w") as door, (folder / "room").open("w") as room:
-        fcntl.flock(door, fcntl.LOCK_EX)  # held while an `alone` test waits, so that no test starts
+        fcntl.flock(door, fcntl.LOCK_EX)  # an `alone` test that waits locks out all others
         fcntl.flock(room, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
         fcntl.flock(door, fcntl.LOCK_UN)
         yield
@@ -168,6 +168,6 @@ def ctrl_c():
 
 
 def pytest_generate_tests(metafunc):
-    """Run tests with `timeout_s` with 1 second, and among the slow tests also with 3 seconds."""
+    """Run tests that take `timeout_s` with 1 second, and as slow tests also with 3 seconds."""
     if "timeout_s" in metafunc.fixturenames:
         metafunc.parametrize("timeout_s", [1.0, pytest.param(3.0, marks=pytest.mark.slow)])

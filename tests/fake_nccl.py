@@ -204,7 +204,7 @@ class Recorder(NamedTuple):
 
 
 def part_of(group: ProcessGroup) -> FakeNccl | None:
-    """Return the fake backend of a group, if it has one: CPU tensors may use gloo."""
+    """Return the fake among the backends of a group, or return None if all are real, as gloo is."""
     parts = (group._get_backend(device) for device in group._device_types)
     return next((part for part in parts if isinstance(part, FakeNccl)), None)
 
@@ -249,7 +249,7 @@ def recorded_nccl(*, communicates: bool = False) -> Iterator[list[Call]]:
 
 @contextlib.contextmanager
 def lone_world(backend: str, world_size: int, rank: int = 0, **options: Any) -> Iterator[None]:
-    """Be the only process of a world of any size, with options of `init_process_group`."""
+    """Make this the only process of a world of any size. Pass `options` to `init_process_group`."""
     store = HashStore()
     dist.init_process_group(backend, store=store, world_size=world_size, rank=rank, **options)
     try:

@@ -37,6 +37,6 @@ def _run_as_main(program, arguments, environment, folder, *outputs):
     os.chdir(folder)
     sys.path.insert(0, "")
     sys.argv = ["-c", *arguments]
-    main = sys.modules["__main__"] = types.ModuleType("__main__")  # it was pytest
+    main = sys.modules["__main__"] = types.ModuleType("__main__")  # before: pytest
     sys.modules.pop("__mp_main__", None)
     exec(compile(program, "<string>", "exec"), vars(main))

@@ -41,7 +41,7 @@ def all_groups(table, names, dims):
 
 
 def cuts_of(mapping):
-    """Map each cut axis of a tensor with three axes to its dims, the outermost dim first."""
+    """Map each axis that is cut, of three, to the dims that cut it, the outermost dim first."""
     cuts = {} if mapping.along is None else {mapping.batch_axis % 3: [mapping.along]}
     for dim, axis in mapping.shards:
         cuts.setdefault(axis % 3, []).append(dim)
@@ -49,7 +49,7 @@ def cuts_of(mapping):
 
 
 def whole_of(mapping, times=1):
-    """Return a tensor of distinct elements with three axes, which both sides can cut evenly."""
+    """Return a tensor of distinct elements, whose three axes source and target can cut evenly."""
     shape = [times] * 3
     for axis, dims in cuts_of(mapping).items():
         sides = (mapping.source, mapping.target)
@@ -60,7 +60,7 @@ def whole_of(mapping, times=1):
 
 
 def held(mapping, shape, *, is_source):
-    """Map each rank of a stage, in order, to the indices of its part along each of three axes.
+    """Map the ranks that send or receive, in order, to the indices of their parts on three axes.
 
     Axes are cut as torch.chunk cuts them: the last shards may be shorter, or empty.
     """

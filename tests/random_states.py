@@ -68,7 +68,7 @@ class Case:
     Args:
         random: A generator of numpy.
         world: The number of ranks.
-        distribute: Makes a DTensor from a part, the whole tensor, the end, the name and the rank.
+        distribute: Makes a DTensor from a part, the whole tensor, the `End`, the name and the rank.
     """
 
     def __init__(self, random, world, distribute):
@@ -95,7 +95,7 @@ class Case:
         return whole
 
     def _add_fused(self, random):
-        """Add q, k and v, with heads or with parts of any length, cut by a dim of the target."""
+        """Add q, k and v, with heads or of any lengths. A target dim cuts the fused tensor."""
         count = self.target.sizes["c"]
         width = int(random.integers(1, 4))
         parts = ["x.q", "x.k", "x.v"]
@@ -135,7 +135,7 @@ class Case:
         """Return the arguments of a rank, and by name the tensors that it must receive."""
         given = dict(self.options)
         due = {}
-        # The patterns of a rank match only the names of its parameters.
+        # A rank only passes patterns for the parameters that it sends or receives.
         shards = {}
         if rank in self.source.layout:
             given["state"] = {

@@ -80,8 +80,8 @@ def test_ratios_that_became_worse(modules, tmp_path, first, second, verdicts):
     assert len(worse) == (verdicts[-1] == "worse")
 
 
-# A part that fails does not stop the other parts. A part that makes no sense on gloo is skipped,
-# and so is a part for which no time is left. The report gives the reason.
+# A part of benchmarks/nccl.py that fails does not stop the other parts. A part that makes no sense
+# on gloo is skipped, and so is a part for which no time is left. The report gives the reason.
 def test_parts_of_the_nccl_benchmark(modules, monkeypatch):
     nccl = modules.nccl
 

@@ -583,4 +583,4 @@ def test_builtin_bases():
     assert issubclass(GroupMissingError, KeyError)
     for name in errors.__all__:
         assert issubclass(getattr(errors, name), HyperCommError)
-    assert str(GroupMissingError("a sentence")) == "a sentence"  # not repr, as in KeyError
+    assert str(GroupMissingError("a sentence")) == "a sentence"  # KeyError's str() is a repr

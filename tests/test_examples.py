@@ -29,11 +29,11 @@ TOLERANCES = {
     "reinforcement_weights": 0,
     "renew_world": 1e-12,
     "ring_attention": 1e-4,
-    "sharded_layer": None,  # the ranks compare
+    "sharded_layer": None,  # its ranks compare the values
     "survivors": 1e-12,
     "survivors_in_place": 1e-12,
     "three_d_training": 1e-5,
-    "trainer_and_engine": None,  # the engine compares
+    "trainer_and_engine": None,  # its engine compares the values
 }
 LOSES_RANKS = {
     "elastic_restart",

@@ -134,7 +134,8 @@ JOB = {"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 
 
 # If the launcher's variables describe a job that cannot be joined, nothing is started. An error
-# that all ranks have is printed by rank 0. An error of one host is printed by its ranks.
+# that occurs on all ranks is printed by rank 0 only. An error that occurs on one host is printed by
+# the ranks of that host.
 @pytest.mark.parametrize(
     ("environment", "code", "message"),
     [

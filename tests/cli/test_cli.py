@@ -50,7 +50,8 @@ def test_plan_on_a_machine(in_process, tmp_path):
     assert (on_four["hosts"], on_four["groups"][0]["hosts_per_group"]) == (4, [2, 2])
 
 
-# The plan lists the groups of a view, or the selected ones, and the coordinates in the view.
+# The plan lists all groups of a view, or only the selected groups, and the coordinates of the ranks
+# in the view.
 def test_plan_with_a_view(in_process):
     view = ("plan", "tp=2,dp=4", "--view", "expert:ep=4,rest=-1", "--rank", "5")
     answer = json.loads(in_process(*view, "--json").stdout)
@@ -72,7 +73,8 @@ def test_plan_of_a_million_ranks():
     assert "1,048,576 ranks" in done.stdout
 
 
-# An unspecified size is inferred from the job of this process. Without one, no job is needed.
+# An unspecified size is inferred from the job of this process. If all sizes are specified, no job
+# is needed.
 @pytest.mark.parametrize(
     ("environment", "sizes", "layout"),
     [

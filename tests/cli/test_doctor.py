@@ -63,7 +63,8 @@ def test_report_as_json_and_text():
 
 
 # If no group can be created, the exit code is 1 and the reason is reported. Relevant variables are
-# shown with their values, however long, and no others. The job that is found is not joined.
+# shown with their values, even if these are long. Other variables are not shown. The job that is
+# found is not joined.
 def test_environment_is_reported():
     matter = {"GLOO_SOCKET_IFNAME": "nosuch0", "NCCL_DEBUG_FILE": "x" * 150, "SLURM_PROCID": ""}
     launcher = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}

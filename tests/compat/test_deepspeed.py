@@ -19,13 +19,13 @@ from hypercomm.compat.deepspeed import Mpu, process_topology, topology_axes
 from hypercomm.compat.megatron import parallel_state
 from hypercomm.testing import fake_world, layouts, registered_groups, simulate
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed reads it when it is imported
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed reads this during its import
 HOME = importlib.util.find_spec("deepspeed")
 needs_deepspeed = pytest.mark.skipif(
     HOME is None, reason="deepspeed is not installed: the extra `test` brings it on Linux"
 )
 
-# For each name of an mpu, the parts whose dims form its group.
+# For each name in an mpu's getters, the kinds of parallelism whose dims form the group.
 PARTS = {
     "tensor_model": ("tp",),
     "slice": ("tp",),
@@ -57,13 +57,14 @@ def line_through(shape, rank, axes):
 
 @st.composite
 def worlds(draw):
-    """Draw sizes, a part for each dim, and a rank."""
+    """Draw sizes, a kind of parallelism for each dim, and a rank."""
     shape = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
     parts = [draw(st.sampled_from(["tp", "pp", "dp", "sp"])) for _ in shape]
     return shape, parts, draw(st.integers(0, int(np.prod(shape)) - 1))
 
 
-# Whatever part each dim has, the groups, ranks and sizes match lines through an array of the world.
+# Whatever kind of parallelism each dim has, the groups, ranks and sizes match lines through an
+# array of the world.
 @given(worlds())
 def test_mpu_matches_numpy(drawn):
     shape, parts, rank = drawn
@@ -88,9 +89,9 @@ def test_mpu_matches_numpy(drawn):
                 assert mpu.get_data_parallel_group_ranks() == ranks
 
 
-# An Mpu has every name that DeepSpeed's sources read from an mpu, apart from two. With one of
-# these, an mpu would declare that there is no model parallelism. The other belongs to a DeepSpeed
-# module that can replace an mpu.
+# An Mpu has every name that DeepSpeed's sources read from an mpu, apart from two. By having the
+# first of these, an mpu would declare that there is no model parallelism. The second belongs to a
+# DeepSpeed module that can replace an mpu.
 @needs_deepspeed
 def test_mpu_has_every_name_that_deepspeed_reads():
     sources = Path(HOME.submodule_search_locations[0])
@@ -176,7 +177,7 @@ AXES = {"pp": "pipe", "dp": "data", "tp": "model"}
 
 @st.composite
 def numberings(draw):
-    """Draw a layout where each part has one or two neighbouring dims."""
+    """Draw a layout in which each kind of parallelism has one or two neighbouring dims."""
     parts = draw(st.permutations(["tp", "dp", "pp"]))[draw(st.integers(0, 2)) :]
     shape, names = [], []
     roles = dict.fromkeys(AXES)
@@ -188,8 +189,8 @@ def numberings(draw):
     return RankLayout(shape, names), roles
 
 
-# A topology numbers ranks like the layout: an array with its axes has the groups of the layout
-# along each axis.
+# A topology numbers ranks like the layout. In an array of ranks with the axes of the topology, the
+# lines along each axis are groups of the layout.
 @given(numberings())
 def test_topology_axes_match_numpy(drawn):
     layout, roles = drawn
@@ -214,7 +215,8 @@ def theirs():
     return pytest.importorskip("deepspeed.runtime.pipe.topology")
 
 
-# For any layout that starts at rank 0, DeepSpeed's topology has its coordinates and groups.
+# For any layout that starts at rank 0, DeepSpeed's topology has the coordinates and groups of the
+# layout.
 @pytest.mark.clients
 @given(layouts(dim_names=["tp", "dp", "pp"], max_offset=0), st.data())
 def test_topology_has_the_coordinates_of_the_layout(theirs, layout, data):
@@ -341,7 +343,7 @@ def train_on_a_grid():
         for whole in batches():
             x = whole.chunk(2)[mpu.get_data_parallel_rank()]
             x = x.chunk(2, dim=1)[mpu.get_sequence_parallel_rank()]
-            loss = squares(engine, x) / (BATCH // 2 * SEQUENCE)  # a part of the replica's loss
+            loss = squares(engine, x) / (BATCH // 2 * SEQUENCE)  # this rank's share of the loss
             engine.backward(loss)
             engine.step()
             total = loss.detach().clone()

@@ -59,7 +59,7 @@ def configurations(draw):
 
 
 def lines(world, rank):
-    """Map each name to a rank's group: a line through the world as an array, as in ezpz."""
+    """Map each name to the ranks of one group. As in ezpz, a group is a line through an array."""
     place = np.unravel_index(rank, world.shape)
     axes = enumerate(("data", "pipeline", "context", "tensor"))
     return {
@@ -68,7 +68,7 @@ def lines(world, rank):
     }
 
 
-# Each group has the ranks of its line through the array.
+# The ranks of each group are a line through the array of all ranks.
 @given(configurations())
 def test_groups_match_numpy(configuration):
     (dp, pp, cp, size), rank = configuration
@@ -114,7 +114,8 @@ def test_getters_without_initialisation(when):
         assert when == "no world" or tp.get_tensor_parallel_src_rank() == 2
 
 
-# Every global is None without a state, holds what the getters return, and can be overwritten.
+# Without a state, every global is None. With a state, a getter returns the value of its global,
+# even if the global was overwritten.
 def test_globals_and_getters_agree():
     assert [getattr(tp, name) for name in GLOBALS] == [None] * len(GLOBALS)
     with fake_world(8, rank=5):
@@ -150,8 +151,8 @@ def test_two_states():
         tp.destroy_tensor_parallel()
 
 
-# destroy_tensor_parallel() is idempotent. It destroys the groups of the state, and no group of the
-# user.
+# destroy_tensor_parallel() is idempotent. It destroys the groups of the state, but no group that
+# the user created.
 def test_destroy_is_idempotent():
     with fake_world(8):
         mine = dist.new_group([0, 1])
@@ -280,7 +281,7 @@ def test_install_replaces_ezpz_tp(tmp_path, has_ezpz):
 # ---- real gloo ranks ----------------------------------------------------------------------------
 
 
-# An all-reduce over each group reaches exactly its members, also after the state was destroyed and
+# An all-reduce over each group reaches exactly its members, even after the state was destroyed and
 # initialised again.
 @pytest.mark.ranks(8)
 def test_every_group_communicates():

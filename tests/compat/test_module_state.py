@@ -33,7 +33,7 @@ TP = "_TENSOR_MODEL_PARALLEL_GROUP"
 PP_SIZE = ("_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", "set_pipeline_model_parallel_world_size")
 MPU_TP = "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE"
 
-# The groups whose size and rank getters are named like their global.
+# The groups with a size and a rank getter that are named like the group's global.
 KINDS = [name.strip("_").lower().removesuffix("_group") for name in comparison.GLOBALS]
 KINDS = [kind for kind in KINDS if hasattr(theirs, f"get_{kind}_world_size")]
 OVERRIDES = [name for name in comparison.GLOBALS if name.startswith(("_MPU_", "_VIRTUAL_"))]
@@ -52,7 +52,10 @@ INSTALLED = version.get()
 
 @pytest.fixture(autouse=True)
 def one_release():
-    """Follow 0.18, in which getters use the group of their name. Later ones include GTP peers."""
+    """Follow 0.18, whose getters use the groups that they are named after.
+
+    The getters of later releases use groups that include GTP peers.
+    """
     with comparison.following("0.18.2"):
         yield
 
@@ -107,7 +110,7 @@ def test_module_is_pickled_by_name():
     assert cloudpickle.loads(cloudpickle.dumps(lambda: ours))() is ours
 
 
-# destroy_model_parallel() resets all globals, also overwritten ones, and is idempotent.
+# destroy_model_parallel() resets all globals, even overwritten ones, and is idempotent.
 @pytest.mark.usefixtures("job")
 def test_destroy_resets_overwritten_globals():
     ours._TENSOR_MODEL_PARALLEL_GROUP = mock.Mock()
@@ -120,8 +123,8 @@ def test_destroy_resets_overwritten_globals():
 # ---- patches and mocks ------------------------------------------------------------------------
 
 
-# mock.patch.object replaces a global and restores it, also after an exception. pytest's monkeypatch
-# does, too, and can delete a global.
+# mock.patch.object replaces a global and restores it, even after an exception. pytest's monkeypatch
+# does the same, and can also delete a global.
 @pytest.mark.usefixtures("job")
 def test_patched_globals_are_restored():
     held = ours._TENSOR_MODEL_PARALLEL_GROUP
@@ -184,7 +187,7 @@ def test_getters_match_megatron(when):
     assert found == expected
 
 
-# A size or rank that was set, also 0, has the same effect as in Megatron. None resets it.
+# A size or rank that was set, even to 0, has the same effect as in Megatron. None resets it.
 @pytest.mark.usefixtures("installed")
 @pytest.mark.full
 @pytest.mark.parametrize("when", TIMES)

@@ -158,8 +158,8 @@ def losses_of(*launcher):
     return done.stdout, re.findall(r"step \d loss (\S+)", done.stdout)
 
 
-# An unmodified program like pretrain_gpt.py has the same losses on four ranks, with hypercomm or
-# not.
+# An unmodified program like pretrain_gpt.py has the same losses on four ranks, whether it uses
+# hypercomm or not.
 @pytest.mark.clients
 def test_pretraining_has_the_same_losses():
     plain, expected = losses_of()

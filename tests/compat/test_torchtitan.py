@@ -25,7 +25,7 @@ BACKENDS = ["partial_dtensor", "spmd_types"]
 
 
 def expected(rank, backend, *, dp_replicate, dp_shard, cp, tp, pp, ep):
-    """Return torchtitan's meshes of the world, for the stage and position of a rank."""
+    """Return torchtitan's meshes by name. Meshes of only one stage or group contain `rank`."""
     dp_shard = WORLD // (dp_replicate * cp * tp * pp) if dp_shard == -1 else dp_shard
     inner = dp_shard * cp * tp
     ranks = np.arange(WORLD)
@@ -110,7 +110,7 @@ def test_spmd_types_on_a_grid(way):
                 spmd.assert_type(tensor, {tp: spmd.V, dp: spmd.R})
 
 
-# torchtitan's code makes meshes with the same ranks and names, from more groups.
+# torchtitan's code makes meshes with the same ranks and names, but creates more groups.
 @pytest.mark.clients
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -122,7 +122,7 @@ def test_meshes_match_torchtitans_code(sizes, backend):
         ours = len(registered_groups())
         theirs = dims.ParallelDims(**EVERY | sizes, world_size=WORLD, spmd_backend=backend)
         theirs.build_mesh()
-        assert len(registered_groups()) - ours > ours - 1  # WORLD counts for both
+        assert len(registered_groups()) - ours > ours - 1  # both counts include WORLD
         assert theirs._global_meshes.keys() == meshes.keys()
         for name, mesh in theirs._global_meshes.items():
             assert mesh.mesh.tolist() == meshes[name].mesh.tolist()

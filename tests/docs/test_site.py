@@ -295,4 +295,4 @@ def test_environment_variables_are_documented():
 
 
 NO_VARIABLES = {"CUDA_GRAPHS"}
-"""Words in the code that look like variables."""
+"""Words in the code that look like environment variables, but are none."""

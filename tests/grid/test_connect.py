@@ -56,8 +56,8 @@ def test_every_group_is_connected(lazily):
     assert {tuple(sorted(row.ranks)) for row in rows if row.title == "pp edge"} == edges
 
 
-# A view connects its groups, including groups over dims that it shares with the grid. A rank
-# outside connects no group.
+# connect() of a view connects all groups of the view, even groups over dims that the view shares
+# with the grid. A rank outside connects no group.
 @pytest.mark.ranks(5)
 def test_view_connects_its_groups():
     rank = dist.get_rank()

@@ -47,7 +47,8 @@ def meshes(draw):
     return shape, offset, rank, spans
 
 
-# The ranks of the grid are an array with the last dim first. A mesh is a transposed part of it.
+# The ranks of the grid are an array with the last dim first. A mesh is a transposed part of this
+# array.
 def expected_mesh(shape, offset, rank, spans):
     everyone = offset + np.arange(math.prod(shape)).reshape(shape[::-1])
     place = dict(zip(range(len(shape))[::-1], np.argwhere(everyone == rank)[0], strict=True))
@@ -141,7 +142,7 @@ def test_grid_from_torch_mesh():
         assert dist.is_initialized()
 
 
-# device_mesh() creates missing groups, also for flattened dims.
+# device_mesh() creates missing groups, even for flattened dims.
 def test_missing_groups_are_created():
     with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
         tp = grid.create_pg("tp")
@@ -237,7 +238,7 @@ def test_equal_meshes_with_different_groups_raise():
 
 
 # device_mesh() also raises if a slice or a flattened dim equals one of another grid, unless both
-# have the same groups. Meshes of an earlier world do not count.
+# meshes have the same groups. Meshes of an earlier world are ignored.
 def test_equal_parts_of_meshes_raise():
     kept = []
     for _ in range(2):

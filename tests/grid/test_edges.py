@@ -25,13 +25,13 @@ EDGES = ("to_next", "from_previous", "to_previous", "from_next")
 
 
 def members(edges):
-    """The ranks of each edge in the order of EDGES, or None for a missing edge."""
+    """Return the ranks of each edge in the order of EDGES, with None for a missing edge."""
     groups = [getattr(edges, name) for name in EDGES]
     return [group and tuple(dist.get_process_group_ranks(group)) for group in groups]
 
 
 def expected(ranks, rank, wrap):
-    """Return the same, computed from the ranks of a pipeline in its order."""
+    """Return what `members` should return. `ranks` is the pipeline in the order of its stages."""
     at = ranks.index(rank)
     size = len(ranks)
 
@@ -98,8 +98,8 @@ def test_edges_are_not_shared():
         assert len({pp, *(getattr(edges, name) for name in EDGES)}) == 5
 
 
-# Edges can be over dims of the grid or of a view. If a view shares a dim, it has the edges of the
-# grid over this dim.
+# Edges can be over dims of the grid or of a view. If a view shares a dim, the view uses the edges
+# of the grid over this dim.
 def test_edges_of_views():
     with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=2,pp=2") as grid:
         grid.register_view("expert", "ep=4,pp=2", shared_dims=["pp"])

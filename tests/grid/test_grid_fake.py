@@ -64,7 +64,7 @@ def test_one_group_per_key():
             grid.pgs[GroupKey(("tp",))] = group
 
 
-# ensure_pg raises if its options differ from the first call's.
+# ensure_pg raises if its options differ from those of the first call.
 def test_ensure_pg_with_other_options_raises():
     with fake_world(8), HyperCommGrid([8], ["dp"]) as grid:
         group = grid.ensure_pg("dp", timeout=timedelta(seconds=5), group_desc="mine")
@@ -119,7 +119,7 @@ def test_failed_enumeration_is_rolled_back(error, raised):
         assert not grid.pgs
 
 
-# A destroyed grid has no groups and creates none. destroy() is idempotent, also after WORLD was
+# A destroyed grid has no groups and creates none. destroy() is idempotent, even after WORLD was
 # destroyed.
 def test_destroy_is_idempotent():
     with fake_world(8):

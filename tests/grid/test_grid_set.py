@@ -34,8 +34,8 @@ DIMS = ("tp", "cp", "dp", "pp")
 # ---- ranks without a grid -----------------------------------------------------------------------
 
 
-# If a set of sizes leaves ranks of the world without a grid, it warns, as a single grid does. A set
-# of layouts does not warn, and neither does a set with `requires`.
+# If a set of sizes leaves ranks of the world without a grid, the set warns, as a single grid does.
+# A set of layouts does not warn, and neither does a set with `requires`.
 @pytest.mark.parametrize("form", ["tp=2", {"tp": 2}], ids=str)
 def test_warns_of_ranks_without_a_grid(form):
     with pytest.warns(UserWarning, match=r"no grid of the set holds ranks 4\.\.7 of the world's 8"):
@@ -116,7 +116,7 @@ def lattices(draw):
     return layout
 
 
-# A placement matches Python sets of the ranks, also for layouts with gaps.
+# A placement matches Python sets of the ranks, even for layouts with gaps.
 @given(st.lists(lattices(), min_size=1, max_size=3), st.integers(0, 3))
 def test_placement_matches_sets_of_ranks(chosen, spare):
     world_size = max(layout.last_rank for layout in chosen) + 1 + spare
@@ -180,7 +180,8 @@ def test_sources_of_the_world_size(monkeypatch):
         assert GridSet.colocated(a="tp").world_size == 4
 
 
-# Layouts with explicit ranks make a set, also with gaps. Existing grids can join a set.
+# Layouts with explicit ranks make a set, even if these ranks have gaps. Existing grids can join a
+# set.
 def test_explicit_layouts_and_existing_grids():
     whole = RankLayout("tp=2,pp=2,dp=2")
     with fake_world(8, 3):
@@ -200,8 +201,8 @@ def test_explicit_layouts_and_existing_grids():
 # ---- process groups -----------------------------------------------------------------------------
 
 
-# Each rank gets the groups of its grids, and None for other grids. They are in the given order, by
-# name.
+# create_pgs() maps the name of each grid to its groups, in the requested order. On a rank outside
+# the grid, they are None.
 @pytest.mark.parametrize("rank", range(8))
 def test_create_pgs_by_name(rank):
     with fake_world(8, rank), GridSet.tile(encoder="tp=2,dp=2", llm="tp=4") as grids:
@@ -260,7 +261,7 @@ def test_grid_of_another_world_is_rejected():
 
 
 # With share="identical", grids on the same ranks share groups of the same ranks. A failed creation
-# in one grid leaves the groups of the other.
+# in one grid does not affect the groups of the other grid.
 def test_grids_share_identical_groups():
     with (
         fake_world(8),

@@ -59,7 +59,7 @@ def test_colocated_set(share):
 
 # If one rank makes a different request or fails, the call fails on all ranks, including ranks that
 # are only in another grid, long before the timeout. Nothing is left, and an immediate retry works,
-# also repeatedly.
+# even many times.
 @pytest.mark.ranks(4, timeout=120)
 def test_error_on_one_rank_fails_all():
     rank = dist.get_rank()

@@ -133,7 +133,7 @@ def test_random_values_give_a_job_or_an_error():
 
 
 # The world size or rank of a process that has not joined yet. If only WORLD_SIZE or RANK is set,
-# that value is used, also inside a SLURM step (srun --pty bash).
+# that value is used, even inside a SLURM step (srun --pty bash).
 @pytest.mark.parametrize(
     ("environment", "size", "rank"),
     [

@@ -167,7 +167,7 @@ def test_timeout_shows_stacks():
         if dist.get_rank() == 1:
             time.sleep(600)
         if dist.get_rank() == 2:
-            faulthandler.cancel_dump_traceback_later()  # in case it is continued
+            faulthandler.cancel_dump_traceback_later()  # in case the process receives SIGCONT
             os.kill(os.getpid(), signal.SIGSTOP)
         dist.barrier()
 

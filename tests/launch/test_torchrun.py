@@ -27,8 +27,8 @@ sys.stdout.write(json.dumps(found) + "\\n")  # one write, because all ranks writ
 """
 
 
-# Ranks join through the store of torchrun's agent and sum over their groups, also after a rank has
-# died and torchrun has restarted all of them.
+# Ranks join through the store of torchrun's agent and sum over their groups, even after a rank has
+# died and torchrun has restarted all ranks.
 @pytest.mark.parametrize("options", [(), ("--die",)])
 def test_join_under_torchrun(options, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)

@@ -55,7 +55,7 @@ class Crew:
         self.address = f"tcp://127.0.0.1:{self.port}"
 
     def start(self, act, part, *ranks, label="", **arguments):
-        """Call `act(join)` in a process for each of the given ranks of a part."""
+        """Start a process for each of these ranks of a part of the world. It calls `act(join)`."""
         for rank in ranks:
             given = {"name": "w", "parts": PARTS, "part": part, "rank": rank}
             given |= {"timeout": timedelta(seconds=20)} | arguments
@@ -76,7 +76,7 @@ class Crew:
         return [self.result(label)["value"] for label in labels]
 
     def mark(self, name):
-        """Let processes continue that wait for this name."""
+        """Let all processes that wait for this name continue."""
         (self.folder / f"mark {name}").write_text("true")
 
     def wait_for(self, *names):
@@ -114,7 +114,7 @@ def _call_in_process(act, address, given, path):
         kind = type(error).__name__
         text = str(error)
         write({"kind": kind, "text": text, "missing": [*missing], "seconds": seconds})
-    signal.pause()  # this process may serve the store, and groups break with it
+    signal.pause()  # groups break if this process ends, and it may serve the store
 
 
 @pytest.fixture
@@ -337,7 +337,7 @@ def test_engine_restarts(crew, is_waiting):
         assert "end this one" in crew.result("engine0")["value"]
 
 
-# The survivors of a world can continue without the lost part.
+# If the engine is lost, the trainers can continue in the world without it.
 @pytest.mark.full
 def test_survivors_continue_in_a_world(crew):
     def train(join):

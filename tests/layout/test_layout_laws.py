@@ -141,7 +141,7 @@ def test_ranks_where_and_select_agree_with_indexing(case, data):
 # ---- layouts derived from another ---------------------------------------------------------------
 
 
-# split() reshapes the table, also if one size is inferred. renumber() reverses the split.
+# split() reshapes the table, even if one size is inferred. renumber() reverses the split.
 @many
 @given(layouts_with_tables(max_dims=3, max_size=12), st.data())
 def test_split_reshapes_and_renumber_reverses_it(case, data):
@@ -253,8 +253,8 @@ def test_unspecified_size_is_inferred(order, sizes, open_name, offset):
     assert RankLayout(text.replace(open_name, f"{open_name}=-1"), **world) == expected
 
 
-# fit() returns the best of all layouts that fit. If none fits, the numbers of ranks in the error
-# would fit.
+# fit() returns the best of all layouts that fit. If none fits, the error suggests numbers of ranks.
+# For each of them, a layout fits.
 @given(
     st.integers(1, 60),
     st.sets(st.integers(1, 8), min_size=1),

@@ -127,7 +127,7 @@ def expert_grid(**options):
 
 
 # Over shared dims, a view uses the group of the grid. Creating this group again raises KeyError, on
-# the grid and on the view, as in Megatron. Over other dims, also together with shared dims, the
+# the grid and on the view, as in Megatron. Over other dims, even together with shared dims, the
 # view has separate groups.
 def test_shared_and_private_groups():
     with fake_world(16, rank=5), expert_grid() as grid:

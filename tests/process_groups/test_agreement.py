@@ -39,7 +39,7 @@ def test_agreeing_ranks_create_groups(verify):
         assert [sum_over(group) for group in groups] == expected
 
 
-# If a grid is destroyed while a thread waits for a creation, the creation fails, and nothing is
+# If a grid is destroyed while a thread waits in a creation, the creation fails, and no group is
 # left.
 @pytest.mark.ranks(2)
 def test_destroy_during_a_creation():

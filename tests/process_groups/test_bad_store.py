@@ -32,8 +32,8 @@ BAD = {
 }
 
 
-# If the record of a call or the report of a rank has foreign content, the error is short and names
-# the key.
+# If hypercomm did not write the value of a call's key or of a rank's key, the error is short and
+# names the key.
 @pytest.mark.parametrize("key", ["/tp/0", "/rank 0"])
 @pytest.mark.parametrize("bad", BAD)
 def test_foreign_values_raise(bad, key):
@@ -71,7 +71,7 @@ ACCEPTED = {
     *((name, '"text"') for name in ("key", "digest")),
     *((name, "[]") for name in ("missing", "absent", "grids", "failed", "waits_for", "lines")),
 }
-"""The pairs of field and value in which the type is right."""
+"""The pairs (field, value) in which the value has the right type for the field."""
 
 
 def places(value, path=()):
@@ -108,7 +108,8 @@ def test_wrong_types_raise(value):
     assert tried > 10
 
 
-# Equal JSON with other spacing is also foreign, because a compare-and-set would never succeed.
+# JSON that differs only in its spacing is also rejected, because a compare-and-set would never
+# succeed.
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_other_spacing_raises(value):
     fields = json.loads(value.encode())

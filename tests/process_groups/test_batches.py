@@ -170,8 +170,8 @@ def test_lists_with_equal_colors_split_in_turns(monkeypatch, bound):
         bound.clear()
 
 
-# Groups of one colour are split in separate turns. Every rank makes the same number of calls, one
-# of them with its group. No call has two groups of the same colour.
+# Groups of one colour are split in separate turns. Every rank makes the same number of calls. Each
+# rank of the grid passes its group in one of them. No call has two groups of the same colour.
 @pytest.mark.parametrize("colors", [[1, 2, 1, 1], [5, 5, 5, 5], [3, 4, 4, 3]], ids=str)
 def test_turns_separate_equal_colors(monkeypatch, bound, colors):
     monkeypatch.setattr(torchdist, "split_colors", lambda _groups: colors)

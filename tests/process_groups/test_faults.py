@@ -69,7 +69,7 @@ def lose_one(rank, fault, victim, number, timeout_s):
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize(("fault", "victim"), [("before", 0), ("during", 2), ("after", 3)])
 def test_lost_rank_is_named(tmp_path, number, fault, victim, timeout_s):
-    timeout_s *= 2  # if this machine pauses for a second, other ranks are slow, too
+    timeout_s *= 2  # a pause of the whole machine must not make other ranks late
     run_scenario(tmp_path, lose_one, 4, fault, victim, number, timeout_s, victims=[victim])
 
 
@@ -82,7 +82,7 @@ def serve(file):
     """Serve the store of a job in a separate process, until it is killed or gets SIGUSR1."""
 
     def stop(*_):
-        signal.signal(signal.SIGCONT, stop)  # in case something lets the process continue
+        signal.signal(signal.SIGCONT, stop)  # in case the process receives SIGCONT
         os.kill(os.getpid(), signal.SIGSTOP)
 
     signal.signal(signal.SIGUSR1, stop)

@@ -125,7 +125,7 @@ def hosts(_permitted, tmp_path) -> Iterator[Hosts]:
         made.remove()
 
 
-# `hypercomm check` joins a job of several hosts, and all of its groups are right.
+# `hypercomm check` joins a job of several hosts, and its sums are right over all groups.
 @pytest.mark.parametrize("count", [2, 4])
 def test_check_across_hosts(hosts, count):
     hosts.build(count)

@@ -58,7 +58,7 @@ def test_cycles_leak_nothing(count):
         for what in ("groups", "files"):
             assert after[what] == before[what], what
         # The pool keeps as many threads as were ever busy at the same time. If gloo connects
-        # slowly, one more thread is busy, which reports that the rank waits.
+        # slowly, one more thread is busy, because it reports that the rank waits.
         for what in ("threads", "python threads"):
             assert after[what] <= before[what] + 2, what
         assert after["resident"] - before["resident"] < GROWTH_KIB

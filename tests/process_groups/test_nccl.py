@@ -98,7 +98,7 @@ def test_creation_does_not_wait_for_other_ranks(bound, lazy_init):
 
 
 def mixed():
-    """Sum on the CPU and on the GPU over groups of a mixed WORLD and its parts."""
+    """Sum on the CPU and the GPU over groups that have both backends of WORLD, or one of them."""
     begin("cpu:gloo,cuda:nccl", bound=True)
     with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
         both = grid.create_pg("dp", name="both")

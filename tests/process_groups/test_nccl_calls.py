@@ -159,7 +159,7 @@ def test_nccl_connects_eagerly(monkeypatch, bound):
             assert not is_lazy(calls[0])
 
 
-# pg_options of the caller are used, and the object is not changed.
+# The `pg_options` that the caller passes are used, and the object is not changed.
 def test_pg_options_are_not_changed():
     with recorded_nccl() as calls, lone_world("nccl", 8, rank=5, device_id=CUDA_5):
         given = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -171,8 +171,8 @@ def test_pg_options_are_not_changed():
         assert not getattr(given, "lazy_init", False)
 
 
-# Keys of one call can have different strategies. For dims that cover the world, one split each is
-# used. "pp" is created lazily by its members only.
+# The groups of one call can be created with different strategies. If the groups over a set of dims
+# cover the world, one split creates all of them. "pp" is created lazily by its members only.
 def test_strategy_per_key():
     with recorded_nccl() as calls, lone_world("nccl", 8, rank=5, device_id=CUDA_5):
         calls.clear()
@@ -225,9 +225,9 @@ def test_mixed_world():
         dist.destroy_process_group()
 
 
-# After a split that left out some ranks, torch before 2.14 puts counts into the names of later
-# groups that differ between ranks. It also ends groups in the order of their names, so NCCL hangs.
-# The names that hypercomm uses have the same order on all members.
+# After a split that left out some ranks, torch before 2.14 adds counts to the names of later
+# groups, and these counts differ between ranks. torch also ends groups in the order of their names,
+# so NCCL hangs. The names that hypercomm uses have the same order on all members.
 def test_names_after_a_partial_split():
     names, orders = {}, {}
     for rank in range(4):

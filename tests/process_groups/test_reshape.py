@@ -128,8 +128,8 @@ def test_unspecified_sizes(layout, ranks):
         assert dist.get_process_group_ranks(grid.get_pg("dp")) == ranks[:2]
 
 
-# Derived groups are computed again, and kept if they have not changed. A rank in none of them still
-# has None.
+# Derived groups are computed again, and kept if they have not changed. A rank in none of these
+# groups still gets None.
 def test_derived_groups_are_kept_if_unchanged():
     def ends(groups):
         return groups.pick(lambda ranks: (ranks[0], ranks[-1]))
@@ -246,7 +246,7 @@ def test_shared_keys_stay_shared():
         assert dist.get_process_group_ranks(one) == [1, 5]
         assert registered_groups() == {dist.group.WORLD, one, grid.get_pg("dp", name="own")}
         result = grid.reshape("tp=4,dp=2")
-        assert list(map(str, result.destroyed)) == ["cp+dp"]  # not its group, which is dp's
+        assert list(map(str, result.destroyed)) == ["cp+dp"]  # only the key: dp uses the group
         assert grid.get_pg("dp") is one
         assert grid.explain("dp").served_by is None
 

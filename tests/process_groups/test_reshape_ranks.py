@@ -60,7 +60,7 @@ def test_reshape_there_and_back(verify, batched):
             assert sums(grid) == numpy_sums(target, [key.dims for key in grid.pgs])
             grid.verify()
             if target == START:
-                grid.create_pgs([dims for dims in KEYS if "cp" in dims])  # they were destroyed
+                grid.create_pgs([dims for dims in KEYS if "cp" in dims])  # reshape() destroyed them
         assert sums(grid) == numpy_sums(START, KEYS)
     assert registered_groups() == {dist.group.WORLD}
 
@@ -83,7 +83,7 @@ def test_failed_reshape_changes_nothing():
             is_here = dist.get_rank() == 0
             before = dict(grid.pgs)
             begin = time.monotonic()
-            dist.barrier()  # a rank that still waits in a creation would raise there
+            dist.barrier()  # a rank that still waits in create_pgs would raise there
             fails = mock.patch.object(torchdist, "new_group", side_effect=ERROR)
             with (
                 fails if is_here else contextlib.nullcontext(),
@@ -103,8 +103,8 @@ def test_failed_reshape_changes_nothing():
         assert sum_over(lent) == 1111
 
 
-# DTensor caches meshes for each thread. After two reshapes, a mesh that equals an ended one has the
-# groups of its own grid, on the thread that uses it.
+# DTensor has a cache of meshes in each thread. After two reshapes, the new mesh equals a cached
+# mesh whose groups have ended. DTensor uses the groups of the new mesh.
 @pytest.mark.ranks(2)
 def test_dtensors_after_two_reshapes():
     grid = HyperCommGrid("tp=2")

@@ -29,7 +29,7 @@ def test_share_with_works_in_one_direction():
         borrower.destroy()
 
 
-# A key that may share still shares its group after a reshape.
+# A key that may share its group still shares one after a reshape.
 def test_group_is_shared_after_a_reshape():
     with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
         grid.create_pg("tp", share="identical")

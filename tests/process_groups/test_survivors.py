@@ -57,7 +57,7 @@ def groups_in(ranks, tp, rank):
 
 
 def lose(rank, losses):
-    """Lose ranks once or twice. A loss has victims, the ranks that continue, and their layout."""
+    """Lose ranks once or twice. A loss gives the victims, and then the arguments of reshape()."""
     grid = create(HyperCommGrid("tp=2,dp=-1"), "tp", "dp", ["tp", "dp"])
     left = {*range(grid.layout.size)}
     for victims, ranks, target in losses:
@@ -182,7 +182,7 @@ LOSSES = [
     (2, [0, 1, 3], [0, 1, 2], "tp=1,dp=3", "2: tp=0,dp=1"),
     (0, [1, 2], [1, 0], "tp=2,dp=1", "0: dp=0"),
 ]
-"""Victim, remaining ranks, ranks of the grid in the new WORLD, its layout, the reported loss."""
+"""Victim, remaining ranks, ranks and layout of the grid in the new WORLD, reported loss."""
 
 
 def renew(rank, folder):
@@ -209,7 +209,8 @@ def renew(rank, folder):
 
 
 # One of four ranks dies, then the first of the remaining ranks. Each time, the remaining ranks make
-# a new WORLD, in which the grid continues. The loss is reported with the old rank numbers.
+# a new WORLD, in which the grid continues. The result reports the lost ranks with their old rank
+# numbers.
 @pytest.mark.full
 @pytest.mark.parametrize("in_a_file", [False, True])
 def test_renew_world_after_losses(tmp_path, in_a_file):

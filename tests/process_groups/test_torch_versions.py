@@ -41,8 +41,8 @@ def test_failed_gloo_setup_is_reported():
         assert sum_over(grid.create_pg("dp")) == 11
 
 
-# On a rank outside a split, torch before 2.14 returns None, and later a number. hypercomm returns
-# None.
+# On a rank outside a split, torch before 2.14 returns None, and newer releases return a number.
+# hypercomm returns None.
 @pytest.mark.parametrize("outside", [None, dist.GroupMember.NON_GROUP_MEMBER])
 def test_rank_outside_a_split_gets_none(monkeypatch, outside):
     bound_world.bind(monkeypatch)

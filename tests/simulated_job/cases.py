@@ -95,7 +95,7 @@ PARTS = {"trainer": 2, "engine": 1}
 
 
 def joined(number: int | None = None, **options: Any) -> JoinedWorld:
-    """Join a world of two parts, by default as the rank that has the same number in the job."""
+    """Join a world of two trainers and an engine as the process `number`, by default this rank."""
     part, rank = [("trainer", 0), ("trainer", 1), ("engine", 0)][
         dist.get_rank() if number is None else number
     ]
@@ -106,12 +106,12 @@ def joined(number: int | None = None, **options: Any) -> JoinedWorld:
 
 def worlds() -> object:
     """Return the groups of worlds that this rank has joined."""
-    sleep(0.1)  # a thread that outlives the call undoes its work
+    sleep(0.1)  # a thread that outlives a failed call undoes what the call has done
     return [group.name for group in this_rank().groups() if "/worlds/" in group.name]
 
 
 def a_rejoin() -> Call:
-    """Return the call with which the engine joins again and the trainers continue with it."""
+    """Return the call of this rank when the engine joins again: trainers call `rejoin`."""
     world = joined()
     gate("all have joined")
     if dist.get_rank() < 2:
@@ -189,7 +189,7 @@ def program(case: str) -> Any:
         attempt(call.make)
         seen.append(call.seen())
         gate(f"turn {turn}")
-        sleep(0.1)  # a thread that outlives the call undoes its work
+        sleep(0.1)  # a thread that outlives a failed call undoes what the call has done
         groups.append(this_rank().groups())
         if "" in this_rank().job.kinds(turn):
             break  # the error of an interrupted rank does not show whether the call succeeded

@@ -122,7 +122,10 @@ class Scheduler:
         task.wake_s = min(task.wake_s, self.now_s)
 
     def end(self, owner: object = None) -> None:
-        """End all tasks of a process, or all tasks. Ended tasks run to their end without effect."""
+        """End all tasks of a process, or all tasks of the job.
+
+        An ended task still runs to completion, but its actions have no effect.
+        """
         for task in self._tasks:
             if owner is None or task.owner is owner:
                 task.is_ended = True
@@ -174,7 +177,7 @@ class Scheduler:
             self._pass_on()
 
     def _pass_on(self, but: Task | None = None) -> bool:
-        """Start the next task. Return False if it is `but`."""
+        """Start the next task. Return False if the next task is `but`, which already runs."""
         if not self._tasks:
             self._finished.release()
             return True

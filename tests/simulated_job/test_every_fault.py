@@ -26,7 +26,8 @@ def check(case, seed, rank, at, kind, seconds):
     assert broken_by_fault(job, case) == [], (seed, job)
 
 
-# If a rank is interrupted after all have joined, it has no world, but the other ranks have one.
+# If a rank is interrupted after all ranks have joined, this rank has no world, but the other ranks
+# have one.
 PAIRS = [
     (case, fault)
     for case, fault in itertools.product(CASES, FAULTS)

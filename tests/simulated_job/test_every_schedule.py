@@ -52,7 +52,10 @@ class Ended(NamedTuple):
 
 
 def repeat(rank, size, deed, is_connecting):
-    """Make a call with a deed, such as a failure. Repeat it without the deed until all agree."""
+    """Make a call in which the rank does `deed`. Repeat the call without it until all agree.
+
+    A deed is an item of DEEDS, such as "fails", or "cannot connect". "" stands for a normal call.
+    """
     world = World(rank, size, "gloo", has_store=True)
     memory = Memory("job", f"{rank}")
     scope = Scope(world, "record", range(size), memory=memory)
@@ -131,7 +134,7 @@ class Search:
     """Visits every state.
 
     Args:
-        deeds: The deed of each rank in its first call.
+        deeds: The deed of each rank in its first call. See `repeat`.
         deaths: The number of ranks that may die, each at any operation.
         late: How often a rank may wait for too long.
         lost: How many store operations may fail, with or without effect.
@@ -290,8 +293,8 @@ DEEDS = ["", "differs", "fails", "rejects", "is interrupted"]
 both = pytest.mark.parametrize("is_connecting", [False, True], ids=["local", "connecting"])
 
 
-# In every order of the operations of two ranks, both ranks have the same outcome of each round.
-# Once neither rank has a deed left, both agree.
+# However the operations of two ranks interleave, each round has the same outcome on both ranks.
+# When neither rank does a deed any more, both ranks agree.
 @both
 @pytest.mark.parametrize("first", DEEDS)
 @pytest.mark.parametrize("second", DEEDS)
@@ -309,7 +312,7 @@ def test_two_ranks_that_cannot_connect(second):
     assert search.broken() == []
 
 
-# Three ranks, one of which has a deed, also have the same outcome.
+# Three ranks, one of which does a deed, also have the same outcome.
 @both
 @pytest.mark.parametrize(
     "deed", ["", *(pytest.param(one, marks=pytest.mark.slow) for one in DEEDS[1:])]
@@ -339,9 +342,9 @@ def test_one_outcome_after_faults(deed, deaths, late, lost, is_connecting):
     assert search.broken() == []
 
 
-# Ranks 0 and 1 wait for each other in different calls. If one of the rounds has ended, its rank
-# just has not seen this yet, and there is no circle of waits. If rank 1 has another thread, there
-# is none either.
+# Ranks 0 and 1 wait for each other in different calls. This is no circle of waits if the round of
+# one call has ended and its rank has not seen this yet. There is no circle either if rank 1 has
+# another thread.
 @pytest.mark.parametrize(("ended", "threads"), [("", 1), ("own", 1), ("other", 1), ("", 2)])
 def test_circle_of_waits_ignores_ended_rounds(ended, threads):
     own, other = (
@@ -472,7 +475,8 @@ def test_fenced_calls():
     assert "have continued without rank 0" in outcome.text
 
 
-# The round after an agreed one has no failures. The round after a failed one has them.
+# The record of the round after an agreed round lists no failures. After a failed round, it lists
+# the failure of that round and the earlier ones.
 def test_next_record():
     first = Proposer(0, "rank 0", "host", "digest", "token")
     failed = Outcome("failed", "no memory")
@@ -482,7 +486,8 @@ def test_next_record():
     assert (again.round, again.failed, again.agreed_before) == (3, (failed, failed), 0)
 
 
-# The key of a complete block of ranks is deleted. Such a block has no missing rank.
+# The key of a block is deleted once all ranks of the block are marked. These ranks do not count as
+# missing.
 def test_complete_block_has_no_missing_ranks():
     tree = Tree("tree", 130)
     held = {}

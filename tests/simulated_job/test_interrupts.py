@@ -63,7 +63,8 @@ def test_an_interrupt_at_each_call_of_the_main_thread():
     assert number > 20
 
 
-# The second one is raised when the driver reads the clock to handle the first one.
+# The second interrupt is raised when the driver of the call reads the clock while it handles the
+# first interrupt.
 def test_an_interrupt_while_another_one_is_handled():
     def program():
         rank, now = this_rank(), system.now

@@ -16,11 +16,12 @@ FACTS = {
     "order": {"parts": dict(reversed(PARTS.items()))},
     "backend": {"backend": "cpu:gloo"},
 }
-"""A difference of one process."""
+"""Arguments with which one process differs from the others."""
 
 
-# If one process passes a different fact, all processes raise immediately, in any order of arrival.
-# Afterwards all can join. A process that joins as a new rank may raise once more.
+# If one process passes a value that differs from the others', all processes raise immediately, in
+# whatever order they arrive. Afterwards all can join. Only the process that differed may have to
+# retry twice, because it may raise a second time.
 @seeds
 @pytest.mark.parametrize("fact", FACTS)
 def test_different_facts_fail_all_processes(fact, seed):
@@ -40,7 +41,7 @@ def test_different_facts_fail_all_processes(fact, seed):
 
 
 # If a process dies at any step while it joins, it can be started again within the timeout. If the
-# first process still lives, it raises.
+# first process is still running, it raises.
 @pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("first_s", [0.0, 0.5])
 def test_process_is_restarted_while_it_joins(first_s, step):
@@ -105,7 +106,7 @@ def test_replaced_process_continues(wakes):
         assert len(ended) == 1, (
             at,
             job,
-        )  # the second process, if the first had not claimed the rank
+        )  # the second process if the first had not claimed the rank, otherwise the first
         assert "another process has joined" in str(ended[0].calls[-1].error), (at, job)
         assert {*kinds[5 - ended[0].number]} <= {"WorldRestartedError"}, (at, job)
         assert len(job.ranks[0].calls) >= 13, (at, job)
@@ -161,7 +162,7 @@ def test_rank_joins_again(name, seed):
     assert [len(rank.held) for rank in job.ranks] == [count, count, 0, count], job
 
 
-# Ranks that wait for a rank that never joins time out, and name it.
+# If ranks wait for a rank that never joins, they time out, and the error names that rank.
 @seeds
 def test_rank_never_joins(seed):
     def program():
@@ -199,7 +200,7 @@ def test_process_dies_before_it_arrives(pause_at):
         steps = [what for _, owner, what in job.scheduler.trace if owner == "rank 4"][:-1]
         claimed = [at for at, what in enumerate(steps) if what.endswith("/again")]
         after = steps[claimed[0] + 1 :] if claimed else []
-        if not any(what.startswith("compare_set") for what in after):  # it began no round
+        if not any(what.startswith("compare_set") for what in after):  # process 4 began no round
             text = str(job.ranks[0].calls[0].error)
             assert "engine rank 0 of 1 (host" in text, (dies_at, job)
 

@@ -154,7 +154,8 @@ def test_circle_of_waits_raises(size, seed):
     assert {*job.kinds(1)} == {""}, job
 
 
-# A rank is in no circle of waits if another thread of this rank may end the wait.
+# Two ranks that wait for each other are not deadlocked if another thread of one of them may end the
+# wait.
 @seeds
 def test_two_threads_in_different_orders(seed):
     def program():
@@ -229,7 +230,7 @@ def test_chain_of_waits_names_the_last_rank(seed):
     assert [call.error.absent for call in last] == [(1,), (2,), (3,)], job
 
 
-# Ranks wait for a slow rank. All of them name a rank that never arrives, also in a large job.
+# Ranks wait for a slow rank. All ranks name a rank that never arrives, even in a large job.
 @pytest.mark.parametrize(("size", "missing"), [(4, 3), (4, 0), (40, 17)])
 def test_missing_rank_is_named_by_all(size, missing):
     def program():
@@ -270,7 +271,8 @@ def test_death_of_a_finished_rank_fails_nobody(victim):
     assert finished > 0
 
 
-# Ranks with different deadlines have the same outcome. It names only ranks that arrive later.
+# Ranks with different deadlines have the same outcome. This outcome names only ranks that arrive
+# later.
 @seeds
 def test_ranks_with_different_deadlines(seed):
     delays_s = dict(enumerate([0.0, 8.0, 16.0, 16.0, 24.0, 0.0]))
@@ -425,7 +427,8 @@ def test_number_of_keys_does_not_grow():
     assert len(counts) == 1, counts
 
 
-# If a name is used again and again, only its record and the end of its last round stay.
+# If a name is used again and again, only two of its keys stay in the store: the record, and the end
+# of the last round.
 @pytest.mark.parametrize("lazily", [False, True])
 def test_keys_of_a_reused_name(lazily):
     def program():

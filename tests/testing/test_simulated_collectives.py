@@ -127,9 +127,9 @@ def objects():
     return first, last[0], out[0], every[0]
 
 
-# Each collective works on every rank, and all agree. The result has the documented values. From
-# ranks that have run before, their values are used. In place of a later rank's value, this rank's
-# value is used.
+# Each collective works on every rank, and all ranks agree. The results are as documented: a rank
+# receives the values of the ranks that ran before it. In place of the value of a later rank, it
+# receives its own value.
 @pytest.mark.parametrize(
     ("function", "args", "returned"),
     [
@@ -227,8 +227,8 @@ def test_mistake_of_one_rank_is_named(program, differs):
 
 
 # Ranks whose calls differ are named, the minority first, even if a third rank is absent.
-# Consequences are not reported: rank 3 waits for a rank that has begun two calls and waits for the
-# second.
+# Consequences are not reported. Here, rank 3 waits for rank `begins_two`, which has begun two calls
+# and waits for the second one.
 @pytest.mark.parametrize("absent", [False, True])
 @pytest.mark.parametrize("begins_two", [0, 2])
 def test_only_the_first_difference_is_reported(begins_two, absent):

@@ -57,9 +57,9 @@ def plans(draw):
     return parameters, draw(st.sampled_from([1024, 5000, 1 << 20]))
 
 
-# Every element that a target rank needs arrives once, from a rank that has the element. If the
-# target rank itself has it, it is copied. In a bucket, no rank sends and receives more than the
-# limit.
+# Every element that a target rank needs arrives once, from a rank that has the element. An element
+# that the target rank already has is copied there. In one bucket, what a rank sends and receives
+# does not exceed the limit.
 @some
 @given(plans())
 def test_every_element_arrives_once(plan):

@@ -77,7 +77,7 @@ def random_mapping(random):
 
 
 # For any layouts, each rank receives the parts that numpy computes, in both directions, with and
-# without leaders that broadcast, verified or not, one after the other without a barrier.
+# without leaders that broadcast, verified or not. There is no barrier between two transfers.
 @pytest.mark.full
 @pytest.mark.parametrize("count", [20, pytest.param(80, marks=pytest.mark.slow)])
 @pytest.mark.ranks(WORLD, timeout=240)
@@ -92,7 +92,7 @@ def test_parts_match_numpy(count):
                 assert deliver(each, groups, verify=verify), each
 
 
-# Tensors of any dtype and strides arrive, also empty ones. On a rank in neither layout, the call
+# Tensors of any dtype and strides arrive, even empty ones. On a rank in neither layout, the call
 # returns None.
 @pytest.mark.ranks(5)
 def test_dtypes_strides_and_empty_tensors():
@@ -136,7 +136,7 @@ def test_wrong_arguments_fail_all_ranks():
     shared = torch.zeros(6, 2)
 
     def rejected(message, at, mapping, tensor, *more, error=LayoutError, good=right, **options):
-        """Pass the wrong arguments on ranks from `at` on, and `good` on the others."""
+        """Pass the wrong arguments on rank `at` and later ranks, and `good` on earlier ranks."""
         given = (tensor, *more) if rank >= at else (good,)
         with pytest.raises(error if rank >= at else CreationError) as caught:
             transfer(mapping, *given, **(options if rank >= at else {}))
@@ -205,8 +205,8 @@ def test_rows_must_match(verify):
             assert rank < 2 or given.isnan().all()
 
 
-# If all ranks pass `rows`, no shapes are exchanged. A rank whose tensor has another number of rows
-# raises.
+# If all ranks pass `rows=`, no shapes are exchanged. A rank raises if the number of rows of its
+# tensor differs from `rows=`.
 @pytest.mark.ranks(3)
 def test_rows_are_given():
     rank = dist.get_rank()
@@ -225,14 +225,14 @@ def test_rows_are_given():
             (3, "rows must be"),
         ):
             if rows == [4, 1] and rank == 2:
-                continue  # its buffer has 4 + 1 rows
+                continue  # the buffer of rank 2 has 4 + 1 rows
             with pytest.raises(LayoutError) as caught:
                 grids.transfer("encoder", "llm", given, rows=rows)
             assert message in str(caught.value)
 
 
 # Shards may have any lengths, on any axes that are cut. The parts match numpy. A rank in both
-# stages receives a part with the lengths of its buffer.
+# stages receives a part with the shape of its own receive buffer.
 @pytest.mark.full
 @pytest.mark.ranks(6, timeout=120)
 def test_any_lengths_of_shards():
@@ -274,8 +274,8 @@ def lone(rank):
     return RankLayout([1], ["dp"], rank)
 
 
-# With verify, all ranks raise if they differ or if one rank passes wrong arguments. Nothing is
-# sent, and the next transfer works.
+# With `verify=True`, all ranks raise if their arguments differ or if one rank passes wrong
+# arguments. Nothing is sent, and the next transfer works.
 @pytest.mark.ranks(3)
 def test_verify_finds_differences():
     rank = dist.get_rank()

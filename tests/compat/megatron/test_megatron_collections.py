@@ -21,7 +21,8 @@ from hypercomm.compat.megatron.process_groups_config import (
 from hypercomm.errors import UnknownFieldError
 from hypercomm.testing import fake_world
 
-# The fields of the installed Megatron. EVERY lists the fields of all releases, in the newest order.
+# The fields of the installed Megatron. EVERY lists the fields of all releases, in the order of the
+# newest release.
 FIELDS = tuple(field.name for field in dataclasses.fields(their_config.ProcessGroupCollection))
 TWINS = ("dp_cp_ag", "expt_dp_ag")
 FIELDS = tuple(name for name in FIELDS if name not in TWINS)
@@ -99,7 +100,7 @@ def ranks_of_fields(collection, names=FIELDS):
 # ---- fields -------------------------------------------------------------------------------------
 
 
-# The collection has the fields of all releases of Megatron, in their order.
+# The collection has the fields of all releases of Megatron, in Megatron's order.
 def test_fields_match_megatron():
     names = [field.name for field in dataclasses.fields(ProcessGroupCollection)]
     assert names == list(EVERY)
@@ -173,15 +174,15 @@ def mpu_groups(module, rank, arguments, required=None):
         return ranks_of_fields(collection, FIELDS if required is None else required)
 
 
-# Every field has the same ranks as Megatron's, or None.
+# Every field is a group of the same ranks as Megatron's field, or is None if Megatron's field is.
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("arguments", MATRIX.values(), ids=MATRIX)
 def test_use_mpu_process_groups_matches_megatron(arguments, rank):
     assert mpu_groups(ours, rank, arguments) == mpu_groups(theirs, rank, arguments)
 
 
-# A separate state has the same collection, also with share="identical". The default state stays
-# empty.
+# The collection of a separate state has groups of the same ranks, with or without
+# share="identical". The default state stays empty.
 @pytest.mark.parametrize("way", [{}, {"share": "identical"}], ids=str)
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("arguments", MATRIX.values(), ids=MATRIX)
@@ -269,8 +270,8 @@ def test_from_grid_with_the_grids_of_a_state(arguments):
         )
 
 
-# A group fills the fields of exactly its dims. Fields for experts are filled from the expert grid
-# only.
+# A group is used for exactly the fields that stand for its dims. Fields for experts use only groups
+# of the expert grid.
 @pytest.mark.parametrize(
     ("dense_dims", "expert_dims", "filled"),
     [
@@ -420,8 +421,8 @@ def test_setup_from_a_collection_matches_megatron(what, cp_size, gloo, some_grou
     assert accepted > 0 or (what, gloo) == ("optimizer", True)
 
 
-# A model without a configuration raises Megatron's error if one is needed. If its configuration is
-# None, the inner module is searched.
+# If a model lacks a configuration that is needed, Megatron's error is raised. If `config` is None,
+# the configuration of the inner module is used.
 @pytest.mark.parametrize(
     "model",
     [
@@ -472,7 +473,8 @@ def modules():
     return encoder, llm, MultiModuleProcessGroupCollection({"encoder": encoder, "llm": llm}, "llm")
 
 
-# It behaves like a dict of collections, apart from iteration, which yields the collections.
+# A MultiModuleProcessGroupCollection behaves like a dict of collections, apart from iteration,
+# which yields the collections.
 def test_modules_behave_like_a_dict(modules):
     encoder, llm, both = modules
     assert len(both) == 2
@@ -506,7 +508,8 @@ def test_invalid_modules_raise(names, language_model):
         )
 
 
-# In a class with this metaclass, one attribute can only be set through a method, as in Megatron.
+# As in Megatron, a class with this metaclass rejects an assignment to one attribute. The error
+# names the method to call instead.
 @pytest.mark.parametrize("module", [our_config, their_config])
 def test_helper_metaclass(module):
     class Helper(metaclass=module.ProcessGroupHelperMeta):

@@ -57,8 +57,8 @@ def test_mocked_creation(grid, created):
     assert grid.get_pg("ep", view="expert") is own
 
 
-# Groups that are assigned to `_pgs` are found. They are destroyed with the grid, each only once, if
-# the rank is a member.
+# get_pg() finds groups that are assigned to `_pgs`. destroy() destroys each group of which this
+# rank is a member, but only once.
 def test_assigned_groups(grid):
     member, other = (mock.MagicMock(spec=dist.ProcessGroup) for _ in range(2))
     non_member = dist.GroupMember.NON_GROUP_MEMBER
@@ -71,7 +71,8 @@ def test_assigned_groups(grid):
     assert grid._pgs == {}
 
 
-# Code for Megatron matches these parts of error messages. hypercomm's errors have them, too.
+# Programs for Megatron search error messages for these phrases. hypercomm's messages contain the
+# same phrases.
 @pytest.mark.usefixtures("created")
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
@@ -133,7 +134,8 @@ def test_sources_of_the_world_size(monkeypatch):
     assert ours.HyperCommGrid(layout, world_size=8)._pgs == {}
 
 
-# Errors about views have the same parts as Megatron's, which programs match.
+# Errors about views contain the same phrases as Megatron's errors, because programs search the
+# messages for these phrases.
 @pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
 @pytest.mark.parametrize(
     ("arguments", "message"),

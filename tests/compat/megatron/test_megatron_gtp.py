@@ -51,12 +51,12 @@ GROUPS = [
     (None, "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", EXPERT, "dp gtp"),
     ("intra_dist_opt", "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", EXPERT, "dp gtp ep tp pp"),
 ]
-"""Field, global, all dims of its layers, and the dims of the group."""
+"""For each group: its field, its global, all dims of its layers, and the dims of the group."""
 
 DIMS = {name: (dims, wanted) for _, name, dims, wanted in GROUPS}
 FIELDS = {field: name for field, name, _, _ in GROUPS if field is not None}
 PRESET = {DENSE: {"gtp": "gtp_remat"}, EXPERT: {"tp": "expt_tp", "gtp": "expt_gtp_remat"}}
-"""Arguments of `megatron_grids` that have another name than the dim."""
+"""The arguments of `megatron_grids` that are not named like the dim whose size they set."""
 
 LONG = comparison.LONG | {"gtp_remat": "gtp_remat_size", "expt_gtp_remat": "expert_gtp_remat_size"}
 

@@ -97,7 +97,7 @@ def test_rank_generator_matches_megatron(arguments, dims):
     assert found.get_ranks(token) == expected.get_ranks(token)
 
 
-# Enumeration by masks matches Megatron's, also for a part of the ranks and for an empty mask.
+# Enumeration by masks matches Megatron's, even for a part of the ranks and for an empty mask.
 @given(st.data())
 def test_masked_groups_match_megatron(data):
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
@@ -143,7 +143,7 @@ def test_update_pg_timeout_reaches_all_groups():
 
 
 # The all-gather groups are separate groups with the ranks of dp-cp and of expert dp. A second call
-# returns the same, and they are destroyed with the state.
+# returns the same groups. They are destroyed with the state.
 def test_all_gather_groups():
     with fake_world(16, rank=3):
         with pytest.raises(RuntimeError, match="initialize_model_parallel"):
@@ -164,8 +164,8 @@ def test_all_gather_groups():
         assert not {dense, expert} & set(dist.distributed_c10d._world.pg_map)
 
 
-# DeepSpeed accepts the module as `mpu`. A model parallel group spans tensor and pipeline parallel
-# ranks. The module lacks a name that would make DeepSpeed use another code path.
+# DeepSpeed accepts the module as `mpu`. The model parallel group of a rank contains its tensor and
+# pipeline parallel ranks. The module lacks a name that would make DeepSpeed use another code path.
 def test_module_as_deepspeed_mpu():
     with fake_world(16, rank=13):
         ours.initialize_model_parallel(2, 4)

@@ -163,7 +163,8 @@ def groups_of(module, rank=RANK, **arguments):
     """Return the groups that an initialisation creates."""
     with job(module, rank), created_groups() as groups:
         module.initialize_model_parallel(**comparison.taken_by(module, arguments))
-    # Newer Megatrons create this group twice, with and without peers. hypercomm shares one.
+    # Newer Megatrons create this group twice, with and without GTP peers. hypercomm creates it
+    # once.
     return [group for group in groups if not group.group_desc.endswith("WITH_EGTP")]
 
 
@@ -231,7 +232,8 @@ def test_missing_yaml_is_a_runtime_error(write_file, monkeypatch):
     assert "pip install 'hypercomm[nccl-config]'" in str(found)
 
 
-# Every key sets the options of its groups and no others, as in Megatron, with every kind of group.
+# As in Megatron, each key of a file sets the options of the groups with this key, and of no other
+# groups. All kinds of groups are tested.
 @pytest.mark.usefixtures("with_nccl")
 def test_each_key_sets_options_of_its_groups(write_file):
     arguments = comparison.taken_by(theirs, ALL_GROUPS)
@@ -325,7 +327,7 @@ def sharp_of(module, rank, arguments, sizes):
     return groups, barriers
 
 
-# One barrier of the same group as in Megatron runs with SHARP enabled. SHARP is disabled
+# One barrier, over the same group as in Megatron, runs with SHARP enabled. SHARP is disabled
 # afterwards.
 @pytest.mark.parametrize("preset", [None, "0", "1"])
 @pytest.mark.parametrize("rank", [0, 5, 15])
@@ -338,7 +340,7 @@ def test_sharp_barrier_matches_megatron(arguments, ranks, rank, preset):
             os.environ[COLLNET] = preset
         found.append(sharp_of(module, rank, arguments, sizes)[1])
         assert COLLNET not in os.environ
-    # Megatron makes the barrier again for each group of other ranks.
+    # Megatron repeats the barrier for each group of other ranks that it creates.
     assert len(found[0]) <= 1
     assert all(barrier == found[0][0] for barrier in found[-1])
     assert bool(found[0]) == bool(found[-1])
@@ -511,8 +513,8 @@ def test_recovers_from_a_failed_creation(number, error):
 
 
 # A state has a memory buffer from initialisation to destruction. Setting a second buffer raises, as
-# in Megatron. The symmetric buffer is only created on request. It is an object of Megatron's class,
-# for the tensor parallel group.
+# in Megatron. The symmetric buffer is only created on request, as an object of Megatron's class
+# that uses the tensor parallel group.
 @pytest.mark.parametrize("kind", ["memory", "symmetric_memory"])
 def test_global_memory_buffers(kind, monkeypatch):
     theirs_kind = mock.Mock(side_effect=lambda *_: object())

@@ -50,7 +50,7 @@ def destroy_states():
 
 
 def pairs_of(module):
-    """List the pairs of public names in a module's source of which the first uses the second."""
+    """List the pairs (outer, inner) of public names in a module whose `outer` uses `inner`."""
     body = ast.parse(Path(module.__file__).read_text(encoding="utf-8")).body
     nodes = {node.name: node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     public = {name: node for name, node in nodes.items() if not name.startswith("_")}
@@ -117,8 +117,8 @@ def takes_effect(module, outer, inner, rank):
     return False
 
 
-# A replacement that takes effect in Megatron takes effect in hypercomm, too. An error in it leaves
-# hypercomm's state unchanged. The pairs are read from Megatron's source.
+# A replacement that takes effect in Megatron takes effect in hypercomm, too. If the replacement
+# raises, hypercomm's state does not change. The pairs are read from Megatron's source.
 def test_replacements_take_effect_as_in_megatron():
     assert len(PAIRS) > 45
     ranks = (0, 15)
@@ -173,7 +173,8 @@ def created_with(module, rank, arguments):
         before = registered()
         real_create_group = module.create_group
 
-        # As in ms-swift: a positional timeout, and other arguments passed on.
+        # This has the signature of the wrapper in ms-swift: `timeout` can be positional, and other
+        # arguments are passed on.
         def create_group(ranks=None, timeout=None, *args, **kwargs):
             calls[tuple(sorted(ranks)), kwargs.get("backend")] += 1
             return real_create_group(ranks, timeout, *args, **{**kwargs, "backend": None})

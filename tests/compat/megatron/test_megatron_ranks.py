@@ -45,7 +45,10 @@ _DP_CP = "_DATA_PARALLEL_GROUP_WITH_CP"
 
 
 def expected_sums(arguments, rank, world_size=8):
-    """Map each global to the sum of 2**member over the group that Megatron gives a rank."""
+    """Map names of Megatron's global group variables to the sums that a rank should compute.
+
+    Each sum is the sum of 2**member over the members of the rank's group in megatron-core.
+    """
     sums = {}
     for name, value in state_of(theirs, world_size, rank, arguments).items():
         if not name.startswith("_"):
@@ -57,7 +60,7 @@ def expected_sums(arguments, rank, world_size=8):
                 sums[f"{name}{place}"] = sum(2**member for member in group)
     if arguments.get("create_all_gather_group"):  # newer releases have no such global
         sums.setdefault(f"{_DP_CP}_AG", sums[_DP_CP])
-    for name in list(sums):  # without GTP peers, groups with peers equal groups without
+    for name in list(sums):  # without GTP peers, these groups have the same ranks
         for end in ("_WITH_GTP_REMAT", "_WITH_EGTP"):
             if name + end in GLOBALS:
                 sums.setdefault(name + end, sums[name])
@@ -65,7 +68,7 @@ def expected_sums(arguments, rank, world_size=8):
 
 
 def groups_of(state):
-    """Yield each group with the name of its global, and its key or index if there are several."""
+    """Yield each group with the name of its global, plus its index or key in a list or dict."""
     for name in sorted(set(state.values) - {"_global_process_group_list"}):
         value = state.read(name)
         items = enumerate(value) if isinstance(value, list) else [("", value)]

@@ -54,7 +54,8 @@ def test_collections_match_megatron(model):
         assert ranks_of_fields(create_megatron_pgs(grids)["training"]) == wanted
 
 
-# Megatron's long names of the sizes give the same grids as the short ones, also for inference.
+# Megatron's long names of the sizes make the same grids as the short names, for training and for
+# inference.
 @given(models(), st.data())
 @settings(max_examples=examples(100))
 def test_long_names(model, data):
@@ -104,7 +105,7 @@ OPTIONS = {
 }
 
 
-# Megatron's options change the groups as in Megatron, also after a reshape.
+# Megatron's options change the groups as in Megatron, even after a reshape.
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("rank", [0, 5, 14, 31])
 @pytest.mark.parametrize(
@@ -176,7 +177,8 @@ def test_invalid_options(options, error):
 
 
 # Expert dims may have Megatron's names, may be shared with the dense layers, and may be incomplete.
-# Each field has the ranks that numpy computes. A field without dims has one rank.
+# The group of each field has the ranks that numpy computes. If the grid has none of the dims of a
+# field, the group has one rank.
 @pytest.mark.parametrize("rank", range(8))
 @pytest.mark.parametrize(
     ("sizes", "names", "shared"),
@@ -212,7 +214,8 @@ def test_names_of_expert_dims(rank, sizes, names, shared):
         assert comparison.plain(collection.cp) == (rank,)
 
 
-# A grid without a dim of Megatron is rejected with its layout, and so is a view.
+# A grid that has none of Megatron's dims is rejected, and so is such a view. The error shows the
+# layout.
 def test_grids_without_megatrons_dims():
     with (
         fake_world(8),
@@ -226,9 +229,9 @@ def test_grids_without_megatrons_dims():
             megatron_requests(grid)
 
 
-# The replicas are cut into as many parts as there are optimizer instances. An instance consists of
-# all ranks whose position among their replicas is in its part. The replicas have one stride or two,
-# or are listed.
+# Each group of replicas is cut into as many pieces as there are optimizer instances. An instance
+# consists of the pieces with the same index from all groups. The replicas have one stride, two
+# strides, or a list of ranks.
 @pytest.mark.parametrize(
     "layout",
     [

@@ -71,7 +71,7 @@ class Input:
     world: int
     modules: dict
     given_world: int | None = None
-    problems: tuple = ()  # a part of each problem
+    problems: tuple = ()  # a phrase from the text of each problem
 
     @property
     def name(self):

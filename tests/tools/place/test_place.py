@@ -195,7 +195,8 @@ def test_llama_3_order_is_found(sizes, traffic, overlapped):
         assert (placed.best is placed) == (order == tuple(sizes))
 
 
-# If cp has size 1, dp and dp+cp have the same groups. The traffic over both counts.
+# If cp has size 1, dp and dp+cp have the same groups. The traffic over dp and the traffic over
+# dp+cp are added.
 def test_dims_of_size_1():
     placed = place("dp=4,cp=1,tp=2", on=2, traffic={"dp": 3, "dp+cp": 5, "tp": 9})
     assert placed.cost.waited == 2 * 2 * (3 + 5) + 4 * 2 * 9
