@@ -1,7 +1,7 @@
 """The command line: plan, draw, place and compare layouts, check groups, and explain hangs.
 
-`main` is the one place that turns errors into messages and exit codes: 0 for success, 1 if a
-check failed, 2 for a wrong call, 130 for Ctrl-C. One rank of a launched job prints the error.
+Only `main` turns errors into messages and exit codes. The exit code is 0 for success, 1 if a check
+failed, 2 for a wrong call, and 130 for Ctrl-C. One rank of a launched job prints the error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Command(NamedTuple):
 
     Attributes:
         home: The module that defines the command, a colon, and the command's name in it.
-        summary: Its line in `hypercomm --help`.
+        summary: The description of the command in `hypercomm --help`.
         example: The arguments of a typical call.
     """
 
@@ -80,7 +80,7 @@ _USUAL_NAMES = {
     "--nproc": "--world-size",
     "--ranks": "--world-size",
 }
-"""For options of launchers and of other commands, the option here with the same purpose."""
+"""The options of this command line that replace those of launchers and of other commands."""
 
 
 class _LazyGroup(click.Group):

@@ -121,7 +121,7 @@ def check(
 
 @attrs.frozen
 class Request:
-    """The arguments of the probe.
+    """The arguments of `probe`.
 
     Attributes:
         layout: The layout of all ranks.
@@ -151,7 +151,7 @@ class Figures(TypedDict):
 Message = tuple[int, Key, str | Figures]
 """A rank, the dims of its group, and the name of the step that begins.
 
-After the last step, the rank's `Figures` take the place of the name.
+In the message after the last step, the rank's `Figures` replace the name.
 """
 
 
@@ -350,7 +350,8 @@ def probe(
 
     Args:
         request: The groups. The layout must fill the world.
-        send: A function that is called when a step begins, and with the measurements of each group.
+        send: A function that is called with the name of each step when the step begins, and with
+            the measurements of each group.
         device: The device of the tensors. Default: the CPU.
     """
     import torch

@@ -40,7 +40,7 @@ def diff(before: str, after: str, world_size: int | None, as_json: bool) -> None
 
 
 def read(before: str, after: str, world_size: int | None = None) -> tuple[RankLayout, RankLayout]:
-    """Read both layouts. An unspecified size is inferred from the ranks of the other layout.
+    """Read both layouts. An unspecified size is inferred from the size of the other layout.
 
     Args:
         before: The sizes before the change, as in tp=2,cp=2,dp=2.

@@ -28,7 +28,7 @@ _PIPED_WIDTH = 100
 _PACKAGES = ("torch", "numpy", "attrs", "megatron-core", "deepspeed")
 _TIMEOUT = timedelta(seconds=60)
 
-_NO_SPLIT = "not with gloo; needs a WORLD bound to a device"
+_NO_SPLIT = "gloo cannot split; a split needs a WORLD bound to a device"
 """The reason why a group cannot be split off a WORLD that is not bound to a device."""
 
 _FAMILIES = ("CUDA_", "GLOO_", "HYPERCOMM_", "NCCL_", "OMPI_COMM_", "TORCH")

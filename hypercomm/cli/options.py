@@ -66,7 +66,8 @@ def read_sizes(
     Args:
         text: The sizes, as in "tp=2,dp=-1".
         ranks: The number of ranks, or None if it is unknown.
-        room: A clause on the number of ranks for errors. Default: one such as "the world has 8".
+        room: A clause for error messages that says where the number of ranks comes from. Default:
+            one such as "the world has 8".
         option: The command's option that sets the number of ranks, if it has such an option.
 
     Raises:

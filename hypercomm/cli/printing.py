@@ -36,7 +36,7 @@ def console(piped_width: int = 120) -> Console:
 
 
 def write(text: str) -> None:
-    """Write to stdout. Nothing is raised if the reader of a pipe, such as `head`, has closed it."""
+    """Write to stdout. Nothing is raised if the reader, such as `head`, has closed the pipe."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()

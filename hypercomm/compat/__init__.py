@@ -1,4 +1,4 @@
-"""The names of other packages on top of grids, for programs written for these packages."""
+"""The interfaces of other packages, implemented with grids, for programs that use the packages."""
 
 from hypercomm.lazy import attributes
 

@@ -18,8 +18,8 @@ def install(homes: Mapping[str, str], packages: Sequence[str], loaded: str) -> b
 
     Args:
         homes: For each import path, the module of hypercomm that it resolves to.
-        packages: The packages of these paths, outermost first. Packages that are not installed are
-            created empty.
+        packages: The packages that contain these paths, outermost first. Packages that are not
+            installed are created empty.
         loaded: The package that must not have been imported yet.
 
     Returns:
@@ -48,12 +48,12 @@ def install(homes: Mapping[str, str], packages: Sequence[str], loaded: str) -> b
 def _is_missing(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is None
-    except Exception:  # noqa: BLE001 - it is installed, but importing its parent raises
+    except Exception:  # noqa: BLE001 - the package is installed, but importing its parent raises
         return False
 
 
 class _Aliases(MetaPathFinder, Loader):
-    """Finds modules of hypercomm under other paths."""
+    """Finds modules of hypercomm under the import paths of another package."""
 
     def __init__(self, homes: Mapping[str, str]) -> None:
         self.homes = homes
@@ -76,7 +76,7 @@ class _Aliases(MetaPathFinder, Loader):
         module = importlib.import_module(self.homes[spec.name])
         spec.loader_state = module.__spec__
         own = list(getattr(module, "__path__", []))
-        if own:  # importlib sets the path of a module that has none
+        if own:  # without a `__path__`, importlib sets it from the spec
             theirs = spec.submodule_search_locations or []
             module.__path__ = list(dict.fromkeys([*own, *theirs]))
         return module

@@ -1,4 +1,4 @@
-"""DeepSpeed on a grid: an `mpu`, and a `ProcessTopology` of a layout.
+"""DeepSpeed on a grid: an `mpu` for a grid, and a `ProcessTopology` for a layout.
 
 DeepSpeed is imported only to make a topology.
 """
@@ -26,7 +26,7 @@ from hypercomm.transfers.mapping import roles_of
 __all__ = ["Mpu", "process_topology", "topology_axes"]
 
 Dims = str | Iterable[str] | None
-"""The dims of a role: one, several, or none."""
+"""The dim or dims of one kind of parallelism (a role, such as dp), or None for no dims."""
 
 _ALONE = "deepspeed.alone"
 """The name of the groups of one rank each, for roles without dims."""
@@ -85,7 +85,8 @@ def _read_roles(layout: RankLayout, given: Mapping[str, Dims]) -> dict[str, tupl
         The dims of each role, in the order of the layout.
 
     Raises:
-        LayoutError: An argument is not a dim, a dim has two roles, or a dim larger than 1 has none.
+        LayoutError: An argument does not name dims, a dim has two roles, or a dim larger than 1 has
+            no role.
 
     Example:
         >>> layout = RankLayout("tp=2,cp=2,dp=4")
@@ -108,13 +109,14 @@ def _read_roles(layout: RankLayout, given: Mapping[str, Dims]) -> dict[str, tupl
 
 
 class Mpu:
-    """The process groups of a grid under the names that DeepSpeed needs of an `mpu`.
+    """The process groups of a grid, as the methods that DeepSpeed calls on an `mpu` return them.
 
-    Every rank of the grid must make an `Mpu`, in the same order as the other groups of the grid.
-    Groups that the grid lacks are created, all or none. The grid owns the groups. The methods look
-    the groups up in the grid. They raise if the grid is destroyed, and they raise RankOutsideError
-    on ranks outside the grid. Model parallel is tp x pp. ZeRO shards and reduces over sp x dp, but
-    divides by the size of dp. Therefore, each sp rank must return only its part of the loss.
+    Every rank of the grid must make an `Mpu`, at the same position among its creations of groups.
+    Groups that the grid lacks are created. If the creation fails, none of them exist. The grid owns
+    the groups. The methods look the groups up in the grid. They raise if the grid is destroyed, and
+    they raise RankOutsideError on ranks outside the grid. Model parallel is tp x pp. ZeRO shards
+    and reduces over sp x dp, but divides the sum by the size of dp. Therefore, each sp rank must
+    return only its part of the loss.
 
     DeepSpeed derives some groups itself. For the groups of its MoE layers, tp must be the fastest
     varying dim and pp the slowest. ZeRO-3 shards over dp alone, unless the sequence data parallel
@@ -126,16 +128,17 @@ class Mpu:
             size 1.
         pp: The dim or dims of pipeline stages.
         dp: The dim or dims of replicas, which process different data.
-        sp: The dim or dims of the parts of a sequence (Ulysses).
+        sp: The dim or dims along which each sequence is split (Ulysses).
 
     Attributes:
         grid: The grid.
-        roles: The dims of each role, by argument.
+        roles: The dims of each role, by the name of the argument.
 
     Raises:
-        LayoutError: An argument is not a dim, a dim has two roles, or a dim larger than 1 has none.
+        LayoutError: An argument does not name dims, a dim has two roles, or a dim larger than 1 has
+            no role.
         CreationError, GroupOptionsError, NotInitializedError, GridDestroyedError: `create_pgs`
-            raised it. No group was created.
+            raised this error. No group was created.
 
     Example:
         >>> from hypercomm import HyperCommGrid
@@ -149,7 +152,7 @@ class Mpu:
 
     Source: DeepSpeed 0.19.8, `deepspeed/utils/groups.py` and `utils/bwc.py`, and Megatron-DeepSpeed
     at 4efb479, `megatron/core/parallel_state.py`. There is no `initialize_sequence_parallel`,
-    because DeepSpeed assumes that an mpu with this function has no model parallel.
+    because DeepSpeed assumes that an mpu with this function has no model parallelism.
     """
 
     def __init__(
@@ -178,13 +181,13 @@ class Mpu:
         group = self.grid.get_pg(dims, name=name)
         if group is None:
             raise RankOutsideError(
-                f"rank {dist.get_rank()} is not in the grid {self.grid.layout}, so it has none of "
-                f"its groups; call grid.is_current_rank_in_grid() first"
+                f"rank {dist.get_rank()} is not in the grid {self.grid.layout}, so it is in none "
+                f"of the grid's groups; call grid.is_current_rank_in_grid() first"
             )
         return group
 
     def _key(self, parts: tuple[str, ...]) -> tuple[tuple[str, ...], str | None]:
-        """Return the dims and the name of a group. Without dims, each rank is a group."""
+        """Return the dims and the name of a group. Without dims, each rank is its own group."""
         names = {name for part in parts for name in self.roles[part]}
         dims = tuple(name for name in self.grid.dim_names if name in names)
         return (dims, None) if dims else (tuple(self.grid.dim_names[:1]), _ALONE)
@@ -257,15 +260,15 @@ def topology_axes(
         pp: The dim, or neighbouring dims, of DeepSpeed's axis "pipe". Dims that the layout does not
             have count as dims of size 1.
         dp: The dim, or neighbouring dims, of the axis "data".
-        tp: The dim, or neighbouring dims, of the axis "model". If the layout has none of them,
-            there is no such axis.
+        tp: The dim, or neighbouring dims, of the axis "model". If the layout has none of
+            these dims, there is no axis "model".
 
     Returns:
         The size of each axis, in DeepSpeed's order, which is the reversed order of the layout.
 
     Raises:
         LayoutError: The ranks do not start at 0, have gaps or are in another order, the dims of an
-            axis are not adjacent, a dim has two roles, or a dim larger than 1 has none.
+            axis are not adjacent, a dim has two roles, or a dim larger than 1 has no role.
 
     Example:
         Rank = tp * 1 + dp * 2 + pp * 8, so DeepSpeed's slowest axis is the pipeline.
@@ -295,10 +298,10 @@ def topology_axes(
 def process_topology(
     layout: RankLayout | GridView, *, pp: Dims = "pp", dp: Dims = "dp", tp: Dims = "tp"
 ) -> Any:
-    """Make DeepSpeed's ProcessTopology of a layout, for `PipelineModule(topology=)`.
+    """Return a layout as a DeepSpeed ProcessTopology, for `PipelineModule(topology=)`.
 
     DeepSpeed creates the process groups of the pipeline itself. If a grid has also created a group
-    over the same ranks, these ranks have two groups.
+    over the same ranks, two groups exist for these ranks.
 
     Args:
         layout: A layout, or a grid, of the whole world.

@@ -1,4 +1,4 @@
-"""The names of sizes in launch files, patterns of frameworks, and options that frameworks ignore.
+"""The names of sizes in launch files, patterns of frameworks' files, and options that are ignored.
 
 Sources of the names: Megatron-LM, `megatron/training/arguments.py`; torchtitan, `config/`;
 accelerate, `parallelism_config.py`; DeepSpeed 0.19.8, `__init__.py` and `runtime/`; verl,
@@ -44,7 +44,7 @@ _NAMES = {
     "tasks": "ntasks",
 }
 SIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
-"""The size or choice that each key sets."""
+"""The size or choice that each key of a launch file sets."""
 
 TEXTS = {"order": r"[a-z]+(-[a-z]+)+", "mesh": r"[\d,\s()\[\]]+", "mesh_names": r".+"}
 """The pattern of each choice whose value is a text."""
@@ -78,7 +78,7 @@ _TRANSPARENT = re.compile(
     r"megatron|model|parallelism|resources|strategy|tensor_parallel|trainer|zero_optimization|"
     r"\w+_(args|cfg|config|kwargs)"
 )
-"""The parts of a key that are not modules."""
+"""The parts of a key that are not the names of modules."""
 
 SERVING = re.compile(r"\brollout|generation|inference|vllm|sglang|trtllm")
 """A pattern that matches words in the keys of inference engines."""
@@ -87,7 +87,8 @@ SERVING = re.compile(r"\brollout|generation|inference|vllm|sglang|trtllm")
 def module_and_size(path: Sequence[str]) -> tuple[str, str]:
     """Return the module of a key, and the size that the key sets.
 
-    The module is "" for a key of the whole file. The size is "" for a key that sets no size.
+    The module is "" for a key that applies to the whole file. The size is "" for a key that sets no
+    size.
 
     Example:
         >>> module_and_size(("actor_rollout_ref", "ref", "megatron", "tensor_model_parallel_size"))
@@ -193,7 +194,7 @@ RULES = (
     Rule(
         "megatron",
         lambda given: "dp" in given,
-        "Megatron has no option for dp={dp}: dp takes the remaining ranks",
+        "Megatron has no option for dp={dp}, because it infers dp from the other sizes",
         ("dp",),
     ),
     Rule(
@@ -256,7 +257,7 @@ def apply_rules(kind: str, sizes: dict[str, Any]) -> list[str]:
     Example:
         >>> sizes = {"tp": 2, "dp": 4}
         >>> apply_rules("megatron", sizes), sizes
-        (['Megatron has no option for dp=4: dp takes the remaining ranks'], {'tp': 2})
+        (['Megatron has no option for dp=4, because it infers dp from the other sizes'], {'tp': 2})
     """
     given = _Given(sizes)
     found = [rule for rule in RULES if rule.kind == kind and rule.applies(given)]

@@ -40,7 +40,7 @@ DIMS = ("tp", "pp", "dp", "ep", "cp", GTP)
 
 
 class Layouts(NamedTuple):
-    """The two factorisations of the ranks of a model."""
+    """The layouts of a model's dense layers and of its experts, over the same ranks."""
 
     dense: RankLayout
     expert: RankLayout
@@ -58,12 +58,12 @@ EXPERT_SIZES = {
     "pp": "pipeline_model_parallel_size",
     GTP: "expert_gtp_remat_size",
 }
-"""The argument with the size of each dim except dp, which takes the remaining ranks."""
+"""The argument that sets the size of each dim. The size of dp is inferred from the world size."""
 
 SIZES = tuple(dict.fromkeys([*DENSE_SIZES.values(), *EXPERT_SIZES.values()]))
 
 _EXPERT_DIMS = {"tp": "expt_tp", "dp": "expt_dp", GTP: f"expt_{GTP}"}
-"""For expert dims that Megatron calls like a dense dim, the names in this module."""
+"""This module's names for the expert dims that have the name of a dense dim in Megatron."""
 
 NAMES = {argument: dim for dim, argument in DENSE_SIZES.items()} | {
     argument: _EXPERT_DIMS.get(dim, dim) for dim, argument in EXPERT_SIZES.items()
@@ -81,13 +81,13 @@ def megatron_layouts(
     anchor: str = "tp",
     names: Mapping[str, str] = NAMES,
 ) -> Views:
-    """Return the layout of a model's dense layers, with the view "expert" of its experts.
+    """Return the layout of a model's dense layers, with a view "expert" for the expert layers.
 
     Args:
         sizes: The sizes of tp, cp, pp, ep, expt_tp, gtp_remat and expt_gtp_remat. A missing size
             is 1, except that expt_tp has the size of tp.
         order: The order of the dims, the first one varying fastest.
-        world_size: The number of ranks. dp takes the ranks that the other sizes leave.
+        world_size: The number of ranks. The size of dp is inferred from it.
         anchor: The dim after which gtp_remat is inserted if the order does not name it.
         names: The names of Megatron's arguments in error messages.
 
@@ -153,7 +153,7 @@ def layouts_of(
 def _with_dp(
     sizes: Mapping[str, Any], arguments: Mapping[str, str], names: Mapping[str, str], total: int
 ) -> dict[str, int]:
-    """Return the size of each dim. dp takes the ranks that the other sizes leave.
+    """Return the size of each dim. The size of dp is `total` divided by the other sizes.
 
     Raises:
         WorldSizeError: The other sizes do not divide the world.
@@ -195,14 +195,14 @@ def _check_pipelines(layouts: Layouts, order: str) -> None:
 def order_layout(
     order: str, sizes: Mapping[str, int], rank_offset: int, anchor: str | None = None
 ) -> RankLayout:
-    """Return the layout of Megatron's sizes in an order. The order may omit dims of size 1.
+    """Return a layout with Megatron's sizes, in the given order, which may omit dims of size 1.
 
     Args:
         order: The dims, the first one varying fastest.
         sizes: The size of each dim. The dim gtp_remat exists only if it has a size here.
         rank_offset: The smallest rank.
         anchor: The dim after which gtp_remat is inserted if the order does not name it. Default:
-            the order must name it.
+            gtp_remat is not inserted.
 
     Raises:
         UnknownDimError: The order names a dim that Megatron does not have.
@@ -226,9 +226,9 @@ def order_layout(
 
 
 def inject_gtp(order_str: str, after: str = "tp") -> str:
-    """Return an order with `gtp_remat` inserted after a dim.
+    """Return an order with `gtp_remat` inserted after the dim `after`.
 
-    If the order does not name that dim, `gtp_remat` is inserted after tp, or as the first dim.
+    If the order does not name `after`, `gtp_remat` is inserted after tp, or as the first dim.
 
     >>> inject_gtp("tp-cp-ep-dp-pp"), inject_gtp("tp-cp-ep-dp-pp", after="ep"), inject_gtp("dp-pp")
     ('tp-gtp_remat-cp-ep-dp-pp', 'tp-cp-ep-gtp_remat-dp-pp', 'gtp_remat-dp-pp')
@@ -249,7 +249,7 @@ TORCHTITAN_VIEWS = {
     "sparse": ("pp", "dp_replicate", "efsdp", "ep"),
     "spmd": ("pp", "dp", "cp", "tp"),
 }
-"""The dims of each view, the last one varying fastest. The size of one of them is inferred."""
+"""The dims of each view. The last dim varies fastest. One size in each view is inferred."""
 
 
 def torchtitan_layouts(
@@ -262,7 +262,7 @@ def torchtitan_layouts(
     ep: int = 1,
     world_size: int,
 ) -> Views:
-    """Return the layout of one of torchtitan's models, with its meshes as views.
+    """Return the layout of a torchtitan model, with torchtitan's meshes as views.
 
     Args:
         dp_replicate: Number of replicas of the sharded model.
@@ -310,11 +310,11 @@ class Kind:
 
     Attributes:
         dims: The dims of the layout.
-        rest: The dim that takes the remaining ranks unless its size is given.
-        views: The dims of further factorisations, by name. A dim whose size is not given takes the
-            remaining ranks.
+        rest: The dim whose size is inferred from the number of ranks unless it is given.
+        views: The dims of each further factorisation, by name. A size that is not given is inferred
+            from the number of ranks.
         defaults: The default sizes that are not 1.
-        is_exact: Whether the sizes must multiply to the world, unless all are 1.
+        is_exact: Whether the sizes must multiply to the world size, unless all are 1.
     """
 
     dims: tuple[str, ...]
@@ -349,7 +349,7 @@ KINDS = {
     "swift": Kind(("sp", "dp"), "dp"),
     "vllm": Kind(("tp", "pp", "dp", "engines"), "engines", {"expert": ("ep", "engines")}),
 }
-"""The layouts of all other frameworks."""
+"""The layouts of all frameworks except Megatron and torchtitan."""
 
 _CHOICES = {
     "dp_attention",
@@ -361,29 +361,29 @@ _CHOICES = {
     "sequence_parallel",
     "stage",
 }
-"""Choices of `framework_layouts` that are not sizes."""
+"""Keys in the `sizes` of `framework_layouts` whose values are choices, not sizes."""
 
 ENGINES = ("vllm", "sglang")
 """The kinds of inference engines."""
 
 MESH = "mesh"
-"""The kind of layouts that a launch file gives as a DeviceMesh."""
+"""The kind of layouts for launch files that contain the shape of a DeviceMesh."""
 
 _ORDERS = {False: "tp-cp-ep-dp-pp", True: "tp-cp-ep-pp-dp"}
 
 
 def framework_layouts(kind: str, sizes: Mapping[str, Any], world_size: int | None) -> Views:
-    """Return the layout of one module of a framework, with its other factorisations as views.
+    """Return a module's layout, with the other factorisations of the module's ranks as views.
 
     Args:
         kind: "megatron", "torchtitan", "mesh" or one of `KINDS`.
-        sizes: The given sizes, by dim. Also the choices "order" and "pp_before_dp" of Megatron,
-            "dp_attention" of SGLang and "expert_parallel" of vLLM, the texts "mesh" and
+        sizes: The given sizes, by dim. The mapping may also contain "order" and "pp_before_dp" for
+            Megatron, "dp_attention" for SGLang, "expert_parallel" for vLLM, the texts "mesh" and
             "mesh_names", and "engine", the number of GPUs of an inference engine.
         world_size: The number of ranks, or None. An inference engine does not need it.
 
     Raises:
-        HyperCommError: The sizes do not fit the world. The error names the nearest sizes that do.
+        HyperCommError: The sizes do not fit the world. The error names the nearest sizes that fit.
 
     Example:
         >>> views = framework_layouts("sglang", {"tp": 16, "dp": 4, "dp_attention": 1}, None)
@@ -446,7 +446,7 @@ def _framework_layouts(kind: str, sizes: Mapping[str, Any], world_size: int | No
 
 
 def _sizes_of(kind: str) -> set[str]:
-    """Return the names of the sizes that a kind of module has."""
+    """Return the names of the sizes that are allowed for a kind of module."""
     if kind in KINDS:
         row = KINDS[kind]
         return {"engine", *row.dims}.union(*row.views.values())
@@ -467,7 +467,7 @@ def _is_whole(row: Kind, sizes: Mapping[str, int]) -> bool:
 def _of_engine(kind: str, given: Mapping[str, int]) -> dict[str, int]:
     """Add the sizes that an inference engine infers.
 
-    They are tp, from the number of its GPUs, and for vLLM dp, from the expert parallel size.
+    tp is inferred from the number of GPUs. For vLLM, dp is inferred from the expert parallel size.
     """
     sizes = dict(given)
     if "engine" in sizes and "tp" not in sizes:
@@ -480,7 +480,7 @@ def _of_engine(kind: str, given: Mapping[str, int]) -> dict[str, int]:
 
 
 def _of_kind(row: Kind, sizes: Mapping[str, int], world_size: int | None) -> Views:
-    """Return the layouts of a row of `KINDS`."""
+    """Return the layouts of a framework from its row in `KINDS`."""
     given = {dim: sizes.get(dim, row.defaults.get(dim, 1)) for dim in row.dims}
     if UNSPECIFIED not in given.values() and not _is_whole(row, sizes):
         given[row.rest] = UNSPECIFIED

@@ -1,7 +1,7 @@
 """The globals of a legacy module, which programs read, write and delete from outside.
 
-The values are in a state. The module has a property for each global, which acts on the current
-state. A `with use(state):` block changes the current state.
+A state contains the values. For each global, the module has a property that reads and writes the
+value in the current state. A `with use(state):` block changes the current state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class ModuleState:
     """The values of the globals of a legacy module.
 
-    A subclass has a method `initialize` that creates groups.
+    A subclass must define a method `initialize` that creates groups.
 
     Attributes:
         empty: For each global, a function that returns its empty value.
@@ -77,8 +77,8 @@ class ModuleState:
 
         Args:
             names: The globals that must be empty.
-            destroy: The name of the function that empties them.
-            read: A function that checks the arguments, given the world size.
+            destroy: The name of the function that empties these globals.
+            read: A function that checks the arguments. It is called with the world size.
 
         Returns:
             The return value of `read`.
@@ -99,7 +99,7 @@ class ModuleState:
         return found
 
     def destroy(self) -> None:
-        """Destroy the groups that the state created, and empty it. A second call has no effect."""
+        """Destroy the state's groups, and empty the state. A second call has no effect."""
         grid = self.grid
         self.grid = None
         self.reset()
@@ -144,7 +144,8 @@ State = TypeVar("State", bound=ModuleState)
 class CurrentState(Generic[State]):
     """The state that a module's functions act on: the state of a `use` block, or the default one.
 
-    Each thread and each asyncio task has its own blocks.
+    A block changes the current state only for the thread or asyncio task that entered the block. A
+    state is alive from its initialisation until it is destroyed.
 
     Attributes:
         name: The name of the module.
@@ -181,7 +182,7 @@ class CurrentState(Generic[State]):
             self._scoped.reset(token)
 
     def get(self) -> State:
-        """Return the current state. Warn once if it is the default state and others are alive.
+        """Return the current state. Warn once if it is the default and other states are alive.
 
         Raises:
             StateError: A warning is due, and one of the states is strict.
@@ -210,14 +211,14 @@ class CurrentState(Generic[State]):
     def use(self, state: State) -> Iterator[State]:
         """Make `state` the current one within a `with` block."""
         if not isinstance(state, ModuleState):
-            raise StateError(f"use() takes a state, got {state!r}")
+            raise StateError(f"use() needs a state, got {state!r}")
         self._count(1)
         token = self._scoped.set(state)
         try:
             yield state
         finally:
             self._count(-1)
-            self._scoped.reset(token)  # must be last, because it raises in another context
+            self._scoped.reset(token)  # last, because reset raises if the context has changed
 
     def keep(self, state: State) -> None:
         """Count a state as alive."""
@@ -237,7 +238,7 @@ class CurrentState(Generic[State]):
             self.alone = self.default if is_alone and not self._open else None
 
     def bind(self, module: ModuleType, names: Iterable[str]) -> None:
-        """Add attributes to a module that read and write the current state."""
+        """Give a module attributes that read and write the globals of the current state."""
         members: dict[str, Any] = {name: _global(name, self.get) for name in names}
         # cloudpickle pickles a module together with the functions that use the module.
         members["__reduce__"] = lambda module: (importlib.import_module, (module.__name__,))
@@ -246,7 +247,7 @@ class CurrentState(Generic[State]):
 
 
 def _global(name: str, current: Callable[[], ModuleState]) -> property:
-    """Return an attribute of a module whose value is in the current state."""
+    """Return a property that reads, writes and deletes a global of the current state."""
     return property(
         lambda _: current().read(name),
         lambda _, value: current().write(name, value),
@@ -263,7 +264,7 @@ def _raise_unknown(module: ModuleType, name: str) -> None:
 
 
 def name_functions(namespace: Mapping[str, Any], module: str, within: str = "") -> None:
-    """Give functions that other functions created the names that they have in a namespace.
+    """Rename functions that other functions returned to their names in a namespace.
 
     Args:
         namespace: The namespace of a module or of a class.

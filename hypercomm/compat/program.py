@@ -1,4 +1,4 @@
-"""Runs a program like `python`, after modules of another package were replaced by ours."""
+"""Runs a program as `python` does, after replacing modules of another package by hypercomm's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypercomm.errors import StateError
 
 
 def run(install: Callable[[], None], name: str) -> None:
-    """Call `install`, and run the program of the command line as `__main__`.
+    """Call `install`, and run the program that the command line names as `__main__`.
 
     `sys.argv`, `sys.path`, the exit code and the traceback are the same as if `python` ran the
     program directly.
@@ -47,7 +47,7 @@ def run(install: Callable[[], None], name: str) -> None:
 
 
 def _run_script(path: Path) -> None:
-    """Run a script. `runpy.run_path` would change its `sys.argv` and `__package__`."""
+    """Run a script without `runpy.run_path`, which would change `sys.argv` and `__package__`."""
     main = sys.modules["__main__"] = ModuleType("__main__")
     main.__file__ = str(path)
     main.__dict__["__builtins__"] = builtins

@@ -34,7 +34,7 @@ _NAMES = {
     "pipeline_parallel_degree": "pp",
     "expert_parallel_degree": "ep",
 }
-"""For each of torchtitan's sizes, the name in this module."""
+"""This module's name for each of torchtitan's sizes."""
 
 _MESHES: dict[str, dict[str, tuple[str | None, tuple[str, ...]]]] = {
     "partial_dtensor": {
@@ -51,7 +51,8 @@ _MESHES["spmd_types"] = _MESHES["partial_dtensor"] | {
 }
 """torchtitan's meshes, by backend and name.
 
-A mesh is a pair of its view, or None for the grid itself, and its dims.
+Each value is a pair of a view and the dims of the mesh. If the grid itself has the dims, the view
+is None.
 """
 
 
@@ -79,7 +80,7 @@ def torchtitan_grids(
     verify: bool | None = None,
     enable_reconfigure: bool = False,
 ) -> GridSet:
-    """Return the grid "training" for one of torchtitan's models. Its views are the meshes.
+    """Return a set with the grid "training", whose views are the meshes of a torchtitan model.
 
     The grid has the dims tp, cp, dp_shard, dp_replicate and pp, the first one varying fastest. Some
     dims of its views combine dims of the grid:
@@ -111,14 +112,14 @@ def torchtitan_grids(
         creation: How groups are created.
         share: Whether several keys may use one group.
         lazy_init: When the members of a group connect.
-        verify: Whether ranks compare their creations.
-        enable_reconfigure: Whether groups stay when a reshape changes their members.
+        verify: Whether ranks check that all of them create the same groups in the same order.
+        enable_reconfigure: Whether a reshape that changes the members of a group keeps the group.
 
     Raises:
         LayoutError: A size is not a positive int.
         WorldSizeError: The sizes do not multiply to the world, or `ep` does not divide
             dp_shard * cp * tp.
-        TypeError: A size is given by both of its names.
+        TypeError: A size is given both by its short name and by torchtitan's name.
 
     Example:
         >>> grids = torchtitan_grids(dp_replicate=2, cp=2, tp=2, ep=4, world_size=16)
@@ -152,12 +153,12 @@ def torchtitan_meshes(
 ) -> dict[str, DeviceMesh]:
     """Create the process groups of torchtitan's meshes, and return the meshes.
 
-    Every rank of the job must call this. If several meshes have the same dim, they share its group
-    here. torchtitan creates a group for each of these meshes.
+    Every rank of the job must call this. If several meshes have the same dim, they share the
+    group over this dim. torchtitan itself creates a separate group for each of these meshes.
 
     Args:
         grids: The result of `torchtitan_grids`.
-        spmd_backend: The value of torchtitan's setting with this name. torchtitan's default is
+        spmd_backend: The value of torchtitan's setting `spmd_backend`. torchtitan's default is
             "spmd_types".
 
     Returns:

@@ -69,8 +69,8 @@ def plan(
     topology = read_topology(where, layout.last_rank + 1)
     if "host" not in topology.names:
         raise LayoutError(
-            f"--on gives {' and '.join(topology.names)}, but no hosts; add the GPUs per host, as "
-            f"in --on 8"
+            f"--on describes {' and '.join(topology.names)}, but no hosts; add the GPUs per host, "
+            f"as in --on 8"
         )
     hosts = topology.level("host").of_rank
     others = read_views(layout, views)

@@ -52,7 +52,7 @@ def test_report_as_json_and_text():
     assert {"nccl", "ucc"} <= set(reasons)
     states = found["strategies"]
     assert (states["local"], states["enumerate"]) == (None, None)
-    assert states["split"] == "not with gloo; needs a WORLD bound to a device"
+    assert states["split"] == "gloo cannot split; a split needs a WORLD bound to a device"
     done = doctor(before=WITH_GPUS)
     assert (done.returncode, done.stderr) == (0, "")
     assert max(map(len, done.stdout.splitlines())) <= 100

@@ -112,7 +112,7 @@ CALLS = [
     ("place tp --on n1,n2", "add the number of GPUs per host, as in --on 8"),
     (
         "place tp=3 --on nope --on nop",
-        "lists the host of each rank, because its values are not files",
+        "was read as the host of each rank, because its values are not files",
     ),
     ("place tp=2 --on 8 --on live", "--on live cannot be combined with other --on values"),
     ("place tp=2 --on live", NO_JOB),

@@ -1,8 +1,8 @@
 """`ezpz.tp`, tensor parallelism in the manner of fairscale, on a grid.
 
 `initialize_tensor_parallel` fills the default `TensorParallelState`, and `destroy_tensor_parallel`
-empties it. All other functions and the globals, which can be read and written, act on the current
-state: the state of a `with use(state):` block, or the default one.
+empties this state. All other functions, and reads and writes of the globals, act on the current
+state: the state of a `with use(state):` block, or the default state.
 
 The module is also its own attribute `tp`, so `from hypercomm.compat.ezpz import tp` replaces
 `from ezpz import tp`.
@@ -77,7 +77,7 @@ class TensorParallelState(ModuleState):
     Within a `with use(state):` block, the functions of this module act on `state`.
 
     Attributes:
-        grid: The grid over tp, cp, pp and dp, with tp varying fastest, or None in an empty state.
+        grid: The grid over tp, cp, pp and dp, or None in an empty state. tp varies fastest.
 
     Example:
         >>> from hypercomm.testing import fake_world
@@ -116,7 +116,7 @@ class TensorParallelState(ModuleState):
 
 
 def _fitting_layout(given: dict[str, Any]) -> RankLayout:
-    """Return the layout over tp, cp, pp and dp. dp takes the remaining ranks."""
+    """Return the layout over tp, cp, pp and dp. The size of dp is inferred from the world size."""
     names = [f"{_GROUPS[dim][0]}_size" for dim in ("tp", "cp", "pp")]
     size, *others = [positive(given[name], name) for name in names]
     world_size = dist.get_world_size()
@@ -148,8 +148,8 @@ def initialize_tensor_parallel(
 ) -> None:
     """Create the groups of all dims, and fill the default state. Every rank must call this.
 
-    tp varies fastest, followed by cp, pp and dp. dp takes the remaining ranks of the world. If the
-    call fails, no groups are left.
+    tp varies fastest, followed by cp, pp and dp. The size of dp is inferred from the world size. If
+    the call fails, no groups are left.
 
     Args:
         tensor_parallel_size: Ranks that share each layer's tensors. If it exceeds the world
@@ -299,7 +299,7 @@ def get_tensor_parallel_src_rank() -> int:
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
-    """Raise unless one number divides another.
+    """Raise unless `denominator` divides `numerator`.
 
     Raises:
         ConfigurationError: `denominator` does not divide `numerator` (an AssertionError).
@@ -315,7 +315,7 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
 
 
 def divide_and_check_no_remainder(numerator: int, denominator: int) -> int:
-    """Return a quotient without remainder.
+    """Return `numerator` divided by `denominator`. Raise if there is a remainder.
 
     Raises:
         ConfigurationError: `denominator` does not divide `numerator` (an AssertionError).
@@ -335,11 +335,11 @@ def split_tensor_along_last_dim(
 
     Args:
         tensor: A tensor with at least one dim.
-        num_partitions: The number of parts, which divides the length of the last dim.
+        num_partitions: The number of parts, which must divide the length of the last dim.
         contiguous_split_chunks: Whether to copy parts that are not contiguous.
 
     Returns:
-        Views of the tensor, or copies.
+        The parts, as views of the tensor or as copies.
 
     Raises:
         ConfigurationError: `num_partitions` does not divide the last dim (an AssertionError).

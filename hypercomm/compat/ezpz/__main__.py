@@ -1,4 +1,4 @@
-"""`python -m hypercomm.compat.ezpz train.py`: runs a program of ezpz unedited."""
+"""`python -m hypercomm.compat.ezpz train.py`: runs a program written for ezpz, without edits."""
 
 from hypercomm.compat import program
 from hypercomm.compat.ezpz import install

@@ -1,9 +1,9 @@
 """Megatron's parallel state, process group collections and grid, rebuilt on grid instances.
 
 The modules have Megatron's names: `parallel_state`, `process_groups_config`, `hyper_comm_grid`.
-`install()` makes `megatron.core` resolve to them, whether megatron-core is installed or not.
-If Megatron's releases differ, they follow the release that `version` selects. `collections_of`
-returns Megatron's collection for each grid of a `GridSet`.
+`install()` makes `megatron.core` resolve to these modules, even if megatron-core is not installed.
+Where Megatron's releases differ, the modules follow the release that `version` selects.
+`collections_of` returns a `ProcessGroupCollection` for each grid of a `GridSet`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Megatron's `hyper_comm_grid`: the core class with the private names that Megatron's code uses.
+"""Megatron's `hyper_comm_grid`: `HyperCommGrid` with the private names that Megatron's code uses.
 
 Source: names, signatures and behaviour follow `megatron.core.hyper_comm_grid`.
 """
@@ -25,7 +25,8 @@ from hypercomm.process_groups.spec import GroupKey
 Key: TypeAlias = "str | tuple[str, tuple[str, ...]]"
 """The dims of a group in reversed grid order, joined by dashes.
 
-For a group of a view: the name of the view, and a tuple of the dims.
+The key of a view's group is a pair: the name of the view, and a tuple of the dims in reversed
+order.
 """
 
 _BASE_VIEW_NAME = "base"
@@ -62,14 +63,14 @@ class HyperCommGrid(grid.HyperCommGrid):
             options["world_size"] = int(text)
         try:
             super().__init__(shape, dim_names, rank_offset, backend, **options)
-        except WorldSizeError as error:  # programs match Megatron's message
+        except WorldSizeError as error:  # programs search for Megatron's phrase
             raise WorldSizeError(f"Grid shape {shape} is over sized: {error}") from error
 
     @property
     def _pgs(self) -> Mapping[Key, ProcessGroup | None]:
         """A read-only mapping of the groups without names, by dims in reversed grid order.
 
-        A mapping can be assigned. The groups in it that the grid did not create are added to the
+        If a mapping is assigned, those of its groups that the grid did not create are added to the
         groups of the grid.
         """
         own = {_joined(key): group for key, group in self.pgs.items() if key.name is None}
@@ -112,8 +113,8 @@ class HyperCommGrid(grid.HyperCommGrid):
         """Add another factorisation of the ranks, like `hypercomm.HyperCommGrid.register_view`.
 
         Raises:
-            LayoutError, UnknownDimError: The arguments are wrong. The messages contain the words
-                that programs written for Megatron match.
+            LayoutError, UnknownDimError: The arguments are wrong. The messages contain the same
+                phrases as Megatron's, because programs search the messages for these phrases.
         """
         names = list(dim_names or ())
         shared = list(shared_dims or ())
@@ -168,7 +169,7 @@ class HyperCommGrid(grid.HyperCommGrid):
         return self.key_of(*dims) if view in (None, BASE) else self.view(view).key_of(*dims)
 
     def destroy(self) -> None:
-        """Destroy the groups that the grid created or that were assigned."""
+        """Destroy the groups that the grid created, and those that were assigned to `_pgs`."""
         given = self._given
         self._given = {}
         for group in dict.fromkeys(given.values()):

@@ -3,7 +3,7 @@
 
 The functions act on the current `ParallelState`: the state of a `with use(state):` block, or the
 default one, which `initialize_model_parallel` fills. The globals, such as `_DATA_PARALLEL_GROUP`,
-can be read and written, and getters return written values. DeepSpeed takes this module as `mpu`.
+can be read and written, and getters return written values. DeepSpeed accepts this module as `mpu`.
 
 The functions call one another by their names in this module. If a program replaces a function,
 other functions call the replacement, as in Megatron.
@@ -70,10 +70,10 @@ ParallelState = _states.ParallelState
 def use(state: ParallelState) -> contextlib.AbstractContextManager[ParallelState]:
     """Make the functions and globals of this module act on `state` within a `with` block.
 
-    Each thread and each asyncio task has its own blocks. A backward pass on a GPU runs in a thread
-    of autograd, outside the block. If several states are alive, a getter that is called in this
-    thread warns. `initialize_model_parallel` and `destroy_model_parallel` always act on the default
-    state.
+    A block affects only the thread or asyncio task that entered the block. A backward pass on a GPU
+    runs in a thread of autograd, so it is outside the block. If several states are alive, a getter
+    that is called in the thread of autograd warns. `initialize_model_parallel` and
+    `destroy_model_parallel` always act on the default state.
 
     Example:
         >>> from hypercomm.testing import fake_world
@@ -90,7 +90,7 @@ def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
 
     If the call fails, globals, groups and environment are unchanged. A
     `MegatronNotReplacedWarning` is issued if `megatron.core` was imported without `install()`,
-    because its layers then look for groups in its own parallel state.
+    because Megatron's layers then look for groups in Megatron's own parallel state.
 
     Args:
         tensor_model_parallel_size: Ranks that share each dense layer's tensors.
@@ -107,11 +107,11 @@ def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
         nccl_communicator_config_path: A yaml file with NCCL options for each group.
         distributed_timeout_minutes: Timeout of each group, in minutes.
         order: The dims, the first one varying fastest.
-        get_embedding_ranks: A function that returns the ranks of a pipeline with word embeddings.
-            It must return the same number of ranks for every pipeline. Default: the first and the
-            last rank.
-        get_position_embedding_ranks: A function that returns the ranks of a pipeline with position
-            embeddings. Default: the first rank.
+        get_embedding_ranks: A function that is called with the ranks of a pipeline, and returns
+            those with word embeddings. It must return the same number of ranks for every pipeline.
+            Default: the first and the last rank.
+        get_position_embedding_ranks: A function that is called with the ranks of a pipeline, and
+            returns those with position embeddings. Default: the first rank.
         create_gloo_process_groups: Also create a gloo group for each data parallel group.
         high_priority_stream_groups: Keys of groups whose streams have a high priority.
         sharp_enabled_group: "dp" or "dp_replica". Default with `use_sharp`: "dp".
@@ -135,7 +135,7 @@ def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
     Raises:
         LayoutError: A size is not a positive int (a ValueError).
         WorldSizeError: The sizes do not divide the world (a RuntimeError). The error names sizes
-            that do.
+            that divide it.
         ConfigurationError: Two choices contradict each other, or the NCCL configuration cannot be
             used (an AssertionError and a RuntimeError).
         FileNotFoundError: The file of the NCCL configuration does not exist.
@@ -178,7 +178,7 @@ initialize_model_parallel.__signature__ = inspect.signature(  # type: ignore[att
 
 
 def destroy_model_parallel() -> None:
-    """Destroy the groups that the default state created, and set its globals to None.
+    """Destroy the groups that the default state created, and empty the state's globals.
 
     Objects that use the groups, such as symmetric memory, are destroyed first.
     """
@@ -283,7 +283,7 @@ _PARTS = {DP: NO_PART, DP_CP: table.INTRA_DP_CP, EXPERT_DP: table.INTRA_EXPERT_D
 
 _PEERS = {name: name + table.WITH_GTP for name in (*_PARTS, *_PARTS.values())}
 _PEERS[NO_PART] = NO_PART
-"""For each of these groups, the global of the group that also includes the GTP peers."""
+"""For each of these groups and parts, the global of the group that also includes the GTP peers."""
 
 
 def get_data_parallel_group(
@@ -316,7 +316,7 @@ def get_data_parallel_group(
 
 _DATA_FLAGS = ("partial_data_parallel", "independent_all_gather")
 _EXPERT_FLAGS = ("partial_expert_data_parallel",)
-"""The order of arguments up to megatron-core 0.18. Later, with_gtp_remat is the first of them."""
+"""The order of arguments up to megatron-core 0.18. In later releases, with_gtp_remat is first."""
 
 
 def _named(state: ParallelState, flags: Sequence[str], given: Sequence[bool]) -> dict[str, bool]:
@@ -351,7 +351,7 @@ def has_separate_all_gather_group() -> bool:
 def get_hybrid_data_context_parallel_groups(
     check_initialized: bool = True, group_size: int | None = None
 ) -> ProcessGroup:
-    """Return the hybrid group of `group_size` ranks. The largest one is the dp-cp group.
+    """Return the hybrid group of `group_size` ranks. The largest hybrid group is the dp-cp group.
 
     Raises:
         GroupMissingError: There is no group of that size (a KeyError).
@@ -455,7 +455,7 @@ def get_data_modulo_expert_parallel_group(
 
 
 def _known(state: ParallelState, name: str, fact: str, getter: str) -> int | None:
-    """Return the cached size of a group, or the calling rank's cached position in it, or None.
+    """Return a group's cached size, or the calling rank's cached position. None if not cached.
 
     Args:
         state: The state that has the group.
@@ -560,12 +560,12 @@ def _expert_data_getter(fact: str) -> Callable[..., int]:
         given |= _peers(with_gtp_remat)
         return state.find(name, fact, lambda: get_expert_data_parallel_group(**given))
 
-    get.__doc__ = f"Return the {_FACTS[fact]} group of `get_expert_data_parallel_group`."
+    get.__doc__ = f"Return the {_FACTS[fact]} group that `get_expert_data_parallel_group` returns."
     return get
 
 
 def _peers(with_gtp: bool) -> dict[str, bool]:
-    """Return `with_gtp_remat` if it is not the default. A replaced getter may not have it."""
+    """Return `with_gtp_remat` unless it is the default, because a replaced getter may lack it."""
     return {} if with_gtp else {"with_gtp_remat": False}
 
 
@@ -606,7 +606,7 @@ def get_all_ranks() -> str:
 
 
 def _setter(name: str) -> Callable[[int | None], None]:
-    """Return a function that sets a size or rank. Getters return it instead of the group's."""
+    """Return a function that sets a size or rank, which getters return instead of the group's."""
 
     def set_world_size(world_size: int | None) -> None:
         _state().write(name, world_size)
@@ -678,7 +678,7 @@ def _stage_at(distance: int) -> int:
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
-    """Return the first rank of a data parallel group."""
+    """Return the first rank of the calling rank's data parallel group."""
     ranks = "_DATA_PARALLEL_GLOBAL_RANKS"
     return _held(f"{ranks}_WITH_CP" if with_context_parallel else ranks)[0]
 
@@ -757,7 +757,7 @@ def _set_global_memory_buffer() -> None:
 
 
 def _set_global_symmetric_memory_buffer() -> None:
-    """Create the symmetric buffer of 256 MiB. `megatron.core.utils` has its class up to 0.16."""
+    """Create the symmetric buffer of 256 MiB. Up to 0.16, its class is in `megatron.core.utils`."""
     utils: Any = importlib.import_module("megatron.core.utils")
     _fill_once(
         _SYMMETRIC,
@@ -790,8 +790,8 @@ def generate_masked_orthogonal_rank_groups(
     """Enumerate the groups over the dims that a mask marks, the first dim varying fastest.
 
     Args:
-        world_size: The number of ranks. If the sizes multiply to a larger number, later groups
-            are omitted.
+        world_size: The number of ranks. If the sizes multiply to a larger number, the last
+            groups are omitted.
         parallel_size: The size of each dim.
         mask: For each dim, whether the groups span it.
 
@@ -807,7 +807,7 @@ def generate_masked_orthogonal_rank_groups(
         [[0, 4], [1, 5], [2, 6], [3, 7]]
     """
     names = [f"d{axis}" for axis in range(len(mask))]
-    # If the mask marks no dim, the groups span only this further dim, so each rank is a group.
+    # If the mask marks no dim, the groups span only the dim "one", so each rank is a group.
     layout = RankLayout([*parallel_size, 1], [*names, "one"])
     spanned = [name for name, marked in zip(names, mask, strict=True) if marked]
     groups = layout.groups(*spanned, "one")
@@ -831,8 +831,8 @@ class RankGenerator:
         cp: Context parallel size. `cp` or `ep` must be 1.
         order: The dims, the first one varying fastest. Dims of size 1 may be omitted.
         rank_offset: The smallest rank.
-        gtp_remat: Number of GTP peers. It is a dim if it is larger than 1, and always from
-            megatron-core 0.19 on.
+        gtp_remat: Number of GTP peers. gtp_remat is a dim if this number is larger than 1. From
+            megatron-core 0.19 on, it is always a dim.
 
     Raises:
         ConfigurationError: Both `ep` and `cp` are larger than 1, or the order omits a dim larger
@@ -874,7 +874,7 @@ class RankGenerator:
         """Return for each dim of `order` whether `token` names it.
 
         Raises:
-            UnknownDimError: `token` names a dim that `order` does not.
+            UnknownDimError: `token` names a dim that `order` does not name.
         """
         dims = order.split("-")
         wanted = token.split("-")
@@ -893,7 +893,7 @@ class RankGenerator:
         """Enumerate the groups of GTP peers.
 
         Raises:
-            ConfigurationError: `gtp_remat_size` is not the generator's `gtp_remat`.
+            ConfigurationError: `gtp_remat_size` differs from the generator's `gtp_remat`.
         """
         if gtp_remat_size != self.gtp_remat:
             raise ConfigurationError(
@@ -941,7 +941,7 @@ def create_hierarchical_groups(
 
     Args:
         rank: The calling rank.
-        ranks: The ranks, in order.
+        ranks: The ranks that are grouped, in order.
         hierarchical_group_sizes: The group size of each level, innermost first.
         create_gloo_process_groups: Whether to also create a gloo group for each group.
         pg_options: The options of all groups, or a list with the options of each level.
@@ -1017,7 +1017,8 @@ def create_all_gather_groups(
     """Create a second dp-cp group and a second expert dp group, for overlapping all-gathers.
 
     The state owns the groups, and `update_pg_timeout` applies to them. In a collection of the
-    state, they are the fields `dp_cp_ag` and `expt_dp_ag`. A second call returns the same groups.
+    state's groups, they are the fields `dp_cp_ag` and `expt_dp_ag`. A second call returns the same
+    groups.
 
     Returns:
         The two groups. The expert group is None if `for_expert_parallelism` is False or the expert
@@ -1027,7 +1028,7 @@ def create_all_gather_groups(
         NotInitializedError: The parallel state is not initialised (a RuntimeError).
         GroupOptionsError: An option is invalid, or the groups already exist with other options (a
             ValueError).
-        ConfigurationError: `nccl_comm_cfgs` is not a configuration.
+        ConfigurationError: `nccl_comm_cfgs` contains an option that NCCL rejects.
     """
     state = _state()
     if not is_initialized() or state.configuration is None:
@@ -1125,7 +1126,7 @@ def _create_by_functions(
     """Create groups with the functions of this module, like Megatron.
 
     Every rank calls the functions for every group of the job, as Megatron does, because a
-    program may have replaced them.
+    program may have replaced the functions.
 
     Args:
         config: The configuration.
@@ -1182,7 +1183,7 @@ def _generator(config: table.Configuration, sizes: Mapping[str, int], after: str
 def _create_parts(
     config: table.Configuration, name: str, ranks: list[int], request: GroupRequest
 ) -> Mapping[Any, ProcessGroup]:
-    """Create the groups of a row with several groups among `ranks`.
+    """Create, among `ranks`, the groups of a table row that has several groups.
 
     Returns:
         The calling rank's groups, by position or size.

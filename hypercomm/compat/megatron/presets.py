@@ -1,4 +1,4 @@
-"""The grids of Megatron's models for training and inference, and their collections."""
+"""The grids that Megatron uses for training and inference, and collections of their groups."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def megatron_grids(
     verify: bool | None = None,
     enable_reconfigure: bool = False,
 ) -> GridSet:
-    """Make the grids of one of Megatron's models: "training", and "inference" if it is given.
+    """Make the grids of a Megatron model: "training", and "inference" if `inference` is given.
 
     Each grid has the dims tp, cp, dp and pp. Its view "expert" numbers the same ranks along the
-    dims expt_tp, ep, expt_dp and pp. The grid and the view share pp. dp and expt_dp take the
-    remaining ranks of the world. No process group is created. `create_megatron_pgs` creates all
+    dims expt_tp, ep, expt_dp and pp. The grid and the view share pp. The sizes of dp and expt_dp
+    are inferred from the world size. No process group is created. `create_megatron_pgs` creates all
     groups that Megatron's code needs.
 
     Args:
@@ -76,14 +76,14 @@ def megatron_grids(
         expert_gtp_remat_size: Megatron's name of `expt_gtp_remat`.
         order: The order of the dense and of the expert dims. The first dim varies fastest.
         world_size: Number of ranks of the job. Default: see `HyperCommGrid`.
-        inference: The sizes for inference on the same ranks, with the same names and defaults.
+        inference: The sizes for inference on the same ranks, by the names of the arguments above.
         name: Distinguishes this set from others. See `GridSet`.
         backend: Backend of the groups. `HyperCommGrid` documents this and the next five arguments.
         creation: How groups are created.
         share: Whether several keys may use one group.
         lazy_init: When the members of a group connect.
-        verify: Whether ranks compare their creations.
-        enable_reconfigure: Whether groups stay when a reshape changes their members.
+        verify: Whether ranks check that all of them create the same groups in the same order.
+        enable_reconfigure: Whether a reshape that changes the members of a group keeps the group.
 
     Raises:
         LayoutError: A size is not a positive int, or the order cannot be read.
@@ -92,7 +92,7 @@ def megatron_grids(
         UnknownDimError: The order or `inference` names a dim that Megatron does not have.
         WorldSizeError: The sizes of the dense layers, or the sizes of the experts, do not divide
             the world.
-        TypeError: A size is given by both of its names.
+        TypeError: A size is given both by its short name and by Megatron's name.
 
     Example:
         >>> grids = megatron_grids(tp=2, pp=2, ep=2, inference={"tp": 4}, world_size=16)
@@ -151,13 +151,13 @@ def megatron_requests(
     nccl_communicator_config_path: str | None = None,
     high_priority_stream_groups: Sequence[str] | None = None,
 ) -> list[GroupRequest]:
-    """Return requests, for `create_pgs`, for the process groups that Megatron's code needs.
+    """Return the requests with which `create_pgs` creates the groups that Megatron's code needs.
 
-    Dims that the grid does not have count as dims of size 1. If the grid has none of the dims of a
-    field, such as `cp`, the field gets groups of one rank, because Megatron's code would take None
-    for WORLD. These fields share one process group. `grid.reshape(...)` derives groups such as the
-    embedding groups again if the dims keep their names. SHARP is not requested, because only the
-    first communicator of a job can use it.
+    Dims that the grid does not have count as dims of size 1. If the grid has none of the dims that
+    a field of the collection spans, such as `cp`, groups of one rank are requested for the field,
+    because Megatron's code would treat None as WORLD. On each rank, all such fields share one
+    group. If the dims keep their names, `grid.reshape(...)` derives groups such as the embedding
+    groups again. SHARP is not requested, because only the first communicator of a job can use it.
 
     Args:
         grid: A grid with some of the dims tp, gtp_remat, cp, dp and pp. Its view "expert" has some
@@ -167,10 +167,10 @@ def megatron_requests(
         hierarchical_context_parallel_sizes: The group size of each level of cp, innermost first.
         create_all_gather_group: Whether to create a second dp-cp group, for all-gathers. With
             expert parallelism, a second expert dp group is also created.
-        get_embedding_ranks: A function that returns the ranks of a pipeline with word embeddings.
-            Default: the first and the last rank.
-        get_position_embedding_ranks: A function that returns the ranks of a pipeline with position
-            embeddings. Default: the first rank.
+        get_embedding_ranks: A function that is called with the ranks of a pipeline, and returns
+            those with word embeddings. Default: the first and the last rank.
+        get_position_embedding_ranks: A function that is called with the ranks of a pipeline, and
+            returns those with position embeddings. Default: the first rank.
         nccl_communicator_config_path: A yaml file with NCCL options for each group.
         high_priority_stream_groups: Keys of groups whose streams have a high priority.
 
@@ -239,10 +239,10 @@ def create_megatron_pgs(
     nccl_communicator_config_path: str | None = None,
     high_priority_stream_groups: Sequence[str] | None = None,
 ) -> dict[str, ProcessGroupCollection]:
-    """Create all process groups that Megatron's code needs, in each grid, all or none.
+    """Create all process groups that Megatron's code needs in each grid, or none of them.
 
     Every rank of the job must call this. If a grid is reshaped later, call `collections_of(grids)`
-    to collect its groups again.
+    to collect the new groups.
 
     Args:
         grids: The result of `megatron_grids`, or grids whose dims `megatron_requests` accepts.
@@ -260,7 +260,7 @@ def create_megatron_pgs(
         high_priority_stream_groups: Keys of groups whose streams have a high priority.
 
     Returns:
-        Megatron's collection of each grid that the calling rank is in, by name.
+        The `ProcessGroupCollection` of each grid that contains the calling rank, by name.
 
     Raises:
         LayoutError: A grid has none of Megatron's dims.
@@ -297,16 +297,16 @@ def create_megatron_pgs(
 
 
 def collections_of(grids: GridSet) -> dict[str, ProcessGroupCollection]:
-    """Return Megatron's collection for each grid that contains the calling rank, by name.
+    """Return the `ProcessGroupCollection` of each grid that contains the calling rank, by name.
 
     Each collection contains the groups that were created. See `ProcessGroupCollection.from_grid`.
     If a grid has no view "expert", the experts have the layout of the grid.
 
     Args:
-        grids: The set.
+        grids: The grids, such as the result of `megatron_grids`.
 
     Raises:
-        GridDestroyedError: A grid with the calling rank was destroyed.
+        GridDestroyedError: A grid that contains the calling rank was destroyed.
         NotInitializedError: The calling rank is unknown.
 
     Example:
@@ -322,7 +322,7 @@ def collections_of(grids: GridSet) -> dict[str, ProcessGroupCollection]:
         grid = grids[name]
         if grid.is_destroyed:
             raise GridDestroyedError(
-                f"grid {name!r} ({grid.layout}) was destroyed, and has no groups to collect"
+                f"grid {name!r} ({grid.layout}) was destroyed, so it has no groups to collect"
             )
         expert = None if EXPERT in grid.views else grid
         collections[name] = ProcessGroupCollection.from_grid(grid, expert)

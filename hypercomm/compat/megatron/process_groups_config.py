@@ -25,7 +25,7 @@ from hypercomm.layout.checks import as_strings
 logger = logging.getLogger(__name__)
 
 Group = ProcessGroup | None
-"""A group in a collection, or None if it was not set or does not contain the rank."""
+"""A group in a collection, or None if the group was not set or does not contain this rank."""
 
 
 class ProcessGroupHelperMeta(type):
@@ -112,7 +112,7 @@ class ProcessGroupCollection:
     def use_mpu_process_groups(
         cls, required_pgs: Sequence[str] | None = None
     ) -> ProcessGroupCollection:
-        """Return the groups of the current parallel state.
+        """Return a collection of the groups of the current parallel state.
 
         Args:
             required_pgs: The fields to set. Default: all.
@@ -127,14 +127,14 @@ class ProcessGroupCollection:
     def from_state(
         cls, state: ParallelState, required_pgs: Sequence[str] | None = None
     ) -> ProcessGroupCollection:
-        """Return the groups of a parallel state. See `use_mpu_process_groups`."""
+        """Return a collection of a parallel state's groups. See `use_mpu_process_groups`."""
         wanted = table.FIELDS if required_pgs is None else as_strings(required_pgs, "required_pgs")
         _check_fields(cls, "Invalid process groups requested", *wanted)
         return cls(**{name: state.require(table.FIELDS[name], name in _NEEDED) for name in wanted})
 
     @classmethod
     def from_grid(cls, grid: GridView, expert: GridView | None = None) -> ProcessGroupCollection:
-        """Return the groups of a grid, by the dims that they span.
+        """Return a collection of a grid's groups, which are found by the dims that they span.
 
         Args:
             grid: The dense grid, over some of the dims tp, gtp_remat, cp, dp and pp.
@@ -145,9 +145,9 @@ class ProcessGroupCollection:
 
         Returns:
             A collection with every field whose group was created. Dims that a grid does not have
-            count as dims of size 1, so without cp, `dp_cp` is `dp`. If the grid has none of the
-            dims of a field, such as `cp`, the field is set to the group that has the name of the
-            field. The same is true for derived groups, such as `embd`.
+            count as dims of size 1, so without cp, `dp_cp` is the same group as `dp`. If the grid
+            has none of the dims of a field, such as `cp`, or if the group of the field is derived,
+            such as `embd`, the field is set to the group whose name is the name of the field.
 
         Example:
             >>> from hypercomm import HyperCommGrid
@@ -260,7 +260,7 @@ class ProcessGroupCollection:
         """Return whether weights are shared among GTP peers.
 
         Args:
-            process_group_dict: The result of a function `setup_process_groups_for_...`.
+            process_group_dict: The result of `setup_process_groups_for_optimizer` or `..._for_ddp`.
         """
         found = [process_group_dict.get(f"{name}_group") for name in _PEERS]
         return any(group is not None and group.size() > 1 for group in found)
@@ -303,9 +303,10 @@ _PEERS = ("gtp_remat", "expt_gtp_remat")
 
 
 def _groups_of(grid: GridView, row: table.Row) -> dict[Any, Group]:
-    """Return the groups of a row by part, or an empty dict if they were not created.
+    """Return the groups of a table row that were created. The dict may be empty.
 
-    A group over the dims of the row needs no name. A derived group has the name of the field.
+    The key of a single group is None. If the row has several groups, the keys are their names. A
+    group over the dims of the row needs no name. A derived group has the name of the field.
     """
     dims = table.own_dims(grid.layout, row.dims, row.grid)
     is_grid = isinstance(grid, HyperCommGrid)
@@ -323,7 +324,7 @@ def _groups_of(grid: GridView, row: table.Row) -> dict[Any, Group]:
 
 
 def _given(collection: ProcessGroupCollection | None) -> Mapping[str, Group]:
-    """Return the groups that were set in a collection, or in the current state if it is None."""
+    """Return the groups set in `collection`, or in the current state if `collection` is None."""
     if collection is not None:
         return vars(collection)
     held = vars(ProcessGroupCollection.use_mpu_process_groups())
@@ -340,7 +341,7 @@ def _data_groups(
         config: A function that returns the configuration of the model.
         ddp_config: The configuration of DistributedDataParallel, or None for one optimizer
             instance.
-        of_state: Whether the groups are the parallel state's.
+        of_state: Whether the groups were taken from the parallel state.
     """
     instances = getattr(ddp_config, "num_distributed_optimizer_instances", 1)
     has_cp = "dp_cp" in given or getattr(config(), "context_parallel_size", 1) != 1
@@ -370,7 +371,7 @@ def _take(given: Mapping[str, Group], name: str) -> Group:
 
 
 def _config_of(model: Any) -> Any:
-    """Return the configuration of a model, which may be wrapped, with Megatron's function."""
+    """Call Megatron's `get_model_config`, which also finds the configuration of a wrapped model."""
     return importlib.import_module("megatron.core.utils").get_model_config(model)
 
 
@@ -421,7 +422,8 @@ class MultiModuleProcessGroupCollection:
         """Return the context parallel size of the language model.
 
         Raises:
-            ValueError: No module is a language model, or its cp group was not set.
+            ValueError: No module is a language model, or the cp group of the language model was not
+            set.
         """
         group = self.get_language_model_collection().cp
         if group is None:

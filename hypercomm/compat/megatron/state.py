@@ -1,4 +1,4 @@
-"""ParallelState: one Megatron configuration, as a grid with the groups of the table.
+"""ParallelState: one Megatron configuration, its grid, and the groups that `table` lists.
 
 To create the groups, this module also sets NCCL options, and the environment variables of SHARP
 and UCC.
@@ -38,7 +38,10 @@ logger = logging.getLogger(__name__)
 
 SIZE: Final = "WORLD_SIZE"
 RANK: Final = "RANK"
-"""The two facts about a group. Each is the suffix of the global that overrides it."""
+"""The two facts about a group: its size, and the calling rank's position in the group.
+
+Each name is also the suffix of the global that overrides the fact.
+"""
 
 _LIST = "_global_process_group_list"
 STAGE, STAGES = (f"_VIRTUAL_PIPELINE_MODEL_PARALLEL_{fact}" for fact in (RANK, SIZE))
@@ -47,7 +50,7 @@ OVERRIDES = [
     for what in ("EXPERT_MODEL", "EXPERT_TENSOR", "TENSOR_MODEL", "PIPELINE_MODEL", "DATA")
     for fact in (SIZE, RANK)
 ]
-"""Globals in which callers set sizes and ranks. Getters prefer them to the groups."""
+"""Globals that callers can set to a size or rank, which getters return instead of the group's."""
 
 _RANKS = [row.ranks for row in table.TABLE if row.ranks]
 _OTHERS = (STAGE, STAGES, "_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER", _LIST)
@@ -59,20 +62,23 @@ GLOBALS: dict[str, Callable[[], Any]] = {
 """Every global of Megatron's parallel_state, with a function that returns its empty value."""
 
 NO_PART = "_INTRA_PARTIAL_DATA_PARALLEL_GROUP"
-"""A group that never exists: the part of the dp group without cp in one optimizer instance."""
+"""The global of the part of the dp group in one optimizer instance. This group never exists."""
 
 _SHARP = {"dp": table.DP_CP, "dp_replica": table.INTER_INSTANCES}
-"""The global with the group that uses SHARP, by `sharp_enabled_group`."""
+"""For each value of `sharp_enabled_group`, the global of the group that uses SHARP."""
 
 _NEED_A_JOB = (table.TP, table.PP, table.MP, table.EXPERT_TP)
-"""Groups whose getters raise if torch.distributed is not initialised. Other getters return 0."""
+"""Groups whose size and rank getters raise if torch.distributed is not initialised.
+
+The getters of other groups return 0.
+"""
 
 
 _GROUPS = {
     name: f"_MPU{name.removeprefix('_INTRA_PARTIAL').partition('_GROUP')[0]}"
     for name in (*table.ROWS, table.EXPERT_ALL_GATHER.name, NO_PART)
 }
-"""For the global of each group, the prefix of the globals that override the facts about it."""
+"""For the global of each group, the prefix of the globals that override the group's facts."""
 
 
 def words_of(name: str) -> str:
@@ -104,8 +110,8 @@ class GlobalMemoryBuffer:
         """Return a tensor with undefined values on the current device.
 
         Args:
-            tensor_shape: Its shape.
-            dtype: Its dtype.
+            tensor_shape: The shape of the tensor.
+            dtype: The dtype of the tensor.
             name: The name of the buffer. Tensors with the same name and dtype share memory.
             mem_alloc_context: A function that returns the context in which memory is allocated.
         """
@@ -131,7 +137,7 @@ def destroy_users_of_groups() -> None:
     for module, path in _USERS:
         try:
             attrgetter(path)(sys.modules.get(module))()
-        except Exception:  # usually, it is not imported, or the release does not have it
+        except Exception:  # usually, the module is not imported, or lacks the function
             logger.debug("%s of %s failed", path, module, exc_info=True)
 
 
@@ -142,7 +148,10 @@ CreateFunction = Callable[
     [table.Configuration, list[Mapping[str, int]], list[table.WantedGroup], list[GroupRequest]],
     "list[ProcessGroup | None]",
 ]
-"""A function that creates groups for the sizes of the layouts, and returns the rank's groups."""
+"""A function that creates groups and returns the calling rank's groups.
+
+Its second argument contains the sizes of the dense and of the expert layout.
+"""
 
 _COLLNET = "NCCL_COLLNET_ENABLE"
 _PRIORITY = "is_high_priority_stream"
@@ -160,10 +169,10 @@ _UCC_DEFAULTS = {
 
 
 def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Return the `ProcessGroupNCCL.Options` of a group, or None if none are configured for it.
+    """Return the `ProcessGroupNCCL.Options` of a group, or None if no options are configured.
 
     Raises:
-        ConfigurationError: NCCL does not take an option, or this torch was built without NCCL.
+        ConfigurationError: NCCL rejects an option, or this torch was built without NCCL.
     """
     own = nccl_comm_cfgs.get(pg_name)
     if own is None:
@@ -175,7 +184,7 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any
             setattr(options.config, name, value)
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"NCCL does not take the options {own} of group {pg_name!r}: {error}"
+            f"NCCL rejects the options {own} of group {pg_name!r}: {error}"
         ) from error
     return options
 
@@ -213,11 +222,11 @@ class Functions:
 def options_by_key(
     config: table.Configuration, functions: Functions | None = None
 ) -> dict[str, Any]:
-    """Return the backend options that a configuration's file and stream priorities set, by key.
+    """Return the backend options that the file and the stream priorities set, by NCCL key.
 
-    Keys with equal options get the same object, so that their groups can be shared. If the backend
-    of WORLD does not take options, they are omitted with a warning in the log. If a program has
-    replaced `get_nccl_options`, the replacement is called for every key.
+    Keys with equal options share one options object, so that they can also share groups. If the
+    backend of WORLD supports no options, the result is empty, and a warning is logged. If a program
+    has replaced `get_nccl_options`, the replacement is called for every key.
 
     Raises:
         OSError, YAMLError: The file cannot be read.
@@ -295,9 +304,9 @@ class ParallelState(ModuleState):
             state.
         answers_gtp: Whether data parallel getters return groups with GTP peers by default.
         values: The value of each global.
-        facts: The cached size of each group, and the cached position of the calling rank in it, by
-            fact and by global. If a group is not a ProcessGroup, as in tests with mocks, only
-            facts that a caller has set are cached.
+        facts: For `SIZE` and for `RANK`, a dict from the global of each group to the cached size of
+            the group, or to the calling rank's cached position in the group. If a group is not a
+            ProcessGroup, as in tests with mocks, only values that a caller has set are cached.
 
     Example:
         >>> from hypercomm.testing import fake_world
@@ -317,7 +326,7 @@ class ParallelState(ModuleState):
         super().reset()
 
     def fill(self, values: Mapping[str, Any]) -> None:
-        """Set several globals, and update the facts about their groups."""
+        """Set several globals, and update the cached sizes and positions."""
         super().fill(values)
         self.facts: dict[str, dict[str, int]] = {SIZE: {}, RANK: {}}
         for name, override in _GROUPS.items():
@@ -402,7 +411,7 @@ class ParallelState(ModuleState):
         torchdist.forget_non_members()
 
     def destroy(self) -> None:
-        """Destroy the groups that the state created, and empty it. A second call has no effect."""
+        """Destroy the state's groups, and empty the state. A second call has no effect."""
         created = self._own
         super().destroy()
         torchdist.destroy(reversed(created))
@@ -412,7 +421,7 @@ class ParallelState(ModuleState):
         """Register groups for `update_pg_timeout`."""
         listed = self.values[_LIST]
         if listed is None:
-            listed = self.values[_LIST] = [None]  # WORLD
+            listed = self.values[_LIST] = [None]  # None stands for WORLD
         for group in groups:
             if group not in listed:
                 listed.append(group)
@@ -455,8 +464,8 @@ def _create(
 ) -> list[ProcessGroup | None]:
     """Create all groups in one call. If a group uses SHARP, create it in a separate call.
 
-    NCCL uses SHARP for the first communicator, which it creates at the first collective of the
-    group.
+    NCCL uses SHARP for the first communicator only, and it creates a group's communicator at the
+    first collective of the group.
     """
     sharp = _SHARP[config.sharp_enabled_group or "dp"] if config.use_sharp else None
     requests: list[GroupRequest] = []
@@ -485,7 +494,7 @@ def _create(
 def _values_of(
     wanted: list[table.WantedGroup], groups: list[ProcessGroup | None]
 ) -> dict[str, Any]:
-    """Return the values of the globals that contain the calling rank's groups, or their ranks."""
+    """Return the values of the globals with the calling rank's groups or with the groups' ranks."""
     held: dict[str, dict[Any, ProcessGroup | None]] = {}
     values: dict[str, Any] = {}
     for each, group in zip(wanted, groups, strict=True):

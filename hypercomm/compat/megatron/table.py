@@ -1,7 +1,7 @@
 """The arguments of a Megatron model, and the table of its process groups.
 
-A `Configuration` gives the layouts, and `rows` yields the groups of a model. All code that creates,
-lists, collects or finds groups reads the table.
+A `Configuration` returns the layouts, and `rows` yields the groups of a model. All code that
+creates, lists, collects or finds groups reads the table.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def across_instances(config: Configuration, groups: RankGroups, _: Any) -> RankG
 
 
 def whole_instance(config: Configuration, groups: RankGroups, _: Any) -> RankGroups:
-    """Return one group for each optimizer instance, with all of its ranks.
+    """Return one group for each optimizer instance, with all ranks of the instance.
 
     Example:
         >>> config = Configuration(num_distributed_optimizer_instances=2)
@@ -289,10 +289,10 @@ class Row:
         name: The global with the calling rank's group.
         ranks: The global with the ranks of the group.
         gloo: Whether there is also a gloo group. Its global has the suffix `GLOO`.
-        parts: For a row of several groups, a function that returns their positions or sizes, from
+        parts: For a row of several groups, a function that returns their positions or sizes, given
             the size of a group over `dims`.
-        derive: A function that derives the groups of one part from the groups over `dims`. Default:
-            the groups over `dims`.
+        derive: A function that derives the groups from the groups over `dims`, given the position
+            or size of the group in a row of several groups. Default: the groups over `dims`.
         gtp: Whether the group exists because of GTP.
         otherwise: The globals of groups that replace this group if it was not created. The first of
             them that was created is used.
@@ -432,11 +432,11 @@ FIELDS = {field: row.name for field, row in FIELD_ROWS.items()}
 # ---- Megatron's dims in any layout --------------------------------------------------------------
 
 _REPLICAS = {"dense": "ep", "expert": "cp"}
-"""The dim along which these layers are replicated. Only the other layers are split along it."""
+"""The dim along which these layers are replicated, because it splits only the other layers."""
 
 
 def own_dims(layout: RankLayout, dims: str, grid: Side) -> tuple[str, ...]:
-    """Return the dims of a layout that correspond to some of Megatron's, in the layout's order.
+    """Return the dims of a layout that stand for some of Megatron's dims, in the layout's order.
 
     Dims that the layout does not have are omitted.
 
@@ -520,8 +520,8 @@ def rows(
         options: The backend options by NCCL key.
         view: The view of the expert layers, or None if the dense layers have the same layout.
         table: The rows.
-        by_functions: Whether functions of the program create the groups. They are also called for
-            groups that a grid would replace by an equal group.
+        by_functions: Whether functions of the program create the groups. These functions are also
+            called for groups that a grid would replace by an equal group.
 
     Example:
         >>> config = Configuration(tensor_model_parallel_size=2)
@@ -584,7 +584,7 @@ def _options(config: Configuration, options: Mapping[str, Any]) -> dict[str, dic
 def values_of(
     held: Mapping[str, Mapping[Any, Any]], table: Iterable[Row] = TABLE
 ) -> dict[str, Any]:
-    """Return the value of each global of the table: a group, a list of levels, or a dict by size.
+    """Return the value of each global of the table: a group, a list by level, or a dict by size.
 
     Args:
         held: The groups that were created for each global, by part. In rows of several groups, only

@@ -1,7 +1,7 @@
 """The megatron-core release whose behaviour the compatibility layer follows.
 
 The default is the installed release, or the newest known release if none is installed. `set`
-selects another one. The names and arguments of all releases always exist. `CHANGES` lists the
+selects another release. The names and arguments of all releases always exist. `CHANGES` lists the
 behaviours that differ.
 """
 
@@ -22,7 +22,7 @@ NEWEST: Version = (0, 20, 0)
 """The oldest and the newest megatron-core whose names and behaviour are supported."""
 
 CHANGES: dict[str, Version] = {
-    # A collection's field that was not set is None. Before, it raised AttributeError.
+    # A collection's field that was not set is None. Before, reading it raised AttributeError.
     "unset_is_none": (0, 17, 0),
     # Data parallel getters return groups with GTP peers; RankGenerator has the dim gtp_remat.
     "gtp_remat": (0, 19, 0),
@@ -94,7 +94,7 @@ def changes() -> frozenset[str]:
 
 
 def installed() -> Version | None:
-    """Return the version of the installed megatron-core, or None, without importing it."""
+    """Return the version of megatron-core, or None if it is not installed. It is not imported."""
     folder = source_folder()
     if folder is None:
         return None
@@ -106,7 +106,7 @@ def installed() -> Version | None:
 
 
 def source_folder() -> Path | None:
-    """Return the folder of the installed megatron-core, or None."""
+    """Return the folder of megatron-core, or None if it is not installed."""
     try:
         spec = importlib.util.find_spec("megatron.core")
     except Exception:  # noqa: BLE001 - a broken package counts as not installed

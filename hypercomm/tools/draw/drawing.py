@@ -150,9 +150,10 @@ def draw(
 ) -> Drawing:
     """Return a picture of a layout, a grid, a change or a mapping.
 
-    Up to 64 ranks, a table for each host shows the coordinates of its ranks along each dim, in the
-    colours of their groups. Larger layouts are drawn as schematics, which show one host with its
-    ranks, the dims that repeat this host, and pipeline stages as columns.
+    For up to 64 ranks, the picture has a table for each host. The table shows the coordinates of
+    the host's ranks along each dim, coloured by group. Larger layouts are drawn as schematics,
+    which show one host with its ranks, the dims that repeat this host, and pipeline stages as
+    columns.
 
     Args:
         what: A layout or its sizes, as in "tp=2,dp=4"; a grid, a `difference`, a `RankMapping`, or
@@ -161,13 +162,13 @@ def draw(
             "host=4,domain=72", a hostfile or SLURM's topology.conf. Default: no machine
             is shown. Pictures of mappings never show the machine.
         groups: The dims whose groups have colours, as in "tp" or "tp,dp+cp". A schematic colours
-            only the groups over the first of them. Default: each dim.
+            only the groups over the first of these dims. Default: each dim.
 
     Returns:
         A drawing. Print it, show it in a notebook, or `save` it as SVG or PNG.
 
     Raises:
-        UnknownDimError: The layout has no such dim.
+        UnknownDimError: `groups` names a dim that the layout does not have.
         LayoutError: `what` has another type or ranks above 2**24, `groups` is given for a change
             or a mapping, or `on` cannot be read or describes a machine with fewer ranks.
 

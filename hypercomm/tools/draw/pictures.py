@@ -37,7 +37,7 @@ OUTER = "/outer"
 # The link between the ranks of one unit, by level. For other levels, it is the level's name.
 LINKS = {"host": "NVLink", "domain": "NVLink domain"}
 
-# The fill of a group by the effect of a change on it, and the mark in the group's label.
+# For each effect of a change on a group: the fill of the group, and the mark in its label.
 FATES = {"kept": "#99DDFF", "partly": "#EEDD88", "gone": "#EE8866", "new": "#BBCC33"}
 MARKS = {"kept": "=", "gone": "-", "new": "+"}
 
@@ -159,7 +159,7 @@ class Scene:
         return Box(caption, "", tables)
 
     def _cell(self, rank: int, dims: Dims, fate: str = "") -> Cell:
-        """Return a cell with a rank's coordinates, in the colour of its group or its fate."""
+        """Return a cell with a rank's coordinates, coloured by group or by a change's effect."""
         coords = self.layout.coords(rank)
         index = self.layout.groups(*dims).index_of(rank)
         text = ",".join(f"{coords[dim]}" for dim in dims) + MARKS.get(fate, "")
@@ -172,7 +172,7 @@ class Scene:
         """Return a description of the groups over some dims, and the link between their ranks."""
         host, layout, inner, outer = self._blocks
         groups = some = self.layout.groups(*dims)
-        if host:  # all ranks of a host are in the same units, so one of them is enough
+        if host:  # all hosts are alike, so some of the groups are enough
             outside = [dim for dim in outer if dim.removesuffix(OUTER) in dims]
             fixed = inner if outside else outer
             some = layout.select(**dict.fromkeys(fixed, 0)).groups(*(outside or dims))
@@ -237,9 +237,9 @@ class Scene:
         """The layout as equal blocks of ranks.
 
         Blocks are hosts if some dims, one of which may be split in two, fill each host exactly.
-        Otherwise, a block spans the first dim larger than 1. The values are the level of the hosts,
-        or None if blocks are not hosts; the layout, with the split dim; the dims inside a block;
-        the dims outside.
+        Otherwise, a block spans the first dim larger than 1. The four values are: the level of the
+        hosts, or None if blocks are not hosts; the layout, in which a dim may have been split; the
+        dims inside a block; and the dims outside a block.
         """
         for host in self.levels[:1]:
             units = self._units(host)

@@ -57,7 +57,7 @@ def _width(text: str, size: float = 12) -> float:
 
 
 def _text(x: float, y: float, text: str, look: str) -> str:
-    """Return a text. `y` is its base line."""
+    """Return the markup of a text whose base line is at `y`."""
     return f'<text x="{x:.1f}" y="{y:.1f}" class="{look}">{html.escape(text)}</text>'
 
 

@@ -31,7 +31,7 @@ def with_files(*arguments: str) -> Callable[[click.Command], click.Command]:
     """Return a decorator that lets a command accept launch files instead of sizes.
 
     Args:
-        arguments: The names of the command's arguments that take sizes.
+        arguments: The names of the command's arguments that are sizes.
     """
 
     def decorate(command: click.Command) -> click.Command:

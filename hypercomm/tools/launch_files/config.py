@@ -39,9 +39,9 @@ class LaunchConfig:
         framework: The name of the framework.
         world_size: The number of ranks, or None if unknown.
         gpus_per_node: The number of ranks on each host, or None if unknown.
-        views: For each module ("training", or for example "actor" and "rollout"), its layout with
-            other factorisations of the same ranks, such as "expert".
-        sources: The place of each size in the file, by names such as "training.tp" and
+        views: For each module ("training", or for example "actor" and "rollout"), its layout, and
+            as views the other factorisations of the same ranks, such as "expert".
+        sources: The setting that each size was read from, by names such as "training.tp" and
             "world.nodes".
         problems: The problems, as sentences with file and line if known.
 
@@ -73,7 +73,7 @@ class LaunchConfig:
         return found
 
     def source(self, size: str) -> Source:
-        """Return the place of a size in the file.
+        """Return the setting of the file that a size was read from.
 
         Args:
             size: The name, such as "rollout.tp". "tp" selects the first module that has this size.
@@ -84,7 +84,9 @@ class LaunchConfig:
         for name, source in self.sources.items():
             if size in (name, name.rpartition(".")[2]):
                 return source
-        raise UnknownDimError(f"no size {short_repr(size)}; there are {list(self.sources)}")
+        raise UnknownDimError(
+            f"there is no size {short_repr(size)}; the sizes are {list(self.sources)}"
+        )
 
     def grids(self, *modules: str, **arguments: Any) -> GridSet:
         r"""Return a grid for each module, with its views. No process group is created.
@@ -94,7 +96,7 @@ class LaunchConfig:
             arguments: Further arguments of `GridSet`.
 
         Raises:
-            LayoutError: The file does not give the layout of a module. The message lists the
+            LayoutError: The layout of a module cannot be read from the file. The message lists the
                 problems.
             WorldSizeError: A module has more ranks than the world.
 
@@ -141,7 +143,7 @@ def read_config(
         world_size: The number of ranks. Default: from the file.
 
     Returns:
-        The framework, the layouts, the place of each size, and the problems.
+        The framework, the layouts, the setting that each size was read from, and the problems.
 
     Raises:
         LayoutError: The file cannot be read, is binary or larger than 256 KiB, or belongs to an
@@ -241,7 +243,7 @@ class _Reading:
 
     Attributes:
         framework: The framework of the file.
-        sources: The place of each size.
+        sources: The setting that each size was read from.
         problems: The problems so far.
         unknown: The modules with a size whose value is not a number.
     """
@@ -252,7 +254,7 @@ class _Reading:
     unknown: set[str] = attrs.field(factory=set)
 
     def problem(self, one: Source, text: str) -> None:
-        """Add a problem of a setting."""
+        """Add a problem with a setting."""
         self.problems.append(f"{one} {text}")
 
     def config(self, settings: list[Source], asked: int | None) -> LaunchConfig:
@@ -370,7 +372,7 @@ class _Reading:
         return None
 
     def _world(self, label: str, module: _Module) -> tuple[int | None, int | None]:
-        """Return the number of ranks and of ranks per node. Each is None if unknown."""
+        """Return the number of ranks, and the number of ranks per node. None means unknown."""
         sizes = self._sizes(label, module, is_world=True)
         given = {name: size for name, size in sizes.items() if size > 0}
         per_node = given.get("gpus_per_node") or given.get("gpus") or given.get("tasks_per_node")

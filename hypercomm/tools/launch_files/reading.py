@@ -39,7 +39,7 @@ _SIGNS = {
 
 @attrs.frozen
 class Source:
-    """One value of a file, and its place there.
+    """One setting in a launch file, with its file and line.
 
     Attributes:
         value: The value: a number, or a text in which the known variables are substituted.
@@ -60,7 +60,7 @@ class Source:
     is_variable: bool = False
 
     def __str__(self) -> str:
-        """Return the place as reports show it.
+        """Return the file, the line and the setting, as reports show them.
 
         >>> str(Source(8, "--tp", "$TP", "run.sh", 12)), str(Source(1))
         ('run.sh:12 --tp $TP', 'default')
@@ -113,7 +113,7 @@ def resolved(settings: list[Source], variables: Mapping[str, str], file: str) ->
 
 
 def as_path(key: str) -> tuple[str, ...]:
-    """Return the parts of a key, in the spelling of the tables.
+    """Return the parts of a key, in lower case and with underscores.
 
     >>> as_path("+actor.Megatron.tensor-model-parallel-size")
     ('actor', 'megatron', 'tensor_model_parallel_size')

@@ -27,7 +27,7 @@ def live_topology() -> Topology:
 
     Every rank of WORLD must call this. Ranks with the same host name are on one host.
     CUDA_VISIBLE_DEVICES determines which GPU of the host a rank uses. Ranks with the same NVML
-    cluster and clique are in one NVLink domain, which is known if nvidia-ml-py is installed. The
+    cluster and clique are in one NVLink domain. Domains are unknown without nvidia-ml-py. The
     switches are read from SLURM's variables. A level that is unknown on some ranks is left out.
 
     Returns:

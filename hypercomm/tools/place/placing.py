@@ -36,7 +36,8 @@ class Cost(NamedTuple):
     """The cost of an order of dims. Costs compare by the first number, then by the next.
 
     Attributes:
-        waited: The bytes that steps wait for, multiplied by the weight of each level they cross.
+        waited: The bytes that steps wait for, multiplied by the weight of each level that they
+            cross.
         overlapped: The same for traffic that overlaps with computation.
         minor: The bytes that cross levels of weight 0, such as hosts within an NVLink domain.
     """
@@ -102,7 +103,7 @@ class Placed:
         topology: The machine. Rank r of the layout is rank r of the machine.
         traffic: The traffic of the groups, by dims.
         weights: The cost of a byte that crosses a level, by level.
-        groups: More dims whose groups are reported.
+        groups: Further sets of dims whose groups are reported.
         is_assumed: Whether no traffic was given. If so, the traffic is assumed, and no bytes are
             shown.
 
@@ -204,7 +205,7 @@ class Placed:
         return min(found, key=attrgetter("cost"), default=None)
 
     def _with(self, layout: RankLayout) -> Placed:
-        """Return the report for a layout with the same dims in another order, or other ranks."""
+        """Return the report for a layout with the same dims in another order, or on other ranks."""
         return attrs.evolve(
             self,
             layout=layout,
@@ -277,7 +278,7 @@ class Placed:
 
     @property
     def warnings(self) -> list[str]:
-        """A sentence for each kind of tp and ep groups that leave their NVLink domain.
+        """Sentences about tp and ep groups that leave their NVLink domain, one per set of dims.
 
         On machines without domains, groups that leave their host are listed.
         """
@@ -387,9 +388,9 @@ def place(
 ) -> Placed:
     """Return which groups of a layout cross hosts, domains and switches, and the best order.
 
-    Up to 8 dims may be larger than 1. The best order is exact, because no other order of the dims
-    costs less. Orders are compared by the traffic that steps wait for, then by the traffic that
-    overlaps with computation.
+    Up to 8 dims may be larger than 1. No other order of the dims costs less than the best order.
+    Orders are compared by the traffic that steps wait for, then by the traffic that overlaps with
+    computation.
 
     Args:
         layout: A layout, an object with a `layout` such as a grid, or sizes, such as
@@ -450,7 +451,7 @@ def _weights(given: str | Mapping[str, float], topology: Topology) -> dict[str, 
         weights["host"] = 0
     for name, weight in traffics.read_amounts(given, "weights", "domain=1,leaf=7").items():
         if name not in names or not 0 <= weight < 10**9:
-            text = f"weights (--weights) has {short_repr(name)}={weight}"
+            text = f"weights (--weights) sets {short_repr(name)}={weight}"
             known = " and ".join(names)
             raise LayoutError(
                 f"{text}; this machine has {known}, and a weight is a number from 0 to 10**9"
@@ -494,7 +495,7 @@ def bytes_across(units: NDArray[np.int64], traffic: Traffic) -> int:
 
 
 def units_of_groups(units: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the number of units of each group, given the units of its members.
+    """Return the number of units over which each group is spread, given each member's unit.
 
     Example:
         >>> units_of_groups(np.array([[0, 0, 1], [2, 3, 2]])).tolist()
@@ -528,7 +529,7 @@ def best_order(
     these dims.
 
     Args:
-        sizes: The size of each dim. Their order decides between orders with equal cost.
+        sizes: The size of each dim. The order of this mapping decides between equal costs.
         traffic: The traffic, by dims.
         cost_of: A function that returns the cost of groups.
 

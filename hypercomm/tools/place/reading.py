@@ -59,7 +59,7 @@ class _Found:
         levels: The unit of each host, by level.
         sizes: The number of GPUs in each unit, by level, if the source names no hosts.
         hosts: The host of each rank, if the source lists the hosts rank by rank.
-        gpus: The GPU of each rank within its host, if the source lists them.
+        gpus: The index of each rank's GPU on its host, if the source lists these indices.
     """
 
     source: str
@@ -81,16 +81,18 @@ def read_topology(on: On, world_size: int | None = None) -> Topology:
     * the GPUs per host, 8, or per unit of each level, "8,72" or "host=8,domain=72";
     * the path of a hostfile, or of SLURM's topology.conf or topology.yaml;
     * a node list as SLURM writes it, "node[1-4]";
-    * a mapping of hosts to leaf switches, or the path of a YAML file with one;
-    * a list with the host of each rank, ["a", "b", "a", "b"], or with its host and GPU,
-      [("a", 0), ("b", 0)].
+    * a mapping of hosts to leaf switches, or the path of a YAML file with such a mapping;
+    * a list with the host of each rank, ["a", "b", "a", "b"], or with the host and GPU of each
+      rank, [("a", 0), ("b", 0)].
 
-    Several sources complete each other, and an earlier source has precedence: ["hostfile", 8] gives
-    8 GPUs to hosts that the hostfile lists without a number. The first source that names hosts sets
-    their order. If no source gives the number of GPUs, the ranks are spread evenly over the hosts.
+    Several sources complete each other, and an earlier source has precedence: ["hostfile", 8]
+    assigns 8 GPUs to each host that the hostfile lists without a number. The first source that
+    names hosts sets their order. If no source gives the number of GPUs, the ranks are spread evenly
+    over the hosts.
 
     Args:
-        on: A source, or a list of several. Of a `Topology`, the first `world_size` ranks are used.
+        on: A source, or a list of several. If `on` is a `Topology`, its first `world_size` ranks
+            are used.
         world_size: The number of ranks. Default: one rank for each GPU of the machine.
 
     Returns:
@@ -119,7 +121,7 @@ def read_topology(on: On, world_size: int | None = None) -> Topology:
         gpus = pluralize(topology.world_size, "GPU")
         hint = ""
         if _lists_hosts(on):
-            hint = "; on (--on) lists the host of each rank, because its values are not files"
+            hint = "; on (--on) was read as the host of each rank, because its values are not files"
         raise LayoutError(f"{world_size:,} ranks need more than {gpus}{hint}")
     return topology.select(range(world_size))
 
@@ -251,18 +253,18 @@ def _lists_hosts(on: object) -> bool:
 
 
 def _read_hosts(on: Sequence[Any]) -> _Found:
-    """Read a list with the host of each rank, or with its host and GPU."""
+    """Read a list with the host of each rank, or with the host and GPU of each rank."""
     if isinstance(on[0], str):
         return _Found("the list of hosts", Counter(on), hosts=on)
     for pair in on:
         if len(pair) != 2 or not isinstance(pair[0], str) or type(pair[1]) is not int:
             raise LayoutError(
-                f"on has {short_repr(pair)} in the list of hosts; write 'node1', or ('node1', 0) "
-                f"with the index of the GPU"
+                f"on lists {short_repr(pair)}, which is not a pair of a host and a GPU; write "
+                f"'node1', or ('node1', 0) with the index of the GPU"
             )
     (host, gpu), count = Counter(on).most_common(1)[0]
     if count > 1:
-        raise LayoutError(f"on gives GPU {gpu} of host {host!r} to {count} ranks")
+        raise LayoutError(f"on assigns GPU {gpu} of host {host!r} to {count} ranks")
     hosts, gpus = zip(*on, strict=True)
     return _Found("the list of hosts", Counter(hosts), hosts=hosts, gpus=gpus)
 
@@ -350,7 +352,7 @@ def _read_hostfile(text: str, source: str) -> _Found:
         known = all(option in _HOST_OPTIONS and equals for option, equals, _ in options)
         is_count = all(re.fullmatch(r"0{0,5}[1-9][0-9]{0,5}", one) for one in counts)
         if host in slots or not known or not is_count or len(counts) > 1:
-            text = f"{source}, line {number} has {short_repr(line.strip())}"
+            text = f"{source}, line {number}: cannot read {short_repr(line.strip())}"
             raise LayoutError(f"{text}; write each host once, as 'node01 slots=8' or 'node01:8'")
         slots[host] = int(counts[0]) if counts else None
     return _Found(source, slots)
@@ -390,7 +392,7 @@ def _read_conf(text: str, source: str) -> _Found:
         given = {name.lower(): quoted or plain for name, quoted, plain in _FIELD.findall(line)}
         if _FIELD.sub("", line).strip() or not {*given} <= _FIELDS:
             raise LayoutError(
-                f"{where} has {short_repr(line)}; see topology.conf(5) for the fields"
+                f"{where}: cannot read {short_repr(line)}; see topology.conf(5) for the fields"
             )
         if "level" in given and "switches" in given:  # scontrol repeats the hosts of the children
             given.pop("nodes", None)
@@ -458,11 +460,13 @@ def _of_units(units: Sequence[tuple[str, _Names]], source: str) -> _Found:
         defined.add((kind, name))
         for host in _expand_hosts(given.get("nodes", ""), f"{where}: "):
             if unit_of.setdefault(host, name) != name:
-                raise LayoutError(f"{where} has host {host!r}, which another {kind} has already")
+                raise LayoutError(
+                    f"{where} lists host {host!r}, which another {kind} already lists"
+                )
         for child in _expand_hosts(given.get("switches", ""), f"{where}: "):
             if child not in switches or child == name or parent.setdefault(child, name) != name:
                 raise LayoutError(
-                    f"{where} has child {child!r}, which is not another switch or has two parents"
+                    f"{where} lists child {child!r}, which is not another switch or has two parents"
                 )
     levels: dict[str, _Names] = {"domain": block_of} if block_of else {}
     # A branch with fewer levels than others repeats its highest switch.

@@ -19,13 +19,13 @@ def _as_names(value: Iterable[str]) -> tuple[str, ...]:
 
 @attrs.frozen(repr=False)
 class Level:
-    """One level of a machine: its units, and the unit that holds each rank.
+    """One level of a machine, such as its hosts, and the unit of this level that each rank is in.
 
     Args:
         name: The name of the level: "host", "domain" (NVLink), "leaf", "spine", or another name.
-        of_rank: The number of the unit that holds each rank, of shape (world size,). Units are
-            numbered in the order of their first rank.
-        names: The name of each unit, in the order of their numbers. Default: host0, host1, ...
+        of_rank: The index of each rank's unit, of shape (world size,). Units are numbered
+            in the order of their first rank.
+        names: The name of each unit, in the order of the indices. Default: host0, host1, ...
 
     Raises:
         LayoutError: A unit has no name.
@@ -67,7 +67,7 @@ class Level:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The name of each unit, in the order of their numbers."""
+        """The name of each unit, in the order of the indices."""
         return self._names or tuple(f"{self.name}{unit}" for unit in range(self.units))
 
     @property
@@ -76,7 +76,7 @@ class Level:
         return np.bincount(self.of_rank, minlength=self.units)
 
     def name_of(self, rank: int) -> str:
-        """Return the name of the unit that holds a rank."""
+        """Return the name of the unit that a rank is in."""
         unit = int(self.of_rank[rank])
         return self._names[unit] if self._names else f"{self.name}{unit}"
 
@@ -90,13 +90,13 @@ class Topology:
     """The levels of a machine, innermost first. `str()` returns a table.
 
     Args:
-        levels: The levels, such as host, domain, leaf and spine. Each covers the same ranks.
+        levels: The levels, such as host, domain, leaf and spine. All levels cover the same ranks.
         gpus: The index of each rank's GPU on its host. Default: unknown.
         note: A sentence about an assumption that was made. Default: no assumption.
 
     Raises:
-        LayoutError: There are no levels, two have the same name, or they cover different numbers
-            of ranks.
+        LayoutError: There are no levels, two levels share a name, or the levels cover different
+            numbers of ranks.
 
     Example:
         >>> from hypercomm.tools.place import read_topology
@@ -148,7 +148,7 @@ class Topology:
             if level.name == name:
                 return level
         raise LayoutError(
-            f"unknown level {short_repr(name)}; this topology has {list(self.names)}"
+            f"unknown level {short_repr(name)}; the levels are {list(self.names)}"
             f"{did_you_mean(name, self.names)}"
         )
 

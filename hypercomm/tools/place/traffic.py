@@ -63,8 +63,8 @@ class Traffic:
     """The traffic of the groups over some dims in one step.
 
     Args:
-        bytes: The bytes that each rank sends. For a chain, the bytes over each edge, in both
-            directions together.
+        bytes: The bytes that each rank sends. For a chain, the bytes that cross each edge, in
+            both directions together.
         pattern: "ring", "chain" (a ring that is not closed) or "all-to-all".
         overlapped: Whether the traffic overlaps with computation, so that no step waits for it.
 
@@ -119,8 +119,8 @@ def read_traffic(
     for dims in hidden:
         if dims not in found:
             raise LayoutError(
-                f"overlapped (--overlap) has {'+'.join(dims)}, which has no traffic; add it to "
-                f"traffic (--traffic)"
+                f"overlapped (--overlap) names {'+'.join(dims)}, whose traffic is not given; add "
+                f"it to traffic (--traffic)"
             )
     return found
 
