@@ -1,4 +1,4 @@
-"""The exceptions of hypercomm, divided by what must be done. TypeError is Python's own.
+"""The exceptions of hypercomm, grouped by remedy. Unknown arguments raise Python's TypeError.
 
 Each class also derives from the builtin that legacy code catches (Megatron's callers catch
 `KeyError`, `ValueError` and `RuntimeError`), so a port needs no new `except` clause.
@@ -53,7 +53,7 @@ class UnknownDimError(LayoutError, KeyError):
 
 
 class RankOutsideError(LayoutError):
-    """A rank is not in the layout, the groups or the grid: ask about one that is."""
+    """A rank is not in the layout, the groups or the grid: use a rank that is in it."""
 
 
 class WorldSizeError(HyperCommError, RuntimeError, ValueError):
@@ -98,8 +98,8 @@ class GroupCreationTimeout(CreationError, TimeoutError):  # noqa: N818 - as torc
         absent: All ranks that did not join: the missing ones, and ranks that wait for them in
             another call.
         waited: How long this rank waited.
-        group: The group that this rank was connecting in `connect()`, which is now broken, or ""
-            if it was connecting none.
+        group: The group that this rank was connecting in `connect()`. It is now broken. "" if
+            this rank was connecting no group.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class GroupCreationTimeout(CreationError, TimeoutError):  # noqa: N818 - as torc
 
 
 class LateRankError(CreationError):
-    """The other ranks timed out before this one arrived: call it again on all ranks."""
+    """The other ranks timed out before this one arrived: repeat the call on all ranks."""
 
 
 class WorldRestartedError(CreationError):
@@ -153,7 +153,7 @@ class StateError(HyperCommError, AssertionError):
 class ConfigurationError(HyperCommError, RuntimeError, AssertionError, ValueError):
     """A legacy configuration is contradictory, or names something that is missing: correct it.
 
-    Megatron raises one of the three builtins.
+    In such a case, Megatron raises one of the three builtin exceptions.
     """
 
 
@@ -182,7 +182,7 @@ class RankFailedError(HyperCommError, RuntimeError):
 
     Attributes:
         rank: The first rank that failed.
-        reason: Its traceback as text, or the reason for its end.
+        reason: The traceback of that rank as text, or the reason why the rank ended.
     """
 
     def __init__(self, rank: int, reason: str) -> None:

@@ -34,10 +34,11 @@ class Launcher:
     Attributes:
         name: The name of the launcher in messages.
         rank: The variable with the rank.
-        size: The variables that may have the number of ranks. The first one that is set counts.
+        size: The variables that may contain the number of ranks. The first one that is set is used.
         local_rank: The variable with the index of the rank on its host.
         local_size: The variable with the number of ranks on the host. "" if there is none.
-        mark: A variable that only this launcher sets, if another launcher sets the others too.
+        mark: A variable that only this launcher sets. "" if no other launcher sets the variables
+            above.
     """
 
     name: str
@@ -83,7 +84,7 @@ LAUNCHERS = (
         mark="SLURM_STEP_ID",
     ),
 )
-"""The launchers in order of precedence. The first one whose rank and size are set counts."""
+"""The launchers in order of precedence. The first one whose rank and size are set is used."""
 
 _OTHERS = {
     "MASTER_ADDR",
@@ -98,7 +99,7 @@ _OTHERS = {
 VARIABLES = frozenset(_OTHERS).union(
     *({row.rank, *row.size, row.local_rank, row.local_size, row.mark} - {""} for row in LAUNCHERS)
 )
-"""All variables that are read."""
+"""All variables that this module reads."""
 
 
 @attrs.frozen
@@ -141,15 +142,15 @@ class FoundJob:
         raise LaunchError(
             f"unknown address or port of rank 0 (MASTER_ADDR={self.address}, MASTER_PORT="
             f"{self.port}) on rank {self.rank} of {self.size} ({self.source}); set MASTER_ADDR to "
-            f"its host and MASTER_PORT to a free port there (mpirun: -x, mpiexec: -genv)"
+            f"the host of rank 0, and MASTER_PORT to a free port there (mpirun: -x, mpiexec: -genv)"
         )
 
 
 def find_job(environment: Mapping[str, str]) -> FoundJob | None:
     """Return the job that a launcher's variables describe, or None if no variables are set.
 
-    If a launcher runs inside another one, such as mpirun in a SLURM job, the inner one counts. A
-    job may have a single rank.
+    If a launcher runs inside another one, such as mpirun in a SLURM job, the variables of the inner
+    one are used. A job may have a single rank.
 
     Args:
         environment: Variables and their values, such as `os.environ`.
@@ -196,7 +197,7 @@ def find_job(environment: Mapping[str, str]) -> FoundJob | None:
 
 
 def find_number(variable: str, environment: Mapping[str, str]) -> tuple[int, str] | None:
-    """Return the world size or the rank that an environment describes, or None.
+    """Return the world size or the rank that an environment describes, or None if it has neither.
 
     WORLD_SIZE is accepted without RANK, and RANK without WORLD_SIZE, because users set them by
     hand.
@@ -230,7 +231,7 @@ def find_number(variable: str, environment: Mapping[str, str]) -> tuple[int, str
 
 
 def _read(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the non-empty variables that are read, without spaces around the values.
+    """Return the variables of this module that are not empty, without spaces around the values.
 
     SLURM_STEP_ID is left out unless srun started the step.
     """
@@ -270,7 +271,7 @@ def _check_not_forgotten(held: Mapping[str, str]) -> None:
     """Raise if variables of a launcher are set without a rank.
 
     Raises:
-        LaunchError: The message has the variable, and the command that starts the program.
+        LaunchError: The message names the variable, and what to set, unset or start.
     """
     for launcher in LAUNCHERS:
         there = next((name for name in (launcher.rank, *launcher.size) if name in held), None)
@@ -312,7 +313,7 @@ def _first_host(held: Mapping[str, str]) -> str | None:
 
 
 def _port_of_step(held: Mapping[str, str]) -> int | None:
-    """Return a port for a step. Steps of a job get different ports, as they may share hosts."""
+    """Return a port for a step. Steps of one job may share hosts, so they get different ports."""
     if "SLURM_JOB_ID" not in held:
         return None
     number = _number("SLURM_JOB_ID", held) + 7919 * int(held["SLURM_STEP_ID"])

@@ -1,6 +1,6 @@
 """Imports modules on first access, so that planning a layout loads no torch.
 
-The packages here are installed by extras; `pip install hypercomm` brings none of them.
+Extras install the packages that are named here. `pip install hypercomm` installs none of them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def attributes(
     Args:
         module: The name of the module.
         homes: Maps each name to the module that defines it. A submodule is mapped to its full name.
-        elsewhere: Maps names that this module does not have to their modules, for the error.
+        elsewhere: Maps names that this module lacks to the modules that define them. The error
+            shows these modules.
     """
 
     def get(name: str) -> Any:

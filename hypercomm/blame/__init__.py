@@ -1,1 +1,1 @@
-"""Blame: which rank a hung job waits for, from the calls that its ranks recorded."""
+"""Finds the rank that a hung job waits for, from the calls that the ranks of the job recorded."""

@@ -68,7 +68,7 @@ class Deviation:
 
     Attributes:
         rank: The rank.
-        last: Its last call in the common order, or None if it deviates at its first call.
+        last: The rank's last call in the common order, or None if its first call deviates.
         own: The call that the rank makes next.
         usual: The call that most ranks make instead.
         by: A rank that makes the usual call.
@@ -82,7 +82,7 @@ class Deviation:
 
 
 def _majority(values: Iterable[_T]) -> _T | None:
-    """Return the value of more than half of `values`, or None."""
+    """Return the value that makes up more than half of `values`, or None if there is none."""
     votes = Counter(values)
     usual, most = votes.most_common(1)[0] if votes else (None, 0)
     return usual if 2 * most > votes.total() else None
@@ -92,7 +92,7 @@ def _majority(values: Iterable[_T]) -> _T | None:
 
 
 def find_differences(evidence: Evidence) -> list[dict[int, LoggedCall]]:
-    """Return, for each group and channel, the first calls that differ between ranks, by rank."""
+    """For each group and channel, map ranks to their calls at the first position that differs."""
     found: list[dict[int, LoggedCall]] = []
     for (group, channel), own in evidence.lanes.items():
         ends = own
@@ -142,7 +142,7 @@ def _sibling_calls(
 
 
 def find_waits(evidence: Evidence) -> list[AwaitedRanks]:
-    """Find the first call of each lane that has not ended, with the members that are absent.
+    """Find each rank's first unfinished call in each lane, and the members absent from that call.
 
     If no member of any group is absent, members whose device has only queued the call are counted
     as absent.
@@ -195,7 +195,7 @@ def _wait_graph(evidence: Evidence, waits: Iterable[AwaitedRanks]) -> Any:
 
 
 def _waiting(graph: Any, ranks: Iterable[int]) -> tuple[int, ...]:
-    """Return the ranks that wait for some ranks, directly or through others."""
+    """Return the ranks that wait for any of `ranks`, directly or through other ranks."""
     import networkx as nx
 
     ends = {rank for rank in ranks if rank in graph}
@@ -214,10 +214,11 @@ def find_deviations(
     """Find ranks that leave the common order of calls and thereby make a rank wait.
 
     Ranks with groups over the same dims run the same program, so most of them make their calls
-    in one order, such as all_reduce over tp, then all_reduce over dp. A rank that leaves this
-    order is reported only if the deviation explains a wait or a difference: the rank is absent
-    from a group over the dims of the usual call, differs in it, or waits in a group over the dims
-    of the call that it makes. Ranks are not reported if all members of that group deviate together.
+    in the same order, such as all_reduce over tp, then all_reduce over dp. A rank that leaves this
+    order is reported only if the deviation explains a wait or a difference in a group. This is so
+    if the group is over the dims of the usual call, and the rank is absent from the call or differs
+    in it. It is also so if the group is over the dims of the rank's own call, and the rank takes
+    part in it. Ranks are not reported if all members of the group deviate together.
 
     Args:
         evidence: The calls.
@@ -281,7 +282,7 @@ def _compare_orders(evidence: Evidence, with_messages: bool) -> Iterator[Deviati
 
 
 def _from_a_common_start(calls: Mapping[int, list[LoggedCall]]) -> dict[int, list[LoggedCall]]:
-    """Return the calls; if the oldest are lost, from the first call that all ranks recorded."""
+    """Return the calls. If old calls are lost, begin with the first one that all ranks recorded."""
     places: dict[int, dict[tuple[str, int], int]] = {}
     for rank, own in calls.items():
         collectives = [(place, call) for place, call in enumerate(own) if not call.channel]
@@ -357,7 +358,7 @@ class Verdict:
 
     @property
     def outcome(self) -> str:
-        """Return "clear", "blamed", or "unclear" if there is a fault and no rank is blamed."""
+        """The outcome: "blamed", "clear", or "unclear" if there is a fault but no rank to blame."""
         return "blamed" if self.culprits else "unclear" if self.findings else "clear"
 
     def __str__(self) -> str:
@@ -436,7 +437,7 @@ class Verdict:
         return self._found(kind, says, calls, odd)
 
     def _ends(self) -> Iterator[Finding]:
-        """Yield the ranks, or circles of ranks, that the others wait for in the end."""
+        """Yield a finding for each rank, or circle of ranks, at the end of a chain of waits."""
         import networkx as nx
 
         unknown = [rank for rank in self.evidence.missing if rank in self._graph]

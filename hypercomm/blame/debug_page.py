@@ -56,7 +56,7 @@ class GridPage(DebugHandler):
         return [NavLink("/grid", "Grid")]
 
     def templates(self) -> dict[str, str]:
-        """Return the page for Jinja."""
+        """Return the Jinja template of the page."""
         return {"grid.html": _PAGE}
 
     def dump(self) -> str:
@@ -121,7 +121,7 @@ def _describe_ranks(evidence: Evidence) -> Iterator[tuple[object, ...]]:
 
 @functools.cache
 def serve(record: Callable[[], dict[str, Any] | None]) -> None:
-    """Serve the record of this process to the debug server, or status 404 without a watch."""
+    """Serve this process's recorded calls to the debug server. Without a watch, answer 404."""
 
     def answer(_request: Any, response: Any) -> None:
         found = record()

@@ -35,9 +35,9 @@ class LoggedGroup:
 
     Attributes:
         name: The name of the group in torch.
-        ranks: Its ranks.
-        title: Its dims, as in "cp+dp of expert". Without dims, "WORLD" or "group 7". "" in a
-            simulation.
+        ranks: The ranks of the group.
+        title: The dims of the group, as in "cp+dp of expert". Without dims, "WORLD" or "group 7".
+            "" in a simulation.
     """
 
     name: str
@@ -118,7 +118,7 @@ class RankLog:
         file: The name of the dump.
         host: The host, or "" if unknown.
         why: The reason why the dump was written.
-        place: The frames in which the main thread was, innermost first.
+        place: The stack frames of the main thread, innermost first.
         layout: The layout of the grid, or None if unknown.
     """
 
@@ -146,10 +146,10 @@ class RankLog:
 
 @attrs.define(eq=False)
 class Evidence:
-    """The records of the ranks of one job.
+    """The calls that the ranks of one job recorded.
 
     Attributes:
-        ranks: The records by rank.
+        ranks: The log of each rank, by rank.
         world_size: The number of ranks.
         unreadable: Maps each rank whose dump cannot be read to the reason.
         layout: The layout of the job, or None if unknown.
@@ -182,7 +182,7 @@ class Evidence:
         return record.counts.get((group, channel), 0 if record.is_whole else math.inf)
 
     def has_channels(self, rank: int, group: LoggedGroup) -> bool:
-        """Return whether a rank's messages in a group can be matched with those of others."""
+        """Return whether a rank's messages in a group can be matched with other ranks' messages."""
         record = self.ranks.get(rank)
         return record is None or (record.is_whole and (group, FROM_ANYBODY) not in record.lanes)
 
@@ -224,8 +224,8 @@ def read_folder(folder: str | os.PathLike[str], layout: RankLayout | None = None
         layout: The layout of the job. Default: the layout in the dumps.
 
     Raises:
-        ToolError: The folder cannot be read, has no dump, has two dumps of one rank, or has dumps
-            of two jobs.
+        ToolError: The folder cannot be read, contains no dump, contains two dumps of one rank, or
+            contains dumps of two jobs.
         WorldSizeError: The layout and the job have different numbers of ranks.
 
     Example:
@@ -292,7 +292,7 @@ def read_dumps(
             raise ToolError(f"rank {rank} has two dumps, {both}; delete one of them")
         records[rank] = record
     if not records:
-        raise ToolError(f"{source} has {next(iter(unreadable.values()), 'no dump')}{hint}")
+        raise ToolError(f"{source}: {next(iter(unreadable.values()), 'found no dump')}{hint}")
     records = dict(sorted(records.items()))
     unreadable = {rank: why for rank, why in unreadable.items() if rank not in records}
     world_size = _world_size(records, unreadable, layout)
@@ -303,7 +303,7 @@ def read_dumps(
 def _world_size(
     records: Mapping[int, RankLog], unreadable: Mapping[int, str], layout: RankLayout | None
 ) -> int:
-    """Return the number of ranks, from WORLD if known, else from the layout, else the dumps."""
+    """Return the number of ranks from WORLD, else from the layout, else from the largest rank."""
     groups = [(group, one.file) for one in records.values() for group in one.groups]
     worlds = {group.ranks: file for group, file in groups if group.title == WORLD}
     if len(worlds) > 1:
@@ -314,7 +314,7 @@ def _world_size(
     if layout is not None and (layout.size != size or known > size):
         raise WorldSizeError(
             f"--layout {layout} has {layout.size} ranks, but the job has {size}, with dumps of "
-            f"{format_ranks(list(records))}; give the layout of the job"
+            f"ranks {format_ranks(list(records))}; give the layout of the job"
         )
     return size
 
@@ -427,7 +427,7 @@ def _read_dump(record: RankLog, fields: Mapping[str, Any], layout: RankLayout | 
 
 
 def _dims_of(ranks: Sequence[int], layout: RankLayout | None) -> str:
-    """Return the dims over which these ranks are a group of the layout, or ""."""
+    """Return the dims over which these ranks are a group of the layout, or "" if there are none."""
     if layout is None or not all(rank in layout for rank in ranks):
         return ""
     coords = [layout.coords(rank) for rank in ranks]
@@ -438,7 +438,7 @@ def _dims_of(ranks: Sequence[int], layout: RankLayout | None) -> str:
 def _read_call(
     entry: Mapping[str, Any], group: LoggedGroup, batches: Mapping[Any, str]
 ) -> LoggedCall | None:
-    """Return the call of an entry, or None for a batch, whose messages have entries too."""
+    """Return the call of an entry, or None for a batch, whose messages have their own entries."""
     op = _text(entry["profiling_name"]).partition(":")[2]
     message = _MESSAGE.search(op)
     state = _text(entry["state"])

@@ -1,4 +1,4 @@
-"""`grid.watch`: records the collectives of this process, and writes them when nothing moves.
+"""`grid.watch`: records this process's collectives, and writes a file when none makes progress.
 
 While a watch is active, it replaces the communicating methods of torch's ProcessGroup class with
 methods that record the call first. It records every call from Python, including the calls of FSDP
@@ -92,7 +92,7 @@ _LIBRARIES = (
 
 
 class _Group:
-    """A recorded group. `counts` maps each lane to its number of calls."""
+    """A recorded group. `counts` maps each channel to the number of calls in it."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.name = group.group_name
@@ -107,8 +107,8 @@ class Watch:
     """Records the collectives of this rank until `stop()`. `grid.watch` creates it.
 
     Args:
-        seconds: The record is written when no call has started or ended for so many seconds.
-        folder: The folder of the record.
+        seconds: The file is written when no call has started or ended for so many seconds.
+        folder: The folder of the file.
         layouts: Returns a mapping of view names to layouts. The layout of the grid has the name "".
         pgs: Returns the existing groups.
         rank: The rank of this process.
@@ -159,7 +159,7 @@ class Watch:
         """Replace the methods of ProcessGroup. Raise if another watch has replaced them."""
         if Watch._current is not None:
             known = Watch._current.file
-            raise ToolError(f"this process has a watch, which writes {known}; stop() it first")
+            raise ToolError(f"this process has a watch, which writes {known}; call stop() first")
         folder = self.file.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -202,11 +202,12 @@ class Watch:
     def debug_page(self) -> DebugHandler:
         """Return a page for torch's debug server that judges the calls of all ranks.
 
-        The page "/grid" shows which rank the others wait for, as `hypercomm blame` does, every
-        call in which ranks wait, and each rank with its coordinates and its last call. It reads
-        the calls twice, a second apart; calls that changed in between count as ended. Every rank
-        must have a watch, and call this before it starts the server. Rank 0 shows the page. The
-        verdict is written to the server's `dump_dir` too if `enabled_dumps` contains "grid".
+        As `hypercomm blame` does, the page "/grid" shows which rank the others wait for. It also
+        shows every call in which ranks wait, and each rank with its coordinates and its last call.
+        The server reads the calls twice, a second apart. It treats calls that changed in between
+        as ended. Every rank must have a watch, and must call this method before it starts the
+        server. Rank 0 shows the page. If the server's `enabled_dumps` contains "grid", the verdict
+        is also written to its `dump_dir`.
 
         Raises:
             ToolError: The installed torch does not support such pages.
@@ -223,7 +224,7 @@ class Watch:
             from hypercomm.blame.debug_page import GridPage, serve
         except ImportError as error:
             raise ToolError(
-                f"torch's debug server cannot have this page: {error}; it needs torch 2.13 or "
+                f"torch's debug server cannot show this page: {error}; it needs torch 2.13 or "
                 f"newer, with aiohttp, jinja2 and tabulate"
             ) from error
         serve(_current_record)
@@ -355,7 +356,7 @@ def _current_record() -> dict[str, Any] | None:
 
 
 def _reopen(entry: dict[str, Any], error: BaseException) -> None:
-    """Mark the last call as not ended if it raised the error, for example at a timeout."""
+    """Mark a call as not ended if the call raised `error`, for example at a timeout."""
     lines = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
     is_in_call = any((one["filename"], one["line"]) in lines for one in entry["frames"])
     if is_in_call and "/torch/distributed/" in lines[-1][0]:

@@ -1,4 +1,4 @@
-"""The arguments of a grid and of its groups: their types, and checks that calls share."""
+"""The arguments of a grid and of its groups: types, and checks that several calls use."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 GivenSizes = str | Mapping[str, int] | Iterable[int]
-"""Sizes of dims: "tp=2,dp=-1", by name, or as ints."""
+"""Sizes of dims: as text "tp=2,dp=-1", as a mapping of names to sizes, or as ints."""
 
 Sizes = GivenSizes | RankLayout | HasLayout | None
-"""The sizes of a grid's dims, or a layout, or None for the environment's HYPERCOMM_LAYOUT."""
+"""The sizes of a grid's dims, or a layout. None reads the environment's HYPERCOMM_LAYOUT."""
 
 Cover = Literal["any", "exact"]
 CREATIONS = ("auto", *STRATEGIES)
@@ -76,7 +76,7 @@ class GridOptions:
 
     @cached_property
     def of_groups(self) -> GroupOptions:
-        """The default options of the groups of the grid."""
+        """The default options of the grid's groups."""
         return GroupOptions(
             backend=self.backend,
             lazy_init=self.lazy_init,
@@ -95,7 +95,9 @@ def check_choices(creation: object, share: object) -> None:
 def check_name(name: object) -> None:
     """Raise unless a name can be part of a key in the store."""
     if not isinstance(name, str) or not name or not is_utf8(name):
-        raise GroupOptionsError(f"name must be a non-empty string of text, got {short_repr(name)}")
+        raise GroupOptionsError(
+            f"name must be a non-empty string that can be written as UTF-8, got {short_repr(name)}"
+        )
 
 
 def hints_at_keywords(function: Callable[P, T]) -> Callable[P, T]:
@@ -163,8 +165,9 @@ def check_cover(
     Args:
         layout: The layout of the grid.
         world_size: The number of ranks of the world.
-        cover: "exact" raises; "any" allows it; None warns, if `is_written`.
-        is_written: Whether sizes were given as text, by name or by keyword, from rank 0 on.
+        cover: "exact" raises. "any" does nothing. None warns if `is_written` is True.
+        is_written: Whether the sizes were given as text, by name or by keyword, and the grid begins
+            at rank 0.
 
     Raises:
         WorldSizeError: Ranks are left out, and `cover` is "exact".
@@ -178,8 +181,8 @@ def check_cover(
     if cover == "exact":
         raise WorldSizeError(f"cover='exact', but {out}")
     warnings.warn(
-        f"the grid {out}, or give cover='any': create_pg returns None there, which torch's "
-        f"collectives take for WORLD",
+        f"the grid {out}, or give cover='any': on the ranks that are left out, create_pg returns "
+        f"None, which torch's collectives take for WORLD",
         stacklevel=3,
     )
 
@@ -192,7 +195,7 @@ def read_target(
     """Return the layout after a reshape. It has the ranks of the grid, or `ranks` if given."""
     kept, what = layout, "the grid"
     if ranks is not None:
-        kept, what = RankLayout([len(ranks)], ["rank"], ranks=ranks), "ranks"
+        kept, what = RankLayout([len(ranks)], ["rank"], ranks=ranks), "ranks="
     if not isinstance(target, RankLayout):
         sizes = infer_sizes(read_sizes(target), kept.size, f"{what} has {kept.size} ranks")
         return kept.renumber(tuple(sizes.values()), tuple(sizes))

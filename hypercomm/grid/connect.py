@@ -1,4 +1,4 @@
-"""Connecting the process groups of a grid before the first step of a training needs them.
+"""Connects the process groups of a grid before the first training step needs them.
 
 All ranks agree that they have the same groups. Then, in the same call, each rank communicates once
 over each of its groups.
@@ -35,8 +35,9 @@ class Connection:
     Attributes:
         title: The keys of the process group, such as "tp, tp (twin)", or "pp edge" for an edge.
         ranks: The members, or the two ends of the edge, which is connected both ways.
-        backend: Such as "gloo". A group with several backends has one connection for each.
-        seconds: How long it took; 0 for a group of one rank.
+        backend: The backend, such as "gloo". A group with several backends has one connection for
+            each of them.
+        seconds: The duration in seconds; 0 for a group of one rank.
     """
 
     title: str
@@ -119,7 +120,7 @@ class _Item:
 
     def _communicate(self, rank: int) -> None:
         device = torch.device(self.device)
-        if device.type != "cpu":  # the current device is the rank's
+        if device.type != "cpu":  # this rank has made its device the current one
             device = torch.device(self.device, getattr(torch, self.device).current_device())
         own = torch.zeros(1, dtype=torch.int32, device=device)
         if self.is_edge:
@@ -130,7 +131,7 @@ class _Item:
                 work.wait()
         else:
             dist.all_reduce(own, group=self.group)
-        own.item()  # waits for an accelerator
+        own.item()  # waits until an accelerator has finished
 
 
 def _in_order(entries: Iterable[Entry]) -> list[Entry]:
@@ -172,7 +173,7 @@ def _edges(ranks: tuple[int, ...]) -> list[tuple[int, int]]:
     [(0, 2), (4, 6), (2, 4), (6, 0)]
     """
     edges = list(zip(ranks, (*ranks[1:], ranks[0]), strict=True))
-    if len(ranks) < 3:  # both directions are one edge
+    if len(ranks) < 3:  # two ranks share one edge
         edges = edges[: len(ranks) - 1]
     return edges[::2] + edges[1::2]
 
@@ -192,5 +193,5 @@ def _devices_of(group: ProcessGroup, world: World) -> dict[str, str]:
 
 
 def _is_live(world: World) -> bool:
-    """Return whether there are ranks to communicate with: not in fake and simulated worlds."""
+    """Return whether this rank can communicate. In fake and simulated worlds it cannot."""
     return world.has_store and not torchdist.is_other_world()

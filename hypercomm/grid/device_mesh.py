@@ -1,4 +1,4 @@
-"""Converts the process groups of a grid to a torch DeviceMesh, and the reverse.
+"""Converts the process groups of a grid to a torch DeviceMesh, and a DeviceMesh to a grid.
 
 A DeviceMesh numbers its ranks with the LAST dim varying fastest, a grid with the FIRST.
 """
@@ -34,9 +34,9 @@ _lock = threading.Lock()
 """Held while `_made` is changed."""
 
 _SORTED = (
-    "; torch sorts the ranks of the groups that it makes for a mesh: give it ascending ranks, or "
-    "preserve_rank_order=True (torch 2.15), or make it as grid.device_mesh() of a grid over a "
-    "layout with ranks=, whose groups keep the order"
+    "; torch sorts the ranks of the groups that it makes for a mesh: give the mesh ascending "
+    "ranks, or preserve_rank_order=True (torch 2.15), or make the mesh with grid.device_mesh() of "
+    "a grid over a layout with ranks=, whose groups keep the order"
 )
 
 
@@ -87,8 +87,8 @@ class _Made:
 
     Attributes:
         mesh: The mesh.
-        flat: Its flattened dims.
-        groups: The group of each dim.
+        flat: The flattened dims of the mesh, by name.
+        groups: The group of each dim, by name.
     """
 
     mesh: ref[DeviceMesh]
@@ -108,11 +108,11 @@ class _Made:
 
 
 def _check_equal_meshes(mesh: DeviceMesh, groups: Mapping[str, ProcessGroup]) -> None:
-    """Raise if torch would confuse two equal dims with different groups; else note the mesh.
+    """Raise if torch would confuse two equal dims with different groups; else register the mesh.
 
-    DTensor caches the result of an operation together with the mesh of its first use, and uses it
-    for all equal meshes. Results on the second mesh would be tensors of the first mesh, and use the
-    groups of the first mesh.
+    DTensor caches the result of an operation together with the first mesh that used it, and reuses
+    the result for all equal meshes. Results on a second mesh would then be tensors of the first
+    mesh, and would use the groups of the first mesh.
     """
     flat = {name: ref(one) for name, one in torchdist.flattened(mesh).items()}
     new = _Made(ref(mesh), flat, {name: ref(group) for name, group in groups.items()})
@@ -131,7 +131,7 @@ def _check_equal_meshes(mesh: DeviceMesh, groups: Mapping[str, ProcessGroup]) ->
                 raise LayoutError(
                     f"dim {name!r} of {mesh} has other groups than an equal dim of another mesh: "
                     f"DTensor would take one for the other, and communicate over the groups of the "
-                    f"first; use another name, let both share their groups (shared_dims= of a "
+                    f"first; use another name, let the meshes share groups (shared_dims= of a "
                     f"view; else share='identical', and share_with= between grids), or destroy the "
                     f"other grid first"
                 )
@@ -184,7 +184,7 @@ def read_flatten(
     """Return the dims of a mesh that each name of `flatten` stands for.
 
     Raises:
-        LayoutError: It is not a mapping of new names to adjacent dims of the mesh.
+        LayoutError: `flatten` does not map new names to adjacent dims of the mesh.
 
     Example:
         >>> read_flatten(("dp_shard", "cp", "tp"), {"dp_shard_cp": ["dp_shard", "cp"]})
@@ -195,7 +195,7 @@ def read_flatten(
         first = labels.index(parts[0]) if parts and parts[0] in labels else 0
         if not parts or name in labels or parts != labels[first : first + len(parts)]:
             raise LayoutError(
-                f"flatten must map new names to adjacent dims of the mesh {labels}, in its order, "
+                f"flatten must map new names to adjacent dims of the mesh {labels}, in this order, "
                 f"got {name!r}: {parts}"
             )
     return read
@@ -205,7 +205,9 @@ def read_flatten(
 
 
 def read_mesh(mesh: DeviceMesh) -> tuple[RankLayout, dict[str, ProcessGroup] | None]:
-    """Return a mesh's layout, and the calling rank's group over each dim, or None outside.
+    """Return a mesh's layout, and the calling rank's group over each dim.
+
+    The groups are None if the calling rank is not in the mesh.
 
     Raises:
         LayoutError: The mesh has no dim names, or torch has sorted the ranks of its groups.

@@ -74,7 +74,7 @@ class GridDims:
         dims: The dims, in the grid's order.
 
     Raises:
-        RankOutsideError: From each property of the calling rank, if it is not in the grid.
+        RankOutsideError: A property of the calling rank is read on a rank outside the grid.
 
     Example:
         >>> from hypercomm import HyperCommGrid
@@ -165,7 +165,7 @@ class GridDims:
     def group(self) -> ProcessGroup:
         """The calling rank's process group. The first use creates it.
 
-        The first use needs the same ranks as `HyperCommGrid.create_pg`.
+        The ranks that must call `HyperCommGrid.create_pg` must also make the first use.
 
         Raises:
             NotInitializedError: torch.distributed is not initialised, or was destroyed.
@@ -265,20 +265,20 @@ class PipelineEdges:
     are always created with creation "local" and never shared, so a transfer never waits for a
     transfer in the other direction or to another stage.
 
-    The first use of an edge creates it and the edge of the other direction, and waits for the
-    neighbour to use one of them. With `wrap`, a rank creates even edges first, then odd edges, then
-    the edge from the last stage to the first, because otherwise ranks could wait for each other in
-    a ring. The first use may therefore wait for both neighbours, which may wait for their
+    The first use of an edge creates this edge and the edge of the other direction, and waits until
+    the neighbour uses one of the two. With `wrap`, a rank creates even edges first, then odd edges,
+    then the edge from the last stage to the first, because otherwise ranks could wait for each
+    other in a ring. The first use may therefore wait for both neighbours, which may wait for their
     neighbours. To avoid these waits, call `create` first. In a grid with `verify`, the first use
-    calls `create`. An object stays correct after the grid was reshaped. Both ranks of an edge must
-    send and receive in the same order.
+    calls `create`. An object stays correct after the grid was reshaped. The two ranks of an edge
+    must send and receive in the same order.
 
     Attributes:
         wrap: Whether the first stage follows the last one.
 
     Raises:
-        RankOutsideError: From each property, on a rank outside of the grid.
-        HyperCommError: From each property, as for `HyperCommGrid.create_pg`.
+        RankOutsideError: A property is read on a rank outside the grid.
+        HyperCommError: A property cannot create its edge; see `HyperCommGrid.create_pg`.
 
     Example:
         >>> from hypercomm import HyperCommGrid
@@ -296,26 +296,26 @@ class PipelineEdges:
 
     @property
     def to_next(self) -> ProcessGroup | None:
-        """The group that sends forward to the next stage; None at the end of the pipeline."""
+        """The group for sending forward to the next stage; None at the end of the pipeline."""
         return self._group("forward", 0)
 
     @property
     def from_previous(self) -> ProcessGroup | None:
-        """The group that receives from the previous stage; None at the start of the pipeline."""
+        """The group for receiving from the previous stage; None at the start of the pipeline."""
         return self._group("forward", -1)
 
     @property
     def to_previous(self) -> ProcessGroup | None:
-        """The group that sends back to the previous stage; None at the start of the pipeline."""
+        """The group for sending back to the previous stage; None at the start of the pipeline."""
         return self._group("backward", -1)
 
     @property
     def from_next(self) -> ProcessGroup | None:
-        """The group that receives from the next stage; None at the end of the pipeline."""
+        """The group for receiving from the next stage; None at the end of the pipeline."""
         return self._group("backward", 0)
 
     def create(self) -> None:
-        """Create all edges that do not exist, each by its two ranks.
+        """Create all missing edges. The two ranks of an edge create it together.
 
         Call this on every rank of the grid, before `connect`, `verify` or `reshape`, which compare
         the groups of all ranks. Edges are created one by one, so a failure leaves the earlier ones.
@@ -324,7 +324,7 @@ class PipelineEdges:
         self._create(self._kinds())
 
     def _group(self, direction: str, offset: int) -> ProcessGroup | None:
-        """Return the group of the edge that begins `offset` stages after the calling rank's."""
+        """Return the group of the edge that begins `offset` stages from here, or None."""
         kind = self._kind(offset)
         if kind is None:
             return None
@@ -343,7 +343,10 @@ class PipelineEdges:
         return view.get_pg(dims, name=name)
 
     def _create(self, kinds: list[str]) -> None:
-        """Create the calling rank's edges of some kinds. Kinds without one are registered too."""
+        """Create the calling rank's edges of some kinds.
+
+        A kind in which the rank has no edge is registered too.
+        """
         for kind in kinds:
             for direction in ("forward", "backward"):
                 self._view.ensure_pg(
@@ -355,7 +358,10 @@ class PipelineEdges:
                 )
 
     def _kind(self, offset: int) -> str | None:
-        """Return the kind of the edge that begins `offset` stages from here, or None."""
+        """Return the kind of the edge that begins `offset` stages from here.
+
+        The result is None if no edge begins there.
+        """
         stage, size = self._at.rank + offset, self._at.size
         if 0 <= stage < size - 1:
             return "odd" if stage % 2 else "even"

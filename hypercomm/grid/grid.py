@@ -156,9 +156,9 @@ class HyperCommGrid(GridView):
         """Make a grid from a torch DeviceMesh, which stays the owner of its process groups.
 
         The grid has the mesh's dims in reverse order, so that the first varies fastest, and the
-        mesh's groups under their names. `destroy` destroys the groups that the grid created, and
-        neither the mesh's groups nor WORLD. The mesh's groups serve no other keys, whatever
-        `share` is. This call creates no process group and does not communicate.
+        mesh's groups under their names. `destroy` destroys the groups that the grid created, but
+        neither the mesh's groups nor WORLD. The mesh's groups serve no other keys, even with
+        `share="identical"`. This call creates no process group and does not communicate.
 
         Args:
             mesh: A mesh with dim names, or a slice of one such as `mesh["dp"]`.
@@ -197,7 +197,7 @@ class HyperCommGrid(GridView):
         """Add another factorisation of the grid's ranks, such as the dims of expert layers.
 
         `create_pg`, `get_pg`, `ensure_pg`, `destroy_pg`, `edges`, `explain` and `get_rank_enum`
-        take its dims with `view=name`. `view(name)` returns a `GridView` of its dims. Every rank of
+        accept the view's dims with `view=name`. `view(name)` returns a `GridView`. Every rank of
         the grid must register the same views. They are compared when groups are created in them:
         if two ranks of a group differ, its members raise PlanMismatchError.
 
@@ -282,8 +282,8 @@ class HyperCommGrid(GridView):
             more: Further dims.
             name: Distinguishes a further group over the same dims, such as a duplicate for gloo.
             view: The view whose dims these are; default: the grid's own dims. Over dims that
-                the view shares with the grid, the groups are the grid's own.
-            backend: Backend of this group; default: the grid's.
+                the view shares with the grid, the view uses the groups of the grid.
+            backend: Backend of this group; default: the backend of the grid.
             timeout: Timeout of the collectives of this group, and of the creation; default: the
                 timeout of WORLD.
             pg_options: Options of the backend, such as `ProcessGroupNCCL.Options`.
@@ -370,7 +370,7 @@ class HyperCommGrid(GridView):
         Takes the arguments of `create_pg`, and raises its errors except GroupExistsError.
 
         Raises:
-            GroupOptionsError: The options or the derived groups differ from the first call's.
+            GroupOptionsError: The options or derived groups differ from those of the first call.
         """
         return self._state.ensure(
             GroupRequest(
@@ -510,8 +510,9 @@ class HyperCommGrid(GridView):
 
         Every rank of the grid must call this. With creation "split" or "enumerate", the grid must
         have all ranks of the world. Process groups whose ranks and options match a key of the new
-        layout are kept, missing ones are created, and then the other ones are destroyed, so a
-        failure leaves the grid as it was. Keys over dims that no longer exist are destroyed.
+        layout are kept, missing groups are created, and then the old groups that were not kept
+        are destroyed. A failure therefore leaves the grid as it was. Keys over dims that no longer
+        exist are destroyed.
 
         With `ranks` the grid continues with these ranks of WORLD, which may be the survivors of a
         loss, or more ranks than before. Only these ranks call this. A spare rank may call it too,
@@ -531,14 +532,14 @@ class HyperCommGrid(GridView):
             The keys that were kept, created and destroyed on this rank; `print` shows them.
 
         Raises:
-            WorldSizeError: The ranks of the target differ from the grid's, or from `ranks`.
+            WorldSizeError: The target has other ranks than the grid, or than `ranks`.
             LayoutError: The target or the ranks cannot be read, or a view does not fit.
             UnknownDimError: `views` has a name that is not a view.
             PlanMismatchError: Another rank has a different target or grid. All ranks raise.
             GroupCreationTimeout: A rank did not call this in time; see `error.missing`.
-            CreationError: A planned group was not created yet, a group could not be created, or
-                another thread reshapes the grid. Also if the other ranks timed out just before
-                this rank arrived; call it again on all ranks.
+            CreationError: Another thread creates groups or reshapes the grid, a group could not be
+                created, or the other ranks timed out just before this rank arrived. In the last
+                case, repeat the call on all ranks.
             GridDestroyedError: See `create_pg`.
 
         Example:
@@ -593,7 +594,7 @@ class HyperCommGrid(GridView):
                         table, fresh, refactored, scope, limit_s, keeps=keeps, switch=switch
                     )
         finally:
-            if has_switched:  # also if this rank was interrupted after the agreement
+            if has_switched:  # even if this rank was interrupted after the agreement
                 state.forget_meshes()  # of the calling thread
                 table.end(torchdist.destroy if left is None else torchdist.abort)
         if pending is not None:
@@ -606,16 +607,16 @@ class HyperCommGrid(GridView):
     def watch(self, seconds: float, folder: str | os.PathLike[str] = "hypercomm_watch") -> Watch:
         """Write a report for `hypercomm blame` when no collective makes progress for a while.
 
-        Call it on every rank, between the same collectives, before or after the groups are
-        created. It records every Python call of a communicating method of any ProcessGroup in this
-        process, which takes 4 to 7 microseconds a call, and keeps the last 500. When no call has
-        started or ended for `seconds`, a thread writes them, with the stacks of all threads, to
-        `hypercomm_watch_RANK.json`, in the format of torch's flight recorder. The file is removed
-        when calls make progress again. The file is also written at the end of the `with` block,
-        with the exception that ended the block, if any.
+        Call this on every rank, between the same collectives, before or after the groups are
+        created. The watch records every Python call of a communicating method of any ProcessGroup
+        in this process, and keeps the last 500 calls. Recording takes 4 to 7 microseconds a call.
+        When no call has started or ended for `seconds`, a thread writes the calls and the stack of
+        the main thread to `hypercomm_watch_RANK.json`, in the format of torch's flight recorder.
+        The file is removed when calls make progress again. The file is also written at the end of
+        the `with` block, with the exception that ended the block, if any.
 
         Calls from C++ (DistributedDataParallel's buckets) and functional collectives (DTensor,
-        compiled code) are not recorded. Do not use it while CUDA graphs are captured.
+        compiled code) are not recorded. Do not use a watch while CUDA graphs are captured.
 
         Args:
             seconds: Seconds without progress, less than the groups' timeout; for example 60.
@@ -666,9 +667,10 @@ class HyperCommGrid(GridView):
 
         Args:
             timeout: How long to wait for ranks that do not arrive. It must be longer than the
-                timeout of the grid's groups, because other ranks may still wait in these, unless
-                they can be reconfigured. The ranks that arrived then confirm the result with each
-                other; a rank that dies during the call extends the wait by `timeout`.
+                timeout of the grid's groups, because other ranks may still wait in these groups.
+                This does not apply to groups that can be reconfigured. The ranks that arrived then
+                confirm the result with each other. A rank that dies during the call extends the
+                wait by `timeout`.
             min_ranks: The smallest number of ranks that may continue.
 
         Returns:

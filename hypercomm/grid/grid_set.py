@@ -75,8 +75,8 @@ class GridSet(Mapping[str, HyperCommGrid]):
         named: The grids, if `grids` is not given.
 
     Raises:
-        LayoutError: There is no grid, a name is not a text, or `requires` is not such a choice.
-        WorldSizeError: A grid does not fit the world, was made for one of another size, or
+        LayoutError: There is no grid, a name is not a text, or `requires` is none of its choices.
+        WorldSizeError: A grid does not fit the world, was made for a world of another size, or
             the placement is not the required one. The message names the grids and their ranks.
         GridDestroyedError: A grid that is given was destroyed.
         GroupOptionsError: An argument is wrong.
@@ -149,8 +149,8 @@ class GridSet(Mapping[str, HyperCommGrid]):
         if requires is None and is_written and (spare := self._spare_ranks()):
             warnings.warn(
                 f"no grid of the set holds ranks {format_ranks(spare)} of the world's "
-                f"{self._world_size}; make a size larger, or -1, or give requires='any': a group "
-                f"is None there, which torch's collectives take for WORLD",
+                f"{self._world_size}; make a size larger, or -1, or give requires='any': on these "
+                f"ranks a group is None, which torch's collectives take for WORLD",
                 stacklevel=2,
             )
         self._label = f"set {name}" if name else f"set of {', '.join(self._grids)}"
@@ -161,7 +161,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
         return not is_part and (given is None or isinstance(given, (str, Mapping)))
 
     def _spare_ranks(self) -> Sequence[int]:
-        """Return the ranks that are in no grid. A grid with all ranks makes the search needless."""
+        """Return the ranks that are in no grid. If a grid has all ranks, nothing is searched."""
         if any(grid.layout.size == self._world_size for grid in self.values()):
             return ()
         return self.placement.spare_ranks
@@ -181,14 +181,14 @@ class GridSet(Mapping[str, HyperCommGrid]):
         return RankLayout(layout.shape, layout.dim_names, sum([*parts.values()][:before]))
 
     def _checked(self, label: str, grid: HyperCommGrid) -> HyperCommGrid:
-        """Return a grid that was made before, which must be alive and of this world."""
+        """Return a grid that the caller has made. Raise unless it is alive and fits this world."""
         state = state_of(grid)
         state.table.check_alive()
         size = state.world_size
         if size != self._world_size:
             raise WorldSizeError(
                 f"grid {label!r} ({grid.layout}) was made for a world of {size} ranks, but the "
-                f"world of this set has {self._world_size}; give both the same world_size"
+                f"world of this set has {self._world_size}; give grid and set the same world_size"
             )
         return grid
 
@@ -214,7 +214,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
             world_size: Number of ranks of the job; default: see `HyperCommGrid`.
             requires: "disjoint" allows ranks of the world to be left over.
             name: Distinguishes this set from others.
-            backend: See the class, also for the next five.
+            backend: See the class, also for the next five arguments.
             creation: How groups are created.
             share: Whether keys may use the same group.
             lazy_init: When the members of a group connect.
@@ -222,8 +222,8 @@ class GridSet(Mapping[str, HyperCommGrid]):
             enable_reconfigure: Whether groups stay when a reshape changes their members.
             grids: Maps the name of each grid to its sizes as text, or to a layout without gaps. In
                 the whole set, one size may be unspecified (-1, or a dim alone). It is inferred from
-                the ranks that the others leave. Use the class for a grid that has the name of an
-                argument.
+                the ranks that the other grids leave. If a grid has the name of an argument, call
+                the class instead.
 
         Raises:
             LayoutError, WorldSizeError: As for the class; or no size fits.
@@ -268,7 +268,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
         Args:
             world_size: Number of ranks of the job; default: see `HyperCommGrid`.
             name: Distinguishes this set from others.
-            backend: See the class, also for the next five.
+            backend: See the class, also for the next five arguments.
             creation: How groups are created.
             share: Whether keys may use the same group.
             lazy_init: When the members of a group connect.
@@ -385,12 +385,12 @@ class GridSet(Mapping[str, HyperCommGrid]):
         verify: bool | None = None,
         **roles: Any,
     ) -> Tensor | None:
-        """Move a tensor from one grid to another; every rank of both stages calls it.
+        """Move a tensor from one grid to another. Every rank of the two grids must call this.
 
         Args:
             source: The grid that has the tensor.
             target: The grid that receives it.
-            tensor: See `hypercomm.transfer`, also for the next four.
+            tensor: See `hypercomm.transfer`, also for the next four arguments.
             groups: The process group of the transfer.
             out: The tensor to receive into.
             rows: The number of rows on each rank of the source.
@@ -460,7 +460,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
             {'a': [2], 'b': [4, 2]}
         """
         for name in requests:
-            state_of(self[name]).table.check_alive()  # raises for an unknown one
+            state_of(self[name]).table.check_alive()  # raises for an unknown grid
         names = [name for name in self if name in requests]
         if not names:
             return {}
@@ -509,7 +509,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
 
     def __enter__(self) -> Self:
         for grid in self.values():
-            grid.__enter__()  # raises for a destroyed one
+            grid.__enter__()  # raises for a destroyed grid
         return self
 
     def __exit__(self, *_: object) -> None:

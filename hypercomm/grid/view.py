@@ -51,8 +51,8 @@ class GridState:
     """The state that a grid and its views share.
 
     Attributes:
-        views: The layout and its views. `reshape` replaces it.
-        table: The process groups. `reshape` replaces it.
+        views: The layout and its views. `reshape` replaces this object.
+        table: The process groups. `reshape` replaces this object.
         options: The options of the grid, which are the defaults of its methods.
         world_size: Number of ranks of the job.
         lender: The state of the grid given as `share_with`.
@@ -67,7 +67,7 @@ class GridState:
     gave_meshes: bool = False
 
     def warn_of_live(self) -> None:
-        """Warn if a grid is garbage collected while its groups live; they are not destroyed."""
+        """Warn if a grid is garbage collected before its groups are destroyed. The groups stay."""
         leaked = ", ".join(map(str, self.table.leaked()))
         if leaked:
             warnings.warn(
@@ -114,7 +114,7 @@ class GridState:
         timeout: timedelta | None = None,
         share: Share | None = None,
     ) -> list[tuple[GroupTable, BoundRequest]]:
-        """Bind the requests of `create_pgs`. The other arguments are defaults for them."""
+        """Bind the requests of `create_pgs`. The other arguments are defaults of the requests."""
         self.table.check_alive()
         bound = []
         for given in as_ordered(requests, "the list in create_pgs(['tp', ['dp', 'cp']])"):
@@ -153,7 +153,7 @@ class GridState:
         return self.table.explain(self.bind(request))
 
     def live(self, view: str | None) -> dict[GroupKey, Entry]:
-        """Return the groups of a view that exist, or all. Groups over shared dims are included."""
+        """Return the existing groups of a view, also over shared dims. None returns all groups."""
         live = self.table.live()
         if view is None:
             return live
@@ -244,7 +244,7 @@ class GridView:
     def pgs(self) -> Mapping[GroupKey, ProcessGroup | None]:
         """The process groups that exist, by key, in the order of creation; a read-only copy.
 
-        A view has its own groups, and the groups over the dims that it shares with the grid.
+        For a view, these are its groups, and the groups over dims that it shares with the grid.
         """
         live = self._state.live(self._view)
         return MappingProxyType({key: entry.communicator.pg for key, entry in live.items()})
@@ -274,7 +274,7 @@ class GridView:
         return self.layout.coords(self._state.table.rank(rank))
 
     def group_ranks(self, dims: Dims, rank: int | None = None) -> tuple[int, ...]:
-        """Return the ranks of the group over some dims that a rank belongs to.
+        """Return the ranks of a rank's group over some dims.
 
         The ranks are in the order of the layout, which is ascending unless the layout has `ranks=`
         or strides in another order.
@@ -306,7 +306,7 @@ class GridView:
         return self.layout.enumerate_ranks(dims).tolist()  # type: ignore[no-any-return]
 
     def _order_dims(self, dims: Dims) -> tuple[list[str], str]:
-        """Return dims in REVERSED grid order, as Megatron does, and the same joined by dashes."""
+        """Return dims in REVERSED grid order, as Megatron does, and the names joined by dashes."""
         ordered = list(reversed(self._order(dims)))
         return ordered, "-".join(ordered)
 
@@ -330,7 +330,7 @@ class GridView:
         return self._dims[key]
 
     def __contains__(self, dim: object) -> bool:
-        """Return whether the grid has a dim of this name, or a rank of this number."""
+        """Return whether the grid has a dim of this name, or contains this rank."""
         return dim in self.layout.dim_names if isinstance(dim, str) else dim in self.layout
 
     def __iter__(self) -> Iterator[str]:
@@ -558,11 +558,11 @@ class GridView:
         If a group is missing, the ranks that `HyperCommGrid.create_pg` needs must call this.
 
         The LAST dim of a DeviceMesh varies fastest, and the FIRST dim of a grid, so the grid
-        tp=2,dp=4 is the mesh (dp, tp). FSDP2, DTensor and `parallelize_module` take the mesh. The
+        tp=2,dp=4 is the mesh (dp, tp). FSDP2, DTensor and `parallelize_module` accept the mesh. The
         grid stays the owner of the groups. torch cannot combine two meshes, so pass slices of one
         mesh, `mesh["dp"]` and `mesh["tp"]`, to libraries that work together. DTensor cannot
-        distinguish meshes with equal ranks and dim names, so a second mesh with other groups is an
-        error. Meshes of `init_device_mesh` are not compared.
+        distinguish meshes with equal ranks and dim names, so this call raises for a second mesh
+        with other groups. Meshes that `init_device_mesh` made are not compared.
 
         Args:
             dims: Each dim of the mesh, in the mesh's order: a name, or several names whose groups
@@ -578,8 +578,8 @@ class GridView:
             RankOutsideError: The calling rank is not in the grid.
             LayoutError: The names of a joint dim are not in the order of the mesh, as in
                 ("cp", "dp"); or DTensor would confuse a dim with an equal dim of another mesh that
-                has other groups. Use another name, destroy the other grid first, or let both
-                share their groups.
+                has other groups. Use another name, destroy the other grid first, or let the two
+                meshes share groups.
             UnknownDimError, LayoutError: See `RankLayout.order_dims`.
             HyperCommError: See `create_pg`.
 
@@ -625,21 +625,22 @@ class GridView:
         may then wait until the group's timeout.
 
         Args:
-            pipelines: Dims whose neighbours are connected, in the groups over each dim alone, or ()
-                for none. Default: "pp", also in views.
+            pipelines: Dims along which neighbours are connected, in the groups over each of these
+                dims alone. () connects no neighbours. Default: "pp", also in views.
             timeout: The timeout of the whole call; default: the timeout of WORLD.
 
         Returns:
-            The seconds for each group that the calling rank is in, and for each edge. They are
-            zero for a group of one rank, and in a fake world.
+            A row for each group that the calling rank is in, and for each edge, with the duration
+            in seconds. It is zero for a group of one rank, and in a fake world.
 
         Raises:
             PlanMismatchError: Ranks have different groups. Nothing has been communicated.
             GroupCreationTimeout: Ranks did not arrive in time. The message names them and their
                 groups.
             OutcomeUnknownError: The job's store is lost.
-            CreationError: Another thread makes such a call, or a collective failed. Also if the
-                other ranks timed out just before this rank arrived; call it again on all ranks.
+            CreationError: Another thread makes such a call, a collective failed, or the other ranks
+                timed out just before this rank arrived. In the last case, repeat the call on all
+                ranks.
             UnknownDimError, LayoutError, GroupOptionsError: An argument is wrong.
             GridDestroyedError: The grid was destroyed.
 
@@ -678,7 +679,7 @@ class GridView:
                 or "dp" for data. Without dims the seed is equal on all ranks.
 
         Returns:
-            63 bits, the same in every run and on every machine.
+            A seed of 63 bits, the same in every run and on every machine.
 
         Raises:
             RankOutsideError: The calling rank is not in the grid.

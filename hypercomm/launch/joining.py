@@ -98,7 +98,7 @@ def join(
     Reads the environment variables of torchrun, srun, Open MPI and MPICH, or RANK and WORLD_SIZE
     set by hand. Without any of them, the world consists of this process alone, and no network is
     used. If torch.distributed is already initialised, nothing changes, and the existing job is
-    returned. In this case `rank`, `size` and `backend` are compared with it, and the other
+    returned. In this case `rank`, `size` and `backend` are compared with that job, and the other
     arguments are ignored.
 
     With srun, and with Open MPI on one host, all ranks derive the same address and port of rank 0
@@ -109,7 +109,7 @@ def join(
         device: The device of this rank, which becomes the current device. Default: the GPU with the
             index of the local rank, if the host has GPUs.
         timeout: The limit for the other ranks to join, and for collectives. Default: torch's.
-        rank: The rank of this process. Requires `size`. Default: the launcher's.
+        rank: The rank of this process. Requires `size`. Default: the rank from the launcher.
         size: The number of ranks.
         local_rank: The index of this rank on its host.
         address: The host of rank 0.
@@ -126,7 +126,7 @@ def join(
             does not fit, or the other ranks did not join in time.
         GroupOptionsError: The backend is unknown or cannot run here, or `timeout` is not a
             positive timedelta.
-        LayoutError: A number is not an int.
+        LayoutError: `rank` or `size` is not an int.
 
     Example:
         >>> with join(environment={}) as job:
@@ -190,7 +190,7 @@ def _live(
     """Return the job for which torch.distributed is initialised.
 
     Raises:
-        LaunchError: An argument contradicts it.
+        LaunchError: An argument contradicts that job.
     """
     live = torchdist.default_backend()
     here = (dist.get_rank(), dist.get_world_size())
@@ -254,8 +254,8 @@ def _choose(
 
     Raises:
         GroupOptionsError: The backend is unknown, or cannot run here.
-        LaunchError: The backend is not for the device, the host has fewer devices than ranks, or
-            the device of this rank is unknown.
+        LaunchError: The backend does not support the device, the host has fewer devices than
+            ranks, or the device of this rank is unknown.
     """
     check_backend(backend)
     if device is None:
@@ -309,7 +309,7 @@ def _count(kind: str) -> int:
 
 @attrs.frozen(kw_only=True)
 class Renewed(Joined):
-    """A job that continues with some processes of another job. Their ranks are new.
+    """A job that continues with some processes of an earlier job, under new ranks.
 
     Attributes:
         numbers: Maps the rank of each process in the old WORLD to its rank in the new one.
@@ -329,11 +329,12 @@ def renew_world(
     backend and timeout. The ranks are numbered in the order of `ranks`. Grids continue with
     `grid.reshape(target, ranks=...)`, which takes ranks of the new WORLD.
 
-    With `store`, the ranks do not wait for each other before they destroy the old WORLD. It is
-    destroyed even if a rank is missing.
+    With `store`, the ranks do not wait for each other before they destroy the old WORLD. The old
+    WORLD is destroyed even if a rank is missing.
 
     Args:
-        ranks: Ranks of the old WORLD, in the order of the new one. Equal on all of these ranks.
+        ranks: Ranks of the old WORLD, in the order of the new one. All of these ranks must pass the
+            same list.
         store: A new store of torch, such as a FileStore, for the new WORLD. Use it if the process
             that serves the job's store (rank 0, or torchrun's agent) is lost. Default: the job's
             store.
@@ -344,7 +345,7 @@ def renew_world(
         The new job, with the new rank of each process. It is a context manager, as for `join`.
 
     Raises:
-        RankOutsideError: The calling rank is not one of the ranks.
+        RankOutsideError: `ranks` does not contain the calling rank.
         LayoutError: `ranks` are not ranks of WORLD.
         LaunchError: The world is a fake one, or the new WORLD could not be created. In the second
             case the old WORLD no longer exists: restart the job.
@@ -369,10 +370,10 @@ def renew_world(
         raise LaunchError("this torch does not expose the job's store; pass a store as store=")
     if old.rank not in given:
         raise RankOutsideError(
-            f"rank {old.rank} is not among ranks, {format_ranks(sorted(given))}; only ranks of the "
-            f"new WORLD call renew_world(): end this process"
+            f"ranks={format_ranks(sorted(given))} does not include this process (rank {old.rank}); "
+            f"only ranks of the new WORLD call renew_world(): end this process"
         )
-    if store is None:  # all lists of ranks share one record, so that a different list is an error
+    if store is None:  # every list uses the same key of the store, so a different list is an error
         key = _wait_for(old, given, timeout)
         store = torchdist.default_store()
     else:

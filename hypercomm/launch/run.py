@@ -1,8 +1,8 @@
 """`run_ranks`: start local processes that form one torch.distributed job.
 
-A fork server loads torch once for the lifetime of the calling process. Each rank is a fork of it.
-A rank and its parent communicate over one pipe. The rank sends pickled pairs (kind, value), with
-the kind "message", "returned" or "failed". The parent sends one message when all ranks have
+A fork server loads torch once for the lifetime of the calling process. Each rank is a fork of the
+server. A rank and its parent communicate over one pipe. The rank sends pickled pairs (kind, value),
+with the kind "message", "returned" or "failed". The parent sends one message when all ranks have
 returned.
 """
 
@@ -52,7 +52,7 @@ _LONGEST_S = 1e6
 """The longest wait in seconds. The system counts milliseconds in a C int."""
 
 _GRACE_S = 0.3
-"""The time to wait, after a rank has failed, for the report of an earlier failure."""
+"""The time to wait, after a rank has failed, for a message about an earlier failure."""
 
 _STACK_S = 1.5
 """The time for hanging ranks to write their stacks. A stopped process never writes its stack."""
@@ -117,14 +117,14 @@ def run_ranks(
     the ranks is kept for the next call, and ends with the calling process.
 
     Functions, arguments and results are pickled with cloudpickle: lambdas, closures, methods and
-    functions of a notebook cell work. For other objects, the error of cloudpickle is raised.
+    functions of a notebook cell work. For unsupported objects, cloudpickle raises its error.
 
     Args:
         function: The function that each rank runs.
         nprocs: The number of ranks.
         args: Arguments of `function`, equal on every rank.
         backend: Backend of the job. If it contains "nccl", rank i uses device i.
-        timeout: The time for all ranks to return, in seconds. After it, they are ended.
+        timeout: The time for all ranks to return, in seconds. After this time, they are ended.
         group_timeout: Timeout of the job's default process group, a timedelta. Default: torch's.
         on_message: Called in this process with (rank, value) for each `report(value)` of a rank.
 
@@ -133,7 +133,7 @@ def run_ranks(
             such rank, and shows its traceback or the stack at which it hangs.
         MissingPackageError: cloudpickle is not installed.
         LayoutError: `nprocs` is not a positive int.
-        GroupOptionsError: A timeout is not positive, or has another type.
+        GroupOptionsError: A timeout is not positive, or has the wrong type.
 
     Example:
         >>> import torch.distributed as dist
@@ -188,7 +188,7 @@ def dumps(value: object, kind: Any = None) -> bytes:
     """Pickle a value with cloudpickle. Functions keep their file names, for tracebacks.
 
     Args:
-        value: The value. Functions that the other process cannot import are pickled as code.
+        value: The value. Functions that the receiver cannot import are pickled as code.
         kind: A subclass of cloudpickle's Pickler. Default: cloudpickle's Pickler.
 
     Raises:
@@ -208,7 +208,7 @@ def dumps(value: object, kind: Any = None) -> bytes:
         kept = (code.co_filename if one == "<dynamic-code>" else one for one in arguments)
         return make, tuple(kept), *more
 
-    # Python's pickler in C reads the table from its class only.
+    # Python's C pickler reads the dispatch table only from its class.
     table = {"dispatch_table": {**reducers, types.CodeType: reduce_code}}
     type(kind.__name__, (kind,), table)(buffer).dump(value)
     return buffer.getvalue()
@@ -236,7 +236,7 @@ def _start_fork_server() -> None:
 
 def _start_it() -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(preloads)
-    resource_tracker.ensure_running()  # unblocks signals when it starts, so it starts first
+    resource_tracker.ensure_running()  # its start unblocks signals, so it comes first
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     # Numerical libraries would start threads, and a process with threads should not fork. The
     # server inherits the environment, which all threads share, so only these variables change.
@@ -314,7 +314,7 @@ def _receive(rank: _Rank) -> tuple[str, Any]:
     if code is not None and code < 0:
         names = {one.value: one.name for one in signal.Signals}  # real-time signals have no name
         reason = f"killed by signal {-code} ({names.get(-code) or signal.strsignal(-code)})"
-    return "failed", (0.0, reason)  # the first failure: a death causes errors on other ranks
+    return "failed", (0.0, reason)  # sorts first, as it causes errors on other ranks
 
 
 def _stacks(late: Sequence[_Rank]) -> str:
@@ -377,7 +377,7 @@ def _serve(
 ) -> None:
     """Join the job, run the function, send its result, and wait for the other ranks."""
     os.setpgid(0, 0)  # so that processes that this rank starts end with it
-    gc.freeze()  # without it, the first full collection copies the pages of torch
+    gc.freeze()  # without this call, the first full collection copies the pages of torch
     stdout, stderr, stack = (file.fileno() for file in files)
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)

@@ -4,7 +4,7 @@ The processes connect to a store of torch. They pass the store itself, or an add
 them serves it. When all ranks have joined, an *incarnation* of the world begins. Its number is the
 number of the round in which the ranks agreed. All keys and names of the incarnation contain it. A
 rank that joins again begins the next incarnation. If several processes join as one rank, the rank
-belongs to the last of them, whose claim is in the store.
+belongs to the last of these processes, whose claim is in the store.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class JoinedWorld(World):
     Attributes:
         part: The part of this process.
         address: The address of the store, or "" if a store was given.
-        device: The device that was given, which `join_world` made the current one, or None.
+        device: The device that was passed to `join_world`, which made it the current device. None
+            if no device was passed.
         lobby: This rank's memory of the rounds in which ranks join the world.
     """
 
@@ -146,7 +147,7 @@ class JoinedWorld(World):
         return self._life.pg
 
     def why_ended(self) -> Steps[str]:
-        """Return a message about a rank that has joined the world again, or ""."""
+        """Return a message about a rank that has joined the world again, or "" if none has."""
         record, again = yield from _read_pair(self._root)
         if record is None or record.round <= self.incarnation:
             return ""
@@ -191,7 +192,7 @@ class JoinedWorld(World):
             PlanMismatchError: Processes have different parts, backends or versions.
             LaunchError: No process serves the address, or the store cannot be served here.
             WorldRestartedError: Another process has joined as this rank.
-            CreationError: A rank failed, the store is lost, or this is within `as_default`.
+            CreationError: A rank failed, the store is lost, or the call is within `as_default`.
         """
         limit_s = _seconds(timeout or self.timeout or TIMEOUT)
         title = f"rejoin() of {self.name!r}"
@@ -275,7 +276,7 @@ class JoinedWorld(World):
         """Make the world torch's default process group within a `with` block, in all threads.
 
         For functions of torch that use the default process group, such as `distribute_tensor`,
-        FSDP2 and checkpoints. Collectives and operations on existing DTensors do not need it.
+        FSDP2 and checkpoints. Collectives and operations on existing DTensors work without it.
 
         Example:
             >>> parts = {"engine": 1}
@@ -316,8 +317,8 @@ def join_world(
     involved. However, `destroy_process_group()` without a group ends the groups of all worlds too.
 
     A process that has ended may be started again. It calls `join_world` as before, and all other
-    ranks call `world.rejoin()`. Their pending calls fail with `WorldRestartedError`. If two
-    processes join as the same rank, the rank belongs to the second one.
+    ranks call `world.rejoin()`. Pending calls of these ranks fail with `WorldRestartedError`. If
+    two processes join as the same rank, the rank belongs to the second one.
 
     Args:
         address: "tcp://host:port", or a store of torch that all processes share. The first process
@@ -425,7 +426,7 @@ def _read_parts(parts: object, part: str, rank: int) -> tuple[dict[str, int], in
     sizes = {one: as_int(size, f"parts[{one!r}]", 1) for one, size in parts.items()}
     if part not in sizes:
         raise LayoutError(
-            f"unknown part {short_repr(part)}; parts has {[*sizes]}{did_you_mean(str(part), sizes)}"
+            f"unknown part {short_repr(part)}; parts are {[*sizes]}{did_you_mean(str(part), sizes)}"
         )
     number = as_int(rank, "rank")
     if not 0 <= number < sizes[part]:
@@ -470,7 +471,7 @@ def _reach(address: str, serve: bool | None, limit_s: float) -> tuple[Any, bool]
         text = "" if isinstance(error, LateError) else f": {str(error).splitlines()[0]}"
         raise LaunchError(
             f"no store of torch answers at {address} within {limit_s:.1f} s{text}; a process on "
-            f"{host!r} serves it when it calls join_world(), unless all have serve=False"
+            f"{host!r} serves it when it calls join_world(), unless all pass serve=False"
             + (f"; this process does not serve it: {reason}" if reason else "")
         ) from error
 
@@ -481,7 +482,7 @@ def _open(host: str, port: int, limit_s: float, *, is_server: bool) -> Any:
 
 
 def _why_not_served(host: str) -> str:
-    """Return why this process cannot serve an address on a host, or ""."""
+    """Return why this process cannot serve an address on a host, or "" if it can."""
     try:
         family, kind, proto, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, proto) as attempt:
@@ -575,7 +576,7 @@ def _delete_former(world: JoinedWorld) -> None:
 
 
 def _read_pair(root: str) -> Steps[tuple[Record | None, str]]:
-    """Return the record of joins, and the value of the key about a rank that joined again."""
+    """Read the record of the rounds of joining, and the key that names a rank that rejoined."""
     record = yield from protocol.read_record(root)
     return record, (yield Read(f"{root}/again")) or ""
 

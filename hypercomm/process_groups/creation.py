@@ -83,7 +83,7 @@ def create_all(
         GroupExistsError: A key is requested twice, or has an entry.
         PlanMismatchError: Another rank creates other groups.
         CreationError: Another rank failed.
-        GroupCreationTimeout: Ranks are missing; names them.
+        GroupCreationTimeout: Ranks are missing. The message names them.
     """
     with contextlib.ExitStack() as stack:
         with refusing(scope):
@@ -106,7 +106,7 @@ def check_strategy(spec: GroupSpec, ranks: int) -> None:
         ranks: The number of ranks that take part.
 
     Raises:
-        CreationError: Names a strategy that works.
+        CreationError: Ranks are missing. The message names a strategy that works without them.
     """
     size = spec.world.size
     if spec.strategy != "local" and ranks < size:
@@ -150,7 +150,7 @@ def describe(spec: GroupSpec) -> str:
     request = spec.request
     options = spec.options
     members = ""
-    if request.derive is not None:  # else the dims say all
+    if request.derive is not None:  # otherwise the dims determine the groups
         members = f" (members {spec.groups.digest()})"
     view = "" if request.view is None else f" in view {request.view}"
     return as_entry(
@@ -180,7 +180,7 @@ class Creation:
         labels: The name of each grid, if the entries are of several grids.
         preamble: The first entries of the proposal.
         prepare: Called before the groups are created, once all ranks that they need have arrived.
-        then: Called when the groups are in their tables, also if this rank is interrupted.
+        then: Called when the groups are in their tables, even if this rank is interrupted.
     """
 
     scope: Scope | None

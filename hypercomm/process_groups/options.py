@@ -113,7 +113,7 @@ def check_timeout(timeout: timedelta | None) -> None:
     """Raise unless `timeout` is a positive timedelta, or None for the default.
 
     Raises:
-        GroupOptionsError: With the given value.
+        GroupOptionsError: The value is something else. The message shows it.
     """
     if timeout is not None:
         check_duration(timeout)
@@ -123,7 +123,7 @@ def check_lazy_init(lazy_init: bool | None) -> None:
     """Raise unless `lazy_init` is True, False or None.
 
     Raises:
-        GroupOptionsError: With the given value.
+        GroupOptionsError: The value is something else. The message shows it.
     """
     if lazy_init is not None and not isinstance(lazy_init, bool):
         raise GroupOptionsError(
@@ -135,7 +135,7 @@ def check_backend(backend: str | None) -> None:
     """Raise unless the installed torch knows a backend and can run it on this host.
 
     Raises:
-        GroupOptionsError: Names the backends that can run here.
+        GroupOptionsError: The backend cannot be used. The message names the backends that can.
     """
     if backend is None:
         return
@@ -158,7 +158,7 @@ def check_known(backend: str) -> None:
     """Raise unless the installed torch knows a backend. The backend may be unavailable here.
 
     Raises:
-        GroupOptionsError: Names the backends that torch knows.
+        GroupOptionsError: The backend is unknown. The message names the backends that torch knows.
     """
     if not isinstance(backend, str) or not backend:
         raise GroupOptionsError(f"backend must be a name such as 'gloo', got {short_repr(backend)}")

@@ -36,8 +36,8 @@ class Reshaped:
         kept: The new key of each group that was kept, with its old key.
         created: The keys of the groups that were created, in that order.
         destroyed: The old keys whose groups were destroyed, or which have no new key.
-        numbers: The number of each rank of WORLD in the old layout, if WORLD was renewed in
-            between; otherwise None.
+        numbers: For each rank of the new WORLD, the number that the old layout uses for it, if
+            WORLD was renewed in between; otherwise None.
     """
 
     before: RankLayout
@@ -71,7 +71,7 @@ class Reshaped:
 
     @property
     def lost(self) -> Lost:
-        """The losses due to ranks that left the grid, which have their old numbers here."""
+        """The losses due to ranks that left the grid. They are shown by their old numbers."""
         after = self.after
         if self.numbers is not None:
             ranks = [self.numbers[rank] for rank in after.ranks]
@@ -85,7 +85,8 @@ def successor(table: GroupTable, identity: GridAgreement, *, keeps: bool) -> Gro
     Args:
         table: The table of the grid.
         identity: The identity of the grid with that layout.
-        keeps: Whether communicators of another grid may serve it, if they may serve `table`.
+        keeps: Whether communicators of another grid may serve the new table, if they may serve
+            `table`.
     """
     return GroupTable(
         identity,
@@ -115,7 +116,7 @@ def reshape(
         scope: The ranks that reshape together.
         limit_s: The limit for all ranks to finish, in seconds.
         keeps: Whether groups may be kept.
-        switch: Makes the grid use the empty table. It is called once all ranks have agreed, also
+        switch: Makes the grid use the empty table. It is called once all ranks have agreed, even
             if this rank is interrupted.
 
     Returns:
@@ -186,7 +187,7 @@ def _specs(old: GroupTable, fresh: GroupTable, views: Views) -> list[GroupSpec]:
 
 
 def _adopted(spec: GroupSpec, communicator: Communicator | None) -> GroupSpec:
-    """Return a spec; if another object owns its communicator, with the strategy "adopted"."""
+    """Return a spec. If another object owns its communicator, the strategy becomes "adopted"."""
     if communicator is None or communicator.is_owned:
         return spec
     adopted = communicator.spec
@@ -196,8 +197,8 @@ def _adopted(spec: GroupSpec, communicator: Communicator | None) -> GroupSpec:
 def _survivors(old: GroupTable, specs: Sequence[GroupSpec]) -> dict[GroupKey, GroupKey]:
     """Return the new keys whose groups are kept, each with its old key.
 
-    A group is kept under the same key if possible. All members of a group decide the same, because
-    they compare the same values in the same order.
+    A group is kept under the same key if possible. All members of a group make the same decision,
+    because they compare the same values in the same order.
     """
     # The order of creation may differ between ranks, if several threads create groups.
     live = sorted(old.live().values(), key=lambda entry: str(entry.spec.key))
@@ -223,7 +224,7 @@ def _survives(old: Entry, new: GroupSpec) -> bool:
     if not old.communicator.is_owned:
         return is_same_key and old.spec.groups == new.groups
     if new.strategy == "local" and old.spec.ranks is new.ranks is None:
-        return is_same_key  # the calling rank has no group before and after
+        return is_same_key  # the calling rank has no group before or after
     return old.spec.can_serve(new)
 
 
@@ -231,7 +232,7 @@ def _staying(old: GroupTable, entries: Sequence[Entry]) -> dict[GroupKey, GroupK
     """Choose existing process groups to reconfigure, for communicators that are created.
 
     Returns:
-        The new keys whose communicators have one, each with its old key, which is the same.
+        The keys whose process groups will be reconfigured, each mapped to itself.
     """
     candidates: list[Entry] = []
     for entry in old.entries.values():

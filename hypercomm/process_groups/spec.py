@@ -146,7 +146,7 @@ class BoundRequest:
     Attributes:
         key: The key of the group.
         layout: The layout of the dims of the key.
-        view: The view that the call names. The key has none if the view shares the dims.
+        view: The view that the call names. The key has no view if the grid shares these dims.
         derive: Groups that replace the groups over the dims, a function that returns them, or None.
         options: The options, with the defaults of the grid.
         share: Whether the group may serve other keys: "never" or "identical".
@@ -163,7 +163,7 @@ class BoundRequest:
         """Return all groups over the dims, or what `derive` returns for them.
 
         Raises:
-            GroupOptionsError: The key has no name for the groups of `derive`.
+            GroupOptionsError: `derive` is given, but the key has no `name`.
             LayoutError: The groups of `derive` are not disjoint groups of ranks of the layout.
         """
         groups = groups_over(self.layout, self.key.dims)
@@ -215,7 +215,7 @@ class GroupSpec:
 
     @cached_property
     def own(self) -> tuple[int, tuple[int, ...]] | None:
-        """The index and the ranks of the calling rank's group, or None if it is in none."""
+        """The index and the ranks of the calling rank's group, or None if there is none."""
         rank = self.world.rank
         try:
             index, _ = self.groups.locate(rank)
@@ -225,7 +225,7 @@ class GroupSpec:
 
     @property
     def ranks(self) -> tuple[int, ...] | None:
-        """The ranks of the calling rank's group, or None if it is in none."""
+        """The ranks of the calling rank's group, or None if there is none."""
         return None if self.own is None else self.own[1]
 
     def sort_key(self) -> tuple[str, int, tuple[int, ...], str]:
@@ -264,9 +264,9 @@ class GroupSpec:
     def can_serve(self, other: GroupSpec) -> bool:
         """Return whether the group of this spec has the ranks and options of another spec.
 
-        Only the default description may differ. With "local", only the calling rank's group
-        must be the same, because it is then the same on all of its members. The other strategies
-        involve every rank, so all groups must be the same.
+        Only the default description may differ. With "local", only the calling rank's group must
+        be the same, because all members of this group then get the same answer. The other
+        strategies involve every rank, so all groups must be the same.
         """
         one = self.options
         two = other.options

@@ -197,7 +197,7 @@ def _why_not_split(backend: str, groups: RankGroups, lazily: bool | None) -> str
         return "a split connects all members at the creation, and lazy_init=True excludes that"
     obstacle = torchdist.why_not_split(backend)
     if obstacle is None and not (groups.is_sorted or torchdist.keeps_order()):
-        return f"split_group of this torch sorts the ranks of each group, and {groups!r} are not"
+        return f"split_group of this torch sorts each group, and {groups!r} are not sorted"
     return obstacle
 
 
@@ -253,7 +253,7 @@ def _why_not_enumerate(backend: str, groups: RankGroups, lazily: bool | None) ->
         return f"new_group of this torch has no lazy_init={lazily} for NCCL"
     if groups.is_sorted or "sort_ranks" in signature(dist.new_group).parameters:
         return None
-    return f"new_group of this torch sorts the ranks of each group, and {groups!r} are not"
+    return f"new_group of this torch sorts each group, and {groups!r} are not sorted"
 
 
 def _create_enumerate(spec: GroupSpec, *_: object) -> ProcessGroup | None:
@@ -346,7 +346,7 @@ def _connects(spec: GroupSpec) -> bool:
 def create_group(
     spec: GroupSpec, name: str, current: Round, former: ProcessGroup | None = None
 ) -> ProcessGroup | None:
-    """Create the group of the calling rank. After a failure, torch keeps nothing of the group.
+    """Create the group of the calling rank. After a failure, it is no longer registered in torch.
 
     Args:
         spec: The spec of the group.

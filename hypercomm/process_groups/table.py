@@ -57,10 +57,10 @@ class Communicator:
 
     Attributes:
         spec: The spec that it is created from.
-        pg: The process group, or None before it is created and if the rank is not a member.
+        pg: The process group. None before it is created, and on a rank that is not a member.
         is_created: Whether its members have created it.
-        is_owned: Whether it is destroyed when its last user is removed. If not, another object owns
-            it.
+        is_owned: Whether the process group is destroyed when its last user is removed. If not,
+            another object owns the group.
         users: The entries that use it. It was created for the first of them.
         former: An existing process group that is reconfigured for these members, or None to create
             a new one.
@@ -176,8 +176,8 @@ class GroupTable:
         self.origin = self.origin or world
         if world is not self.origin and world.numbers_in(self.origin) is not None:
             raise CreationError(
-                f"this grid ({self.layout}) has numbers of ranks from before WORLD was renewed; "
-                f"call reshape(target, ranks=...) with ranks of the new WORLD"
+                f"this grid ({self.layout}) still uses the rank numbers from before WORLD was "
+                f"renewed; call reshape(target, ranks=...) with ranks of the new WORLD"
             )
         last = self.layout.last_rank
         if last >= world.size:
@@ -255,7 +255,7 @@ class GroupTable:
         return None
 
     def adopt(self, dim: str, pg: ProcessGroup | None) -> None:
-        """Enter the group over a dim, which a DeviceMesh owns."""
+        """Add an entry for the group over a dim. A DeviceMesh owns this group."""
         request = BoundRequest(GroupKey((dim,)), self.layout)
         options = GroupOptions(backend=None if pg is None else torchdist.backend_of(pg))
         world = self.live_world()
@@ -403,7 +403,7 @@ class GroupTable:
                 else:
                     communicator.pg = None
                     unused.append(pg)
-        with contextlib.ExitStack() as endings:  # calls each of them, also after an error
+        with contextlib.ExitStack() as endings:  # calls each of them, even after an error
             endings.callback(torchdist.abort, list(dict.fromkeys(reversed(unused))))
             for pg in dict.fromkeys(isolated):
                 endings.callback(torchdist.isolate, pg)
@@ -416,7 +416,7 @@ class GroupTable:
             ending(unused)
 
     def forget(self) -> None:
-        """Abort all groups and release their keys, because their world begins again."""
+        """Abort all groups and release their keys, because the world begins a new incarnation."""
         torchdist.abort(self._release_all())
 
     def _release_all(self) -> list[ProcessGroup]:
@@ -474,8 +474,8 @@ class GroupTable:
 
         Raises:
             GridDestroyedError: See `check_alive`.
-            NotInitializedError: torch.distributed was initialised when the grid was made, and is
-                not any more.
+            NotInitializedError: torch.distributed was initialised when the grid was made, but no
+                longer is.
         """
         if self.is_destroyed or os.getpid() != self._process:
             self.check_alive()  # raises
@@ -502,7 +502,7 @@ class GroupTable:
         Other ranks may wait in a collective of a group until its timeout.
 
         Raises:
-            GroupOptionsError: Names the group with the longest timeout.
+            GroupOptionsError: The message names the group with the longest timeout.
         """
         limits: dict[GroupKey, float] = {}
         for key, entry in self.live().items():
@@ -636,6 +636,6 @@ def _has_ended(key: GroupKey) -> str:
 
 
 def _in_words(key: GroupKey) -> str:
-    """Return the key as Megatron writes it."""
+    """Return the key as Megatron's errors write it."""
     view = f" for view {key.view!r}" if key.view else ""
     return attrs.evolve(key, view=None).as_call() + view

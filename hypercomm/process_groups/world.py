@@ -71,7 +71,7 @@ class World:
 
     @property
     def serves(self) -> bool:
-        """Whether this process may serve the store. It then waits a little after a failure."""
+        """Whether this process may serve the store. If so, it waits briefly after a failure."""
         return self.rank == 0
 
     @property
@@ -171,7 +171,7 @@ def size_of_world(explicit: int | None = None, world: World | None = None) -> in
         world: The world; default: the default world.
 
     Raises:
-        NotInitializedError: Neither torch.distributed nor the environment has the number.
+        NotInitializedError: Neither torch.distributed nor the environment provides the number.
         WorldSizeError: The variables of a launcher are not numbers, or contradict each other.
     """
     if explicit is not None:

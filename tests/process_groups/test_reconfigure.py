@@ -108,5 +108,5 @@ def test_group_shared_by_two_grids_is_not_changed():
 @pytest.mark.skipif(HAS_IT, reason="torch can do it")
 @pytest.mark.ranks(1)
 def test_torch_without_reconfigure_raises():
-    with pytest.raises(GroupOptionsError, match="torch has it since"):
+    with pytest.raises(GroupOptionsError, match="torch supports it since"):
         HyperCommGrid("dp=1", enable_reconfigure=True).create_pg("dp")

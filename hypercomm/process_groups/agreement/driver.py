@@ -1,7 +1,7 @@
 """Calls that ranks make together: all of them succeed, or all fail and change nothing.
 
 `agree` makes one such call. The steps of the protocol run in a worker thread, because an operation
-on the store can hang for a quarter of an hour when a link is cut, whatever its timeout (seen in
+on the store can hang for a quarter of an hour when a link is cut, even with a timeout (seen in
 torch 2.13). The calling thread waits for the worker. Once all ranks have agreed, the worker commits
 the result, because Ctrl-C cannot interrupt a worker.
 """
@@ -211,8 +211,8 @@ class _Blocked:
         changed: Set when the operation is complete, or the call was interrupted.
         is_continued: Whether another worker continues the steps.
         is_over: Whether the operation is complete.
-        reply: Its reply.
-        error: The error that it raised.
+        reply: The reply of the operation.
+        error: The error that the operation raised.
     """
 
     operation: Wait | Work
@@ -240,8 +240,8 @@ class _LeftError(BaseException):
 class Driver(Generic[T]):
     """The threads of one call of this rank.
 
-    A worker runs the steps of the protocol. If an operation blocks it for longer than the steps
-    ask for, a second worker continues the steps with its own client of the store. The first
+    A worker runs the steps of the protocol. If an operation blocks the worker for longer than the
+    steps allow, a second worker continues the steps with its own client of the store. The first
     worker stays blocked, so that a rank sends only one request even if it waits for long.
 
     Args:
@@ -339,7 +339,7 @@ class Driver(Generic[T]):
         return Moment(now, self._was_stopped or self._is_stopped_until(now))
 
     def _continue_elsewhere(self) -> float:
-        """Start another worker for the steps if their worker is blocked beyond its limit.
+        """Start another worker for the steps if the current one is blocked beyond the limit.
 
         Returns:
             The time at which to call this again.
@@ -452,7 +452,7 @@ class Driver(Generic[T]):
         return error
 
     def _explain(self, error: BaseException) -> BaseException:
-        """Return the error to raise. An error of torch becomes one about the lost store."""
+        """Return the error to raise. An error about the lost store replaces an error of torch."""
         cause = error.__cause__ if isinstance(error, StoreLostError) else error
         if isinstance(cause, HyperCommError) or not isinstance(cause, RuntimeError):
             return error
@@ -485,7 +485,7 @@ class Driver(Generic[T]):
             if self._is_over:
                 return
             self._note_end(outcome, failure)
-        if self._is_working:  # the work may hold what the roll-back needs, such as the store
+        if self._is_working:  # the work may still occupy the store, which the roll-back needs
             system.start(self._roll_back, lambda: None)
         else:
             self._roll_back()
@@ -564,7 +564,7 @@ class Driver(Generic[T]):
             blocked.changed.set()
 
     def _do_work(self, client: Any) -> None:
-        """Do the work of this rank, and undo it if the call has failed before its end."""
+        """Do the work of this rank, and undo it if the call has failed before the work ended."""
         member = self._member
         if member.ticket is None:
             raise RuntimeError(f"{member.title} has not proposed anything")
@@ -593,7 +593,7 @@ class Driver(Generic[T]):
                 self._is_to_undo = self._is_working
             try:
                 self._undo()
-            except Exception as error:  # noqa: BLE001 - the error at hand matters more
+            except Exception as error:  # noqa: BLE001 - the error of the call matters more
                 logger.warning("rolling back %s: %s", self._member.title, error)
 
 
@@ -644,7 +644,7 @@ def ask(world: World, title: str, steps: Steps[V], limit_s: float) -> V:
         world: The world.
         title: The call, as users know it, for the error.
         steps: The steps.
-        limit_s: Their limit in seconds.
+        limit_s: The limit for the steps in seconds.
 
     Raises:
         CreationError: The store is gone, or does not answer.
@@ -687,7 +687,7 @@ def agree(
         if any.
 
     Raises:
-        PlanMismatchError: Ranks propose different things, or have built different grids.
+        PlanMismatchError: Ranks make different proposals, or have built different grids.
         GroupCreationTimeout: Ranks are missing. The error names them.
         LateRankError: The other ranks timed out before this one arrived.
         CreationError: A rank failed, or the store is gone.
@@ -753,9 +753,9 @@ def refusing(scope: Scope | None) -> Iterator[None]:
 
 
 def refuse(scope: Scope, error: BaseException) -> None:
-    """Fail the next call of a scope on the other ranks, because this one cannot take part.
+    """Fail the next call of a scope on the other ranks, because this rank cannot take part.
 
-    The other ranks then do not wait for this one. This function raises nothing, because its caller
+    The other ranks then do not wait for this rank. This function raises nothing, because its caller
     raises `error`.
 
     Args:
@@ -793,7 +793,7 @@ _active: set[Driver[Any]] = set()
 def _end_all() -> None:
     """Interrupt all calls, because a worker inside gloo would abort the process at exit."""
     for call in list(_active):
-        with contextlib.suppress(RuntimeError):  # no thread starts any more
+        with contextlib.suppress(RuntimeError):  # threads can no longer be started
             call.interrupt()
     if _active:
         system.sleep(2 * _LINGER_S)

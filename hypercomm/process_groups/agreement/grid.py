@@ -24,8 +24,9 @@ class GridAgreement:
     """The identity of one grid, and the scopes of the calls that its ranks make together.
 
     Ranks that build the same grid derive the same keys. Grids with the same layout, name and
-    backend use the same records: the n-th call of one rank joins the n-th call of the others. The
-    store therefore has one record for each group, however often a grid is built.
+    backend use the same records, which are keys of the store: the n-th call of one rank joins the
+    n-th call of the other ranks. The store therefore has one record for each group, even if such a
+    grid is built often.
 
     Args:
         layout: The layout of the grid.
@@ -95,11 +96,11 @@ class GridAgreement:
         Args:
             world: The world of the grid, or None before there is one.
             limit_s: The limit of each round, in seconds.
-            min_ranks: The fewest ranks that may continue.
+            min_ranks: The smallest number of ranks that may continue.
 
         Raises:
-            CreationError: The others continue without this rank, or fewer ranks are left than
-                `min_ranks`.
+            CreationError: The other ranks continue without this rank, or fewer than `min_ranks`
+                ranks are left.
         """
         ranks = tuple(self.layout.ranks)
         while world is not None:

@@ -3,7 +3,7 @@
 Three laws hold:
 
 1. A round has one outcome, written by one compare-and-set. Every rank adopts it.
-2. A rank leaves a round only after it has read or written its outcome.
+2. A rank leaves a round only after it has read or written the outcome of the round.
 3. A rank reads the number of the next round from the record, and counts no rounds itself. Ranks
    that failed or were late therefore join the same round as the others.
 
@@ -63,7 +63,7 @@ _SLOW_S = 0.2
 """Delay before a waiting rank publishes its status and checks the round, in seconds."""
 
 _SLOW_RANKS = 4000
-"""That delay is one second per this number of ranks in the world, but at least `_SLOW_S`."""
+"""The delay in seconds is the world size divided by this number, but at least `_SLOW_S`."""
 
 _FINISHED_S = 0.6
 """Extra wait of finished ranks, in seconds, so that unfinished ranks name the missing ones."""
@@ -111,7 +111,8 @@ def _delete_before(ended: Ticket) -> Steps[None]:
         return
     before = ended.before
     is_agreed = ended.record.outcome == AGREED
-    # In an agreed round, ranks have deleted its keys except `end`, and `end` of the round before.
+    # The ranks of an agreed round have deleted the keys of this round, except `end`. They have also
+    # deleted `end` of the previous round.
     keys = [] if is_agreed else [before.end]
     if ended.record.failed:
         trees = (before.arrived, before.done, before.stuck)
@@ -242,7 +243,7 @@ def find_circle(
     Args:
         namespace: The prefix of all keys.
         own: The status of this rank.
-        known: Receives the status of each rank that was read.
+        known: Receives each status that was read, by rank.
     """
     known[own.rank] = own
     circle = yield from _find_way_back(namespace, [own], known)
@@ -356,7 +357,7 @@ class Member:
                 yield from self._decide(outcome)
         except GeneratorExit:
             raise
-        except BaseException as error:  # noqa: BLE001 - the other ranks must not wait for it
+        except BaseException as error:  # noqa: BLE001 - other ranks must not wait for this rank
             outcome = yield from self._fail(error)
         yield from self._report_end(outcome)
         self.leave(outcome)
@@ -412,7 +413,7 @@ class Member:
         key = yield from scope.read_key()
         first = self._proposer("")
         refusal = Outcome("failed", reason, data=data, token=first.token)
-        scope.memory.reported.add(first.token)  # also if the reply of the store is lost
+        scope.memory.reported.add(first.token)  # even if the reply of the store is lost
         ticket = yield from self._propose(key, first, refusal)
         outcome = ticket.record.outcome
         if outcome is None:
@@ -605,7 +606,7 @@ class Member:
         return min((self.deadline - self.began) / 4, max(_SLOW_S, size / _SLOW_RANKS))
 
     def _check(self, tree: Tree) -> Steps[bool]:
-        """Publish the status of this rank, and end the round if it cannot succeed any more.
+        """Publish the status of this rank, and end the round if the round can no longer succeed.
 
         Returns:
             Whether this rank is one of the few that search for deadlocks and check again later.
@@ -699,7 +700,7 @@ class Member:
         return outcome
 
     def _could_not_connect(self, error: Exception) -> Steps[Outcome]:
-        """Return the outcome after the backend could not connect. It names the silent members."""
+        """Return the outcome after a failed connection. It names members that do not respond."""
         scope = self.scope
         ticket = self._round
         yield from ticket.stuck.mark(scope.position)
@@ -743,7 +744,7 @@ class Member:
         absent = [scope.ranks[position] for position in positions]
         own = scope.world.rank
         if self.is_working and not self.is_finished and not self.is_connecting:
-            text = f"timed out: {scope.name} did not finish its own part"
+            text = f"timed out: {scope.name} did not finish its own work"
             return Outcome("unfinished", text, (own,), (own,))
         if key == ticket.go or not self.is_connecting:
             if ticket.record.failed:
@@ -858,7 +859,7 @@ class Member:
         )
 
     def _report(self, waits_for: tuple[int, ...]) -> Steps[Status]:
-        """Publish the status of this rank unless it was published before. Return the status."""
+        """Publish the status of this rank unless it is unchanged. Return the status."""
         memory = self.scope.memory
         rank = self.scope.world.rank
         own = self._status(waits_for)

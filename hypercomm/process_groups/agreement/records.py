@@ -211,10 +211,10 @@ class Proposer:
 
     Attributes:
         rank: The rank.
-        title: Its name in errors.
-        host: Its host.
-        digest: The digest of its proposal.
-        token: Distinguishes attempts of one rank that are otherwise equal.
+        title: The name of the rank in errors.
+        host: The host of the rank.
+        digest: The digest of the rank's proposal.
+        token: Distinguishes otherwise equal attempts of one rank.
     """
 
     rank: int
@@ -229,13 +229,13 @@ class Proposer:
         return f"{self.title} (host {self.host})"
 
     def is_same_rank(self, other: Proposer, *, in_process: bool) -> bool:
-        """Return whether one rank made both proposals (with `in_process`: one process)."""
+        """Return whether one rank (with `in_process`: one process) made the two proposals."""
         process, others = (one.token.partition("-")[0] for one in (self, other))
         is_same = (self.rank, self.title) == (other.rank, other.title)
         return is_same and (process == others or not in_process)
 
     def is_same_call(self, other: Proposer) -> bool:
-        """Return whether the same process made both proposals, and they are equal.
+        """Return whether one process made the two proposals, and the proposals are equal.
 
         If the store replies late, an earlier attempt of this rank may have begun the round.
         """
@@ -261,7 +261,7 @@ class Record(Stored):
 
     Attributes:
         round: The number of the round.
-        first: The rank that began it.
+        first: The rank that began the round.
         outcome: The outcome of the round, or None while it is open.
         failed: The outcomes of the rounds since the last one in which ranks agreed.
         agreed_before: The last earlier round in which all ranks agreed, or -1.
@@ -321,13 +321,13 @@ class Status(Stored):
 
     Attributes:
         rank: The rank.
-        title: Its name in errors.
-        host: Its host.
+        title: The name of the rank in errors.
+        host: The host of the rank.
         call: The call in which it waits, as users know it.
         grid: The grid of the call, as text that ranks compare, or "" for a call without a grid.
         key: The key of the record.
         round: The round.
-        waits_for: The first ranks that it waits for.
+        waits_for: The ranks that it waits for, or the first of these ranks.
         threads: The number of threads of the process that wait for other ranks.
         outcome: The outcome of the call if it has failed, or None while the rank waits.
     """
@@ -366,9 +366,9 @@ class Claim(Stored):
     """The process that holds a rank of a joined world.
 
     Attributes:
-        host: Its host.
-        pid: Its process id there.
-        token: Distinguishes it from all other processes.
+        host: The host of the process.
+        pid: The process id on that host.
+        token: Distinguishes the process from all other processes.
     """
 
     host: str
@@ -494,7 +494,7 @@ class Ticket:
 # ---- who has arrived ----------------------------------------------------------------------------
 
 WIDTH = 60
-"""The number of ranks per block. Every store can add to a number with so many bits."""
+"""The number of ranks per block. Every store can add to an integer of so many bits."""
 
 
 @attrs.frozen

@@ -23,10 +23,10 @@ from hypercomm.process_groups.agreement.system import system
 from hypercomm.process_groups.world import World
 
 _WORLD_ADDRESS = "cpu//0/0"
-"""The key, within WORLD's own store, of the address of rank 0 of a gloo WORLD."""
+"""The key in WORLD's store under which rank 0 of a gloo WORLD publishes its address."""
 
 MOST = 8
-"""The most missing ranks that an error names, and for which it is read what they wait for."""
+"""The largest number of missing ranks whose status is read, and which an error names."""
 
 
 @functools.cache
@@ -107,7 +107,7 @@ def client_of(store: Any) -> Iterator[Any]:
 
     A request that blocks, such as a wait, occupies its client, and several worlds may have the same
     client. A second call at the same time gets a new connection, which is closed after the `with`
-    block, unless a process group that was created with it still holds it.
+    block, unless a process group was created with this connection and still uses it.
     """
     own = torchdist.without_prefix(store)
     with _busy_lock:

@@ -121,7 +121,7 @@ class Patch:
         self._ours: Any = None
 
     def original(self, owner: Any) -> Any:
-        """Return the original value of the attribute of `owner`, or None if it has none."""
+        """Return the original value of the attribute of `owner`, or None if there is none."""
         with self._changed:
             is_replaced = self._users and self._owner is owner
             return self._original if is_replaced else self._read(owner, self._name, None)
@@ -180,8 +180,8 @@ def default_backend() -> str:
 def backend_of(group: ProcessGroup) -> str:
     """Return the backend of a group.
 
-    If WORLD was created without a backend, torch returns "undefined" for it. The result is then
-    the backend string of its parts.
+    If WORLD was created without a backend, torch returns "undefined". The result is then the
+    backend string with all parts, such as "cpu:gloo,cuda:nccl".
     """
     name = str(dist.get_backend(group))
     return dist.get_backend_config(group) if name == dist.Backend.UNDEFINED else name
@@ -203,8 +203,8 @@ def single_backends(backend: str) -> tuple[str, ...]:
 def known_backends() -> list[str]:
     """Return the names of the backends that the installed torch knows.
 
-    Since torch 2.14 a package can provide a backend as an entry point. torch loads it at its first
-    use.
+    Since torch 2.14 a package can provide a backend as an entry point. torch loads such a backend
+    at its first use.
     """
     names = [str(name) for name in dist.Backend.backend_list if name != "undefined"]
     return [*names, *(name for name in _entry_points() if name not in names)]
@@ -246,7 +246,7 @@ def takes_options(backend: str) -> bool:
 
 
 def world_options(backend: str) -> Any:
-    """Return the options of one backend of WORLD, preferably of `backend`, for their timeout.
+    """Return the options of one backend of WORLD, preferably of `backend`, to read their timeout.
 
     The result is None if torch shows no options, as for a fake backend.
     """
@@ -266,7 +266,7 @@ def has_timeout(pg_options: Any) -> bool:
 
 
 def given_timeout(pg_options: Any) -> timedelta | None:
-    """Return the timeout of backend options, or None if it is the default of their class."""
+    """Return the timeout of backend options, or None if it equals the default of their class."""
     own: timedelta | None = getattr(pg_options, "_timeout", None)
     try:
         return None if own is None or own == type(pg_options)()._timeout else own

@@ -259,7 +259,7 @@ def registered() -> set[ProcessGroup]:
 
 
 def is_registered(group: ProcessGroup | None) -> bool:
-    """Return whether torch has registered a group. None is registered after WORLD is destroyed."""
+    """Return whether torch has registered a group. Destroying WORLD unregisters all groups."""
     return group in _torch._world.pg_map
 
 
@@ -311,7 +311,7 @@ def abort(groups: Iterable[ProcessGroup]) -> None:
 
 
 def _end_each(groups: Iterable[ProcessGroup], end: Callable[[ProcessGroup], None]) -> None:
-    """End the groups that torch has, and raise the first error once all have ended."""
+    """End the groups that torch has registered, and raise the first error once all have ended."""
     errors: list[Exception] = []
     for group in groups:
         if not is_registered(group):
@@ -368,11 +368,11 @@ def _nccl_calls_together(group: ProcessGroup) -> contextlib.ExitStack:
 def why_not_reconfigured(backend: str) -> str | None:
     """Return why groups of a backend cannot be reconfigured, or None if they can."""
     if not since("2.14"):
-        return "torch has it since 2.14"
+        return "torch supports it since 2.14"
     if uses_torchcomms():
         return "torch creates groups through TorchComms here"
     others = [name for name in single_backends(backend) if name not in {"gloo", *NCCL}]
-    return f"backend {others[0]!r} cannot do it" if others else None
+    return f"backend {others[0]!r} does not support it" if others else None
 
 
 _SLICE_S = 5.0
@@ -454,7 +454,7 @@ def _wait_for(store: Any, keys: list[str], left_s: float) -> None:
 
 
 def isolate(group: ProcessGroup) -> None:
-    """Make the calling rank the only member of its group. Collectives of the others fail."""
+    """Make the calling rank the only member of its group. Collectives of the other members fail."""
     handle = _any(group).get_reconfigure_handle()
     _reconfigure(group, uuid4().int >> 72, [handle], None)
 

@@ -72,8 +72,8 @@ def flatten_mesh(mesh: DeviceMesh, dims: Sequence[str], name: str, group: Proces
     Args:
         mesh: A mesh that is not part of another.
         dims: Adjacent dims of the mesh, in its order.
-        name: Their common name.
-        group: Their group.
+        name: The common name of these dims.
+        group: The group over these dims.
     """
     mesh._flatten_mapping[name] = part_of_mesh(mesh, dims, name, group)
     _register_in_mesh(mesh, [group])

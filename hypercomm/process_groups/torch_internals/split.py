@@ -1,8 +1,9 @@
 """The device that WORLD is bound to, groups that only their members create, and splits of WORLD.
 
 If WORLD is bound to a device, torch splits a group on that device off WORLD's communicator, and
-every rank of WORLD must take part. If only its members create a group, they prevent the split: with
-NCCL's option `lazy_init` if torch has it (2.15), and otherwise by hiding the device from torch.
+every rank of WORLD must take part. If only the members create a group, this module prevents the
+split: with NCCL's option `lazy_init` if torch has it (2.15), and otherwise by hiding the device
+from torch.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ _hides: ContextVar[bool] = ContextVar("hides", default=False)
 
 
 def bound_device() -> torch.device | None:
-    """Return the device that WORLD is bound to, also if it is hidden, or None."""
+    """Return the device that WORLD is bound to, or None if there is none.
+
+    A binding that is currently hidden is returned too.
+    """
     token = _hides.set(False)
     try:
         return getattr(dist.group.WORLD, "bound_device_id", None)
