@@ -35,7 +35,8 @@ def grad_norm(parameters: Parameters, norm_type: float = 2.0) -> Tensor:
             `grid.view("expert")["ep", "pp"]` for experts, and None for parameters that no dim cuts,
             which every rank of the grid has. Every rank must pass the same dims in the same order,
             with an empty list if it has no such parameters. For a DTensor, such as a parameter of
-            FSDP2, also name the dims of its mesh that shard it, because only its local part counts.
+            FSDP2, also name the mesh dims that shard the DTensor, because only the local part is
+            used.
         norm_type: The p of the p-norm, larger than 0. `math.inf` means the largest absolute value.
 
     Returns:
@@ -108,7 +109,7 @@ def _norm(cuts: Sequence[tuple[Cut, Sequence[Tensor]]], norm_type: float) -> Ten
             f"norm_type must be a number larger than 0, got {short_repr(norm_type)}"
         )
     devices = [one.device for _, gradients in cuts for one in gradients]
-    # float64, because other ranks may have float64 gradients. Apple's GPUs do not support it.
+    # float64, because other ranks may have float64 gradients. Apple's GPUs lack float64.
     is_narrow = bool(devices) and devices[0].type == "mps"
     dtype = torch.float32 if is_narrow else torch.float64
     total = torch.zeros((), dtype=dtype, device=devices[0] if devices else None)
@@ -181,8 +182,9 @@ def _local(cut: Cut, gradient: Tensor) -> Tensor:
         wrong = others & named if is_whole else others - named
         if wrong:
             raise GroupOptionsError(
-                f"a gradient is {'whole' if is_whole else 'cut'} along {dim!r}, but its parameter "
-                f"has the key {() if cut is None else cut.dims}; name the dims that cut it"
+                f"a gradient is {'whole' if is_whole else 'cut'} along {dim!r}, but the key of its "
+                f"parameter is {() if cut is None else cut.dims}; the key must name exactly the "
+                f"dims that cut the parameter"
             )
     local: Tensor = dtensor.to_local()
     return local.detach()

@@ -1,4 +1,7 @@
-"""Readers of arguments. Each returns a canonical value, or raises an error with its name."""
+"""Functions that check arguments.
+
+Each returns the argument in canonical form, or raises an error that names the argument.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from hypercomm.errors import (
 from hypercomm.layout.text import did_you_mean, short_repr
 
 LARGEST_WORLD = 2**24
-"""The most ranks that a list may have."""
+"""The largest world size, and the most ranks that are enumerated for a check or a comparison."""
 
 LARGEST_RANK = 2**31 - 1
 """torch numbers ranks with a C int."""
@@ -71,7 +74,7 @@ def positive(value: object, what: str) -> int:
 
 
 def as_rank(rank: object) -> int:
-    """Return a rank as an int. Integers of numpy and int tensors are ranks, bools are not."""
+    """Return a rank as an int. numpy integers and int tensors are accepted, bools are rejected."""
     return rank if type(rank) is int else as_int(rank, "a rank", error=RankOutsideError)
 
 
@@ -203,7 +206,7 @@ def as_sizes(value: object, what: str = "shape") -> tuple[int, ...]:
 
 
 def as_names(value: object, what: str = "dim name") -> tuple[str, ...]:
-    """Return names as a tuple. They must be distinct and fit into the text forms."""
+    """Return names as a tuple. They must be distinct and must not contain `_SEPARATORS`."""
     plural = f"{what.replace(' ', '_')}s"
     names = as_ordered(value, plural)
     for name in names:

@@ -35,12 +35,14 @@ class GroupsChange:
     """The change of the groups over some dims, as `difference` finds it.
 
     Args:
-        before: The dims of these groups in the old layout, in its order. Empty for new groups.
-        after: The dims of these groups in the new layout, in its order. Empty if they are gone.
+        before: The dims of these groups in the old layout, in the order of that layout. Empty for
+            new groups.
+        after: The dims of these groups in the new layout, in the order of that layout. Empty if
+            the groups are gone.
         groups_before: The number of groups over these dims in the old layout.
         groups_after: The number of groups over these dims in the new layout.
         size: The number of members of every group.
-        kept: The number of groups that both layouts have.
+        kept: The number of these groups that are in both layouts.
 
     Example:
         >>> GroupsChange(("tp", "cp"), ("tp",), 2, 2, 4, kept=2).cells
@@ -90,13 +92,14 @@ class LayoutDifference:
         after: The layout after.
         changes: One change for each combination of dims whose groups have at least two ranks. The
             combinations of `before` come first, ordered by the number of dims and then as in the
-            layout. Combinations whose groups are only in `after` come last. If a layout has a list
-            of ranks, a combination may have several changes, because `after` may have some of its
-            groups over one combination of dims and others over another.
+            layout. Combinations whose groups are only in `after` come last. If the ranks of a
+            layout are a list, there may be several changes for one combination. Then some groups
+            over this combination are groups over one combination of dims in `after`, and other
+            groups are groups over another.
         groups_before: The number of groups of at least two ranks in `before`.
         groups_after: The number of groups of at least two ranks in `after`.
-        groups_kept: The number of groups that both layouts have.
-        ranks_shared: The number of ranks that both layouts have.
+        groups_kept: The number of groups that are in both layouts.
+        ranks_shared: The number of ranks that are in both layouts.
         ranks_moved: The number of shared ranks whose coordinates change. If a layout lacks a
             dim, its ranks have coordinate 0 along that dim.
 
@@ -185,7 +188,8 @@ def difference(before: RankLayout, after: RankLayout) -> LayoutDifference:
 
     Args:
         before: The layout before. At most `MOST_DIMS` of its dims may be larger than 1.
-        after: The layout after, with the same limit. It may have other ranks and other dims.
+        after: The layout after, with the same limit. Its ranks and dims may differ from those of
+            `before`.
 
     Returns:
         The changes of all groups, and the number of ranks that move.
@@ -194,7 +198,7 @@ def difference(before: RankLayout, after: RankLayout) -> LayoutDifference:
         LayoutError: An argument is not a layout, or has too many ranks or dims.
 
     Example:
-        With tp=2, ranks 0 and 1 are a group. With cp=4, ranks 0..3 are.
+        With tp=2, ranks 0 and 1 form a group. With cp=4, ranks 0 to 3 form a group.
 
         >>> print(difference(RankLayout("tp=2,cp=2"), RankLayout("cp=4")))
         before  after  groups x size  result
@@ -264,9 +268,9 @@ def _long_dims(layout: RankLayout) -> _Dims:
 def _count_kept(
     ours: Mapping[_Dims, RankGroups], theirs: Mapping[_Dims, RankGroups]
 ) -> dict[tuple[_Dims, _Dims], int]:
-    """Count the groups that are in both layouts, by their dims in the old and in the new layout.
+    """Count the groups that are in both layouts, for each pair of old dims and new dims.
 
-    Within one layout, groups over different dims differ, so a group identifies its dims.
+    Within one layout, groups over different dims differ, so the ranks of a group identify its dims.
     """
     dims_of = {key: dims for dims, groups in ours.items() for key in _keys(groups)}
     kept: Counter[tuple[_Dims, _Dims]] = Counter()
@@ -283,7 +287,7 @@ def _keys(groups: RankGroups) -> Iterator[bytes]:
 
 
 def _count_moved(before: RankLayout, after: RankLayout) -> tuple[int, int]:
-    """Count the ranks in both layouts, and the shared ranks whose coordinates differ."""
+    """Count the ranks that are in both layouts, and how many of them have different coordinates."""
     shared, here, there = np.intersect1d(
         np.asarray(before.ranks), np.asarray(after.ranks), assume_unique=True, return_indices=True
     )
@@ -296,7 +300,7 @@ def _count_moved(before: RankLayout, after: RankLayout) -> tuple[int, int]:
 
 
 def _coords_at(layout: RankLayout, positions: NDArray[np.int64]) -> dict[str, Any]:
-    """Return the coordinates along each dim of the ranks at some positions."""
+    """Return, for each dim, the coordinates of the ranks at some positions."""
     indices = np.unravel_index(positions, layout.shape, order="F")
     return dict(zip(layout.dim_names, indices, strict=True))
 
@@ -334,7 +338,7 @@ class Lost:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that only the layout before has, ascending."""
+        """The ranks that are in `before` but not in `after`, ascending."""
         return tuple(sorted({*self.before.ranks} - {*self.after.ranks}))
 
     def shards(self, /, *dims: str) -> tuple[dict[str, int], ...]:
@@ -346,8 +350,8 @@ class Lost:
             dims: One or more dims, in any order.
 
         Returns:
-            The coordinates of each lost shard along the dims, in the layout's order, the first dim
-            varying fastest.
+            The coordinates of each lost shard along the dims, in the order of `before`, the first
+            dim varying fastest.
 
         Raises:
             UnknownDimError: The layout does not have a dim of this name.
@@ -357,7 +361,7 @@ class Lost:
         names = self.before.dim_names
         others = tuple([-1 - axis for axis, name in enumerate(names) if name not in ordered])
         left = np.isin(np.asarray(self.before.ranks), np.asarray(self.after.ranks))
-        # The first dim is the last axis.
+        # The first dim of the layout is the last axis of the array.
         held = left.reshape(self.before.shape[::-1]).any(axis=others)
         lost = np.argwhere(~np.asarray(held)).tolist()
         return tuple(dict(zip(ordered, reversed(index), strict=True)) for index in lost)
@@ -366,7 +370,8 @@ class Lost:
     def words(self) -> str:
         """The lost ranks and shards as text, such as "3: tp=1,dp=1".
 
-        The shards are over the smallest number of dims for which any shard is lost.
+        The shards are over as few dims as possible: over one dim if such a shard is lost, otherwise
+        over two dims, and so on.
         """
         ranks = format_ranks(self.ranks) or "none"
         dims = _long_dims(self.before)

@@ -76,7 +76,7 @@ class RankGroups(Sequence[tuple[int, ...]]):
     _bounds: NDArray[np.int64]
     """The position in `_ranks` at which each group begins, and the length of `_ranks`."""
     _places: dict[int, int] | None
-    """The position of each rank in `_ranks`, or None before the first use."""
+    """The position of each rank in `_ranks`. None until a method needs it."""
 
     def __init__(self, groups: Iterable[Iterable[int]]) -> None:
         given = [
@@ -103,11 +103,11 @@ class RankGroups(Sequence[tuple[int, ...]]):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The distinct sizes of the groups, ascending. Only groups from lists have several."""
+        """The distinct sizes of the groups, ascending. Only groups from lists can have several."""
         return tuple(np.unique(np.diff(self._bounds)).tolist())
 
     def _find(self, rank: int) -> tuple[int, int] | None:
-        """Return the index of a rank's group and the rank's position in it, or None."""
+        """Return the index of a rank's group and the rank's position there, or None."""
         place = self._positions.get(rank)
         if place is None:
             return None
@@ -353,7 +353,7 @@ class StridedGroups(RankGroups):
 
     @property
     def is_sorted(self) -> bool:
-        """Whether the members ascend. Because the axes are nested, ascending strides are enough."""
+        """Whether the members ascend. The axes are nested, so this depends only on the strides."""
         return list(self.inner) == sorted(self.inner, key=_STRIDE)
 
     def __len__(self) -> int:
@@ -446,14 +446,17 @@ class PickedGroups(RankGroups):
 
 @attrs.frozen(repr=False, eq=False)
 class ListedGroups(RankGroups):
-    """Groups of the ranks in a list. `positions` has the same groups as positions in the list."""
+    """Groups of the ranks in a list.
+
+    `positions` contains the same groups, but with the position in the list in place of each rank.
+    """
 
     positions: RankGroups
     listing: Listing
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes of the groups of positions."""
+        """The distinct sizes of the groups, ascending."""
         return self.positions.sizes
 
     def __len__(self) -> int:
@@ -498,8 +501,8 @@ def as_groups(found: object, within: RankGroups) -> RankGroups:
             grid.
 
     Raises:
-        LayoutError: The value is not groups, `RankGroups` rejects the lists, or a rank is not in
-            the grid.
+        LayoutError: The value is neither `RankGroups` nor lists that `RankGroups` accepts, or a
+            rank is not in the grid.
 
     Example:
         >>> from hypercomm import RankLayout
@@ -511,12 +514,15 @@ def as_groups(found: object, within: RankGroups) -> RankGroups:
             found = RankGroups(found)  # type: ignore[arg-type]
         except LayoutError as error:
             raise LayoutError(
-                f"derive must give RankGroups, or lists of ranks like [[0, 1], [2, 3, 4]]: {error}"
+                f"derive= must be or return RankGroups, or lists of ranks like "
+                f"[[0, 1], [2, 3, 4]]: {error}"
             ) from error
     if type(found) is RankGroups:
         outside = found._ranks[~np.isin(found._ranks, within.to_array())]
         if outside.size:
-            raise LayoutError(f"derive has rank {outside[0]}, which is not a rank of the grid")
+            raise LayoutError(
+                f"derive= contains rank {outside[0]}, which is not a rank of the grid"
+            )
     return found
 
 

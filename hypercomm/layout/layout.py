@@ -1,7 +1,7 @@
 """RankLayout: named mixed-radix numbering of ranks.
 
 A rank is `rank_offset` plus the sum of coordinate times stride over the dims. The FIRST dim
-varies fastest, as in Megatron's `order`; DeviceMesh, JAX and MPI number the other way round.
+varies fastest, as in Megatron's `order`. In DeviceMesh, JAX and MPI, the last dim varies fastest.
 
 Internally, strides turn coordinates into an offset, and a map turns the offset into a rank. The
 rank is the first rank plus the offset, or the rank at that position in a list (see `numbering`).
@@ -79,8 +79,8 @@ class RankLayout:
             `dim_names`, or a layout. The first dim varies fastest.
         dim_names: Name of each dim, in the order of `shape`.
         rank_offset: The smallest rank.
-        strides: For each dim, the difference between the ranks of neighbours along it, in the order
-            of `shape`. Strides need not ascend. Default: the first dim has stride 1, and there are
+        strides: The difference between the ranks of neighbours along each dim, in the order of
+            `shape`. Strides need not ascend. Default: the first dim has stride 1, and there are
             no gaps.
         ranks: The rank at each position, the first dim varying fastest, in place of `rank_offset`
             and `strides`. Needed only if strides cannot express these ranks. The first method
@@ -90,11 +90,11 @@ class RankLayout:
         dims: Sizes by name, in place of `shape` and `dim_names`.
 
     Raises:
-        LayoutError: The lengths differ or are 0, a size or stride is not a positive int, strides
-            give two coordinates the same rank, a name is empty, duplicate or not printable, the
-            offset is negative, `ranks` does not have one distinct rank for each position,
-            two arguments exclude each other, the text cannot be read, or a size is unspecified
-            without a world size.
+        LayoutError: Arguments are empty or differ in length, a size or stride is not a positive
+            int, strides lead to the same rank for two coordinates, a name is empty, duplicate or
+            not printable, the offset is negative, `ranks` does not have one distinct rank for each
+            position, two arguments exclude each other, the text cannot be read, or a size is
+            unspecified without a world size.
         WorldSizeError: The sizes do not multiply to `world_size`.
 
     Example:
@@ -128,7 +128,7 @@ class RankLayout:
     dim_names: tuple[str, ...]
     strides: tuple[int, ...]
     _map: Span | Listing
-    """The rank of each offset."""
+    """The map from offsets to ranks."""
     rank_offset: int = attrs.field(eq=False, init=False)
     """The smallest rank."""
     size: int = attrs.field(eq=False, init=False)
@@ -136,7 +136,7 @@ class RankLayout:
     last_rank: int = attrs.field(eq=False, init=False)
     """The largest rank."""
     _is_dense: bool = attrs.field(eq=False, init=False)
-    """Whether the position of every rank is equal to its offset."""
+    """Whether the offset of every rank is equal to the position of the rank in `ranks`."""
     _descending: Sequence[tuple[int, int, int]] = attrs.field(eq=False, init=False)
     """(axis, size, stride) for each dim larger than 1, the largest stride first."""
 
@@ -452,7 +452,7 @@ class RankLayout:
     # ---- several ranks, groups --------------------------------------------------------------
 
     def ranks_where(self, /, **coords: int) -> tuple[int, ...]:
-        """Return all ranks with some coordinates, in the order of `ranks`.
+        """Return all ranks that have the given coordinates, in the order of `ranks`.
 
         Raises:
             UnknownDimError: The layout does not have a dim of this name.
@@ -563,7 +563,7 @@ class RankLayout:
         return self.renumber(shape, (*self.dim_names[:axis], *parts, *self.dim_names[axis + 1 :]))
 
     def rename(self, /, **names: str) -> RankLayout:
-        """Give dims new names, old=new.
+        """Return a layout with new names for some dims, given as old=new.
 
         Raises:
             UnknownDimError: The layout does not have a dim of the old name.
@@ -578,9 +578,10 @@ class RankLayout:
         return self._of(self.shape, new, self.strides, self._map)
 
     def select(self, /, **coords: int) -> RankLayout:
-        """Return the layout of the ranks with some coordinates, over the remaining dims.
+        """Return the layout of the ranks that have the given coordinates.
 
-        The ranks and strides are unchanged, so the result may have gaps.
+        Its dims are the dims without a coordinate. The ranks and strides are unchanged, so the
+        result may have gaps.
 
         Raises:
             UnknownDimError: The layout does not have a dim of this name.
@@ -668,7 +669,7 @@ _STRIDE = operator.itemgetter(2)
 
 @functools.lru_cache(maxsize=1024)
 def groups_over(layout: RankLayout, inner: tuple[str, ...]) -> RankGroups:
-    """Return the groups over dims in layout order."""
+    """Return the groups over some dims, which the caller gives in layout order."""
     outer_axes: list[Axis] = []
     inner_axes: list[Axis] = []
     for name, size, stride in zip(layout.dim_names, layout.shape, layout.strides, strict=True):
@@ -681,14 +682,19 @@ def groups_over(layout: RankLayout, inner: tuple[str, ...]) -> RankGroups:
 def _read_numbering(
     sizes: Mapping[str, int], rank_offset: object, strides: object, ranks: object
 ) -> tuple[tuple[int, ...] | None, Span | Listing]:
-    """Return the strides, if they are given and nested, and the map from offsets to ranks."""
+    """Return the strides, and the map from offsets to ranks.
+
+    The strides are None if they are not given or are not nested.
+    """
     offset = as_int(rank_offset, "rank_offset", 0)
     if strides is not None:
         steps = as_sizes(strides, "strides")
         if ranks is not None:
-            raise LayoutError("strides and ranks exclude each other; give one of them")
+            raise LayoutError("strides= and ranks= exclude each other; give one of them")
         if len(steps) != len(sizes):
-            raise LayoutError(f"strides must have one for each of {[*sizes]}, got {steps}")
+            raise LayoutError(
+                f"strides= must contain one stride for each of {[*sizes]}, got {steps}"
+            )
         axes = list(map(Axis, sizes.values(), steps))
         if are_nested(axes):
             return steps, Span(offset)
@@ -698,10 +704,10 @@ def _read_numbering(
     listing = Listing(as_ranks(ranks, "ranks"))
     if len(listing.ranks) != math.prod(sizes.values()):
         positions = f"shape has {short_repr(math.prod(sizes.values()))} positions"
-        raise LayoutError(f"ranks has {len(listing.ranks)} ranks, but {positions}")
+        raise LayoutError(f"ranks= contains {len(listing.ranks)} ranks, but {positions}")
     if offset not in {0, listing.first}:
         raise LayoutError(
-            f"rank_offset {offset} and ranks exclude each other: the smallest of ranks is "
+            f"rank_offset={offset} and ranks= exclude each other: the smallest rank in ranks= is "
             f"{listing.first}"
         )
     return None, listing
@@ -748,13 +754,14 @@ def read_layout(
     from a grid or from the environment.
 
     Args:
-        sizes: The sizes as `RankLayout` takes them, or an object with a `layout`, such as a grid.
-            Default: `dims`, or the sizes in the environment variable HYPERCOMM_LAYOUT.
+        sizes: Sizes in any form that `RankLayout` accepts, or an object with the attribute
+            `layout`, such as a grid. Default: `dims`, or the sizes in the environment variable
+            HYPERCOMM_LAYOUT.
         dim_names: The names of the dims, if `sizes` does not contain them.
         rank_offset: The smallest rank.
         world_size: The number of ranks of the world. An unspecified size is inferred so that
-            the layout fills the ranks from `rank_offset` on. Default: unknown, and all sizes must
-            be given.
+            the layout fills the ranks from `rank_offset` on. Default: it is unknown, so
+            all sizes must be given.
         dims: Sizes by name, in place of `sizes`.
 
     Raises:

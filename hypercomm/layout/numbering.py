@@ -85,7 +85,7 @@ def cut_axes(axes: Sequence[Axis], count: int) -> tuple[list[Axis], list[Axis]] 
 def are_nested(axes: Iterable[Axis]) -> bool:
     """Return whether each stride exceeds the largest offset of all axes with smaller strides.
 
-    If so, division by the strides in descending order gives the coordinates of an offset.
+    If so, dividing an offset by the strides in descending order results in its coordinates.
 
     >>> are_nested([Axis(4, 2), Axis(1, 9), Axis(2, 1)]), are_nested([Axis(2, 1), Axis(3, 1)])
     (True, False)
@@ -139,7 +139,7 @@ def canonical_strides(shape: Sequence[int], given: Sequence[int]) -> tuple[int, 
 
 
 def strides_of(shape: Sequence[int], ranks: NDArray[np.int64]) -> tuple[int, ...] | None:
-    """Return the strides with which a shape enumerates distinct ranks, or None if there are none.
+    """Return the strides that produce these distinct ranks from a shape, or None if none do.
 
     >>> strides_of((2, 2), np.array([3, 4, 7, 8])), strides_of((4,), np.array([3, 4, 7, 8]))
     ((1, 4), None)
@@ -219,7 +219,7 @@ class Span:
         return self.first + offset
 
     def part(self, offset: int, axes: Sequence[Axis]) -> tuple[Span, tuple[int, ...]]:
-        """Return the map for the part along some axes that begins at `offset`, and its strides."""
+        """Return the map for the ranks that axes span from `offset` on, and the strides."""
         return Span(self.first + offset), tuple([stride for _, stride in axes])
 
     def arguments(self, strides: tuple[int, ...]) -> dict[str, Any]:
@@ -231,7 +231,7 @@ class Span:
 class Listing:
     """Distinct ranks in a list. The offset of a rank is its position in the list.
 
-    A pickle holds the list and no cached value.
+    A pickle contains the list, but no cached values.
 
     Example:
         >>> listing = Listing((4, 2, 7))
@@ -280,13 +280,13 @@ class Listing:
         return max(self.ranks)
 
     def part(self, offset: int, axes: Sequence[Axis]) -> tuple[Listing, None]:
-        """Return the map for the part along some axes that begins at `offset`.
+        """Return the map for the ranks that axes span from `offset` on.
 
-        The strides are None, because the part is renumbered without gaps.
+        None takes the place of the strides, because the offsets of the new list have no gaps.
         """
         return Listing(tuple(self.array[offset + lattice(axes)].tolist())), None
 
     def arguments(self, strides: tuple[int, ...]) -> dict[str, Any]:
-        """Return the arguments of `RankLayout` that create this map. The strides are dense."""
+        """Return the arguments of `RankLayout` that create this map. A list needs no strides."""
         del strides
         return {"ranks": self.ranks}

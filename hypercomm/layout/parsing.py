@@ -1,4 +1,4 @@
-"""Readers of sizes "tp=2,dp=4", orders "tp-cp-dp" and dims "tp,dp+cp".
+"""Functions that read sizes "tp=2,dp=4", orders "tp-cp-dp" and dims "tp,dp+cp".
 
 `read_sizes` reads sizes in every form, and `infer_sizes` infers an unspecified size.
 """
@@ -154,7 +154,7 @@ def as_dims(value: object) -> tuple[Any, ...]:
 def read_sizes(
     sizes: object, dim_names: Iterable[str] | None = None, dims: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """Return sizes by dim name from sizes in any form. Each may be unspecified.
+    """Read sizes in any form, and return them by dim name. Each size may be unspecified.
 
     Args:
         sizes: "tp=2,dp=4", {"tp": 2, "dp": 4}, or [2, 4] with `dim_names`.
@@ -200,10 +200,10 @@ def read_sizes(
 def short_names(
     call: str, given: Mapping[str, Any], names: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return sizes by short name, from sizes under a framework's long names or under short names.
+    """Replace a framework's long names of sizes by short names. Short names are kept.
 
     Args:
-        call: The function that takes the sizes, for errors.
+        call: The name of the function that was called with the sizes, for errors.
         given: The sizes by long or short name. A size of None counts as not given.
         names: The short name of each long name.
 
@@ -260,8 +260,8 @@ def infer_sizes(sizes: Mapping[str, int], world_size: int | None, room: str = ""
 
     Raises:
         LayoutError: Several sizes are unspecified, or one is and `world_size` is None.
-        WorldSizeError: The product of the given sizes is not the world size. If a size is
-            unspecified: the product does not divide the world size.
+        WorldSizeError: All sizes are given, and their product is not `world_size`. Or one size is
+            unspecified, and the product of the others does not divide `world_size`.
 
     >>> infer_sizes({"tp": 2, "dp": -1}, 8)
     {'tp': 2, 'dp': 4}

@@ -52,8 +52,8 @@ def tile(layouts: Layouts, world_size: int) -> dict[str, RankLayout]:
     Raises:
         LayoutError: `layouts` is empty, a name is not a string, a layout has gaps, a text is wrong,
             or several sizes are unspecified.
-        WorldSizeError: No ranks are left for the layout with the unspecified size, or their number
-            is not a multiple of its other sizes.
+        WorldSizeError: No ranks are left for the layout with the unspecified size. Or the number of
+            ranks left is not a multiple of the product of that layout's other sizes.
 
     Example:
         >>> places = tile({"encoder": "tp=2,dp=4", "llm": "tp=4,dp,pp=2"}, 24)
@@ -155,7 +155,7 @@ class Placement:
 
     @property
     def kind(self) -> Kind:
-        """The relation of the layouts, as in the attributes above."""
+        """How the layouts are related, as described under `Placement`."""
         if self.overlaps:
             return "colocated" if self._are_colocated else "overlapping"
         used = sum(layout.size for layout in self.layouts.values())
@@ -252,8 +252,9 @@ def _read(name: str, given: str | Mapping[str, int] | RankLayout) -> dict[str, i
             return read_sizes(given)
     if not isinstance(given.ranks, range):
         raise LayoutError(
-            f"the ranks of grid {name!r} ({given}) have gaps or do not ascend, so they cannot be "
-            f"replaced by other ranks; keep them with GridSet({{{name!r}: layout, ...}})"
+            f"grid {name!r} ({given}) cannot be placed on other ranks, because the ranks of its "
+            f"layout have gaps or are not in ascending order; to leave the grid on these ranks, "
+            f"pass the layout to the constructor: GridSet({{{name!r}: layout, ...}})"
         )
     return given.sizes
 

@@ -25,8 +25,8 @@ class View:
         name: The name of the view.
         layout: The factorisation.
         shared_dims: The dims with the same groups in the view and in the base, in the base's order.
-        wanted_dims: The dims that were requested as shared. A reshape shares those that the new
-            base and the new view have.
+        wanted_dims: The dims that were requested as shared. After a reshape, those of
+            them that exist in the new base and in the new view are shared.
     """
 
     name: str
@@ -104,7 +104,8 @@ class Views(Mapping[str, View]):
 
         Raises:
             UnknownDimError: There is no view of this name.
-            LayoutError: The sizes do not fit, or a shared dim has different groups.
+            LayoutError: The sizes of a view do not fit `base`, or the groups over a shared dim
+                would differ between the view and `base`.
         """
         for name in sizes:
             self[name]
@@ -124,13 +125,14 @@ class Views(Mapping[str, View]):
         return others
 
     def find(self, dims: Dims, view: str | None) -> tuple[View | None, tuple[str, ...]]:
-        """Return the view that has some dims, or None for the base, and the dims in layout order.
+        """Return the view that contains some dims, and the dims in layout order.
 
-        For dims that a view shares with the base, the result is the base.
+        The view is None for the base. It is also None if the view shares all of these dims with the
+        base.
 
         Raises:
             UnknownDimError: There is no view of this name, or the view lacks a dim. The error
-                names a view that has the dims, if there is one.
+                names a view that contains the dims, if there is one.
         """
         found = None if view is None else self.asked(view)
         try:
@@ -140,7 +142,7 @@ class Views(Mapping[str, View]):
                 raise
             layouts = {BASE: self.base} | {name: one.layout for name, one in self.items()}
             having = [name for name, one in layouts.items() if {*as_dims(dims)} <= {*one.dim_names}]
-            hint = f"use grid.view({having[0]!r})" if having else "no view has all of them"
+            hint = f"use grid.view({having[0]!r})" if having else "no view has all of these dims"
             views = "; ".join(f"{name} ({one})" for name, one in layouts.items())
             raise UnknownDimError(
                 f"{short_repr(dims)} is not in view {view or BASE!r}: {error}; {hint}; views: "

@@ -1,4 +1,4 @@
-"""Runs the bodies of tests on real ranks. A body and its arguments are pickled by value."""
+"""Runs the bodies of tests on real ranks. Each body and its arguments are sent as pickles."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _OUTCOME = re.compile(
     r"^(?:[\w.]+\.)?(Skipped|XFailed|UnsatisfiedAssumption)(?:: (.*))?\Z", re.MULTILINE | re.DOTALL
 )
 
-# Only the last bytes of a rank's output are shown. This is their number.
+# At most this number of bytes is shown, from the end of the output of a rank.
 _LONGEST_OUTPUT = 100_000
 
 
@@ -61,10 +61,10 @@ def given_ranks(
 
     Hypothesis draws and shrinks in this process. For each example, the body runs on every rank of
     a new job with the same arguments. The job has as many ranks as the layouts among the arguments
-    need. `layouts()`, `grids()` and `mappings()` draw such arguments. A grid is built on each rank
-    and destroyed after the body. The test fails with the traceback of the first rank that
-    fails, or with the stacks of ranks that hang. The test has no deadline and does not accept
-    `@settings`.
+    need. `layouts()`, `grids()` and `mappings()` draw such arguments. If an argument is a
+    grid, each rank builds it before the body and destroys it afterwards. The test fails with the
+    traceback of the first rank that fails, or with the stacks of ranks that hang. The test has no
+    deadline and does not accept `@settings`.
 
     The body may be a closure or a method. It is sent to the ranks with its arguments by
     cloudpickle. It may call `assume`, but cannot draw with `data()`. A script must call such a test
@@ -74,7 +74,7 @@ def given_ranks(
         strategies: Strategies for the last arguments of the body, as `hypothesis.given` takes them.
         ranks: The number of ranks. Default: as many as the layouts of an example need.
         ranks_max: The largest number of ranks of an example. A larger example fails the test.
-            Default: pytest's `--ranks-max`, or else 4 for each processor and at least 8. With
+            Default: pytest's `--ranks-max`, or else 4 for each processor, but at least 8. With
             `--ranks-max`, larger examples are skipped. If all examples are larger, the test is
             skipped.
         max_examples: The number of examples.
@@ -226,7 +226,10 @@ def run_function(
 def _pickled(
     function: Callable[..., Any], arguments: Mapping[str, Any], module: str
 ) -> tuple[bytes, dict[str, bytes]]:
-    """Pickle a function and its arguments. Classes and functions of the module go by value."""
+    """Pickle a function and its arguments.
+
+    Classes and functions of the module are pickled by value.
+    """
     found = sys.modules.get(module)
     with contextlib.ExitStack() as stack:
         if found is not None and module not in cloudpickle.list_registry_pickle_by_value():
@@ -289,7 +292,7 @@ def _make_grid(
 
 def _call(function: bytes, arguments: dict[str, bytes], folder: str | None) -> Any:
     """Call a pickled function, and destroy the grids among its arguments afterwards."""
-    warnings.filterwarnings("ignore", "Using `(assume|reject)` outside")  # the parent rejects
+    warnings.filterwarnings("ignore", "Using `(assume|reject)` outside")  # the parent does
     with contextlib.ExitStack() as stack:
         if folder is not None:
             stack.enter_context(_own_output(Path(folder) / os.environ["RANK"]))

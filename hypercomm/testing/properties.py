@@ -59,29 +59,29 @@ def layer(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> None:
-    """Check that a sharded layer has the output and the gradients of a dense layer.
+    """Check that a sharded layer computes the same output and gradients as a dense layer.
 
     All ranks draw the same whole tensors. Each rank passes its part of a tensor that is cut along
     `dim`, and passes any other tensor whole. Ranks with the same coordinates along `dim` pass equal
-    tensors. The backward pass starts with the rank's part of a gradient of the output. Each
+    tensors. The backward pass starts with the rank's part of a random gradient of the output. Each
     gradient must equal the rank's part of the dense gradient, or the whole dense gradient if the
     tensor is not cut.
 
     Args:
         grid: The grid.
         dim: The dims along which tensors are cut.
-        sharded: A function of the rank's parts, in the order of `tensors`. It returns the rank's
-            part of the output, or a tuple whose first item is this part. If it is a module, each
-            tensor with the name of a parameter is written into that parameter, and the module is
-            called with the other tensors. Parameters and outputs may be DTensors, as with
-            `parallelize_module`.
-        dense: A function of the whole tensors, under the same rules. If it is a module, its
-            parameters are drawn after `tensors`.
+        sharded: A function that is called with the rank's parts, in the order of `tensors`. It
+            returns the rank's part of the output, or a tuple whose first item is this part. If it
+            is a module, each tensor with the name of a parameter is written into that parameter,
+            and the module is called with the other tensors. Parameters and outputs may be DTensors,
+            as with `parallelize_module`.
+        dense: A function that is called with the whole tensors, under the same rules. If it is a
+            module, its parameters are drawn after `tensors`.
         tensors: For each name, a tensor that is the same on all ranks, or the shape of a tensor to
             draw from a normal distribution.
-        cuts: For the name of each tensor that is cut, and for "output", the axis. If an output
-            without axes, such as a loss, has an axis here, each rank has only a share of it. Then
-            the output is not compared.
+        cuts: The axis along which each tensor is cut, by name. The name of the output is "output".
+            If an axis is given for an output without axes, such as a loss, each rank computes only
+            a share of this output, and the output is not compared.
         finish: A function that is called after the backward pass, to complete the gradients of a
             sharded module. For example, the function sums the gradients of replicated parameters.
         zigzag: Whether each position along `dim` has two chunks. Position `i` has the chunks `i`
@@ -94,7 +94,8 @@ def layer(
 
     Raises:
         PropertyError: A rank has wrong values. The error is an AssertionError.
-        LayoutError: A parameter does not have the shape of its part of the dense parameter.
+        LayoutError: The shape of a parameter differs from the shape of the rank's part of the dense
+            parameter.
         UnknownDimError: The grid has no such dim.
         RankOutsideError: The calling rank is not in the grid.
 
@@ -166,9 +167,9 @@ def linear(
     Args:
         grid: The grid.
         dim: The dims along which the weight is cut, such as "tp".
-        sharded: A function of the rank's parts of the input, the weight and the bias, or a module
-            with the parameters `weight` and `bias`, which is called with the input. The input has
-            three axes, and the last one is in_features.
+        sharded: A function that is called with the rank's parts of input, weight and bias, or a
+            module with the parameters `weight` and `bias`, which is called with the input. The
+            input has three axes, and the last one is in_features.
         cut: "column" if out_features are cut, in the weight, the bias and the output. "row" if
             in_features are cut, in the weight and the input.
         features: in_features and out_features of the whole layer. Default: 4 and 6, times the size
@@ -180,7 +181,7 @@ def linear(
 
     Raises:
         PropertyError: A rank has wrong values. The error is an AssertionError.
-        LayoutError: `cut` is unknown, or a parameter does not have the shape of its part.
+        LayoutError: `cut` is unknown, or the shape of a parameter is wrong, as in `layer`.
         UnknownDimError, RankOutsideError: As in `layer`.
 
     Example:
@@ -226,7 +227,8 @@ def attention(
     Args:
         grid: The grid.
         dim: The dims along which tokens are cut, such as "cp".
-        sharded: A function that returns the rank's output, given its queries, keys and values.
+        sharded: A function that returns the rank's output, given the rank's queries, keys and
+            values.
         causal: Whether a token attends only to itself and to earlier tokens.
         shape: The shape of the whole tensors. Default: (2, 2 * size, 4 * size, 8) with the size of
             `dim`.
@@ -283,7 +285,7 @@ def loss(
             (tokens, vocabulary) and the targets.
         cut: With "vocabulary", each rank has all targets, and returns the dense loss. With
             "tokens", each rank has the targets of its tokens. The rank may return its share of
-            the loss or the whole loss, so a loss without axes is not compared. Its gradients are.
+            the loss or the whole loss, so a loss without axes is not compared, only its gradients.
             If gradients are averaged along `dim` afterwards, as by DistributedDataParallel and
             FSDP, divide the loss by the size of `dim` in `sharded`.
         dense: The loss of all logits and targets.
@@ -372,7 +374,7 @@ def random_state(grid: GridView, draw: Callable[[], Any], same: Dims = ()) -> No
 
 @attrs.frozen
 class _Comparison:
-    """Compares the tensors of ranks with their parts of dense tensors.
+    """Compares the tensors of each rank with the parts of dense tensors that it should have.
 
     Attributes:
         grid: The grid.
@@ -408,7 +410,12 @@ class _Comparison:
         return ""
 
     def compare(self, wholes: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-        """Raise on all ranks if a tensor of a rank is not its part of the whole tensor."""
+        """Raise on all ranks if any rank's tensor differs from the part that it should have.
+
+        Args:
+            wholes: The whole tensors, by name.
+            own: This rank's tensors, by name.
+        """
         waited = {name: each.detach().clone().cpu() for name, each in own.items()}
         found = _gather(self.grid, waited)  # a clone waits for a functional collective
         texts = []
@@ -475,8 +482,9 @@ def _call(function: Function, tensors: Mapping[str, Tensor]) -> tuple[dict[str, 
         local = _local(leaf.detach())
         if local.shape != value.shape:
             raise LayoutError(
-                f"the parameter {name!r} has shape {tuple(local.shape)}, but its part of the "
-                f"dense parameter has {tuple(value.shape)}; pass the shapes of the dense layer"
+                f"the parameter {name!r} has shape {tuple(local.shape)}, but this rank's "
+                f"part of the dense parameter has shape {tuple(value.shape)}; pass the "
+                f"shapes of the dense layer"
             )
         local.copy_(value)
     result = function(*(leaf for name, leaf in leaves.items() if name not in own))

@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make a test for each number of ranks, and skip numbers that are too large."""
+    """Make a test for each number of ranks, and skip the tests with too many ranks."""
     marker = metafunc.definition.get_closest_marker("ranks")
     if marker is None:
         return
@@ -63,7 +63,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     has_others = marker.kwargs.keys() - {"timeout", "backend"}
     if not are_sizes or len(set(sizes)) < len(sizes) or has_others:
         pytest.fail(
-            f"the marker ranks of {metafunc.function.__name__} takes distinct numbers of ranks, "
+            f"the marker ranks of {metafunc.function.__name__} accepts distinct numbers of ranks, "
             f"timeout= and backend=, as in @pytest.mark.ranks(2, 4, timeout=30); got {sizes} and "
             f"{dict(marker.kwargs)}",
             pytrace=False,
@@ -89,7 +89,7 @@ def _most(config: pytest.Config) -> int:
 
 
 def _too_many(size: int, limit: int) -> str:
-    return f"{size} ranks are more than {limit}; --ranks-max={size} starts them"
+    return f"{size} ranks are more than {limit}; pass --ranks-max={size} to run the test"
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -134,7 +134,7 @@ def _output_shown(item: pytest.Item) -> Iterator[dict[int, str] | None]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    """Apply --ranks-max to `given_ranks`, and skip a test if all its examples are too large."""
+    """Apply --ranks-max to `given_ranks`. Skip a test if all examples have too many ranks."""
     ranks_bound.most = item.config.getoption("--ranks-max")
     ranks_bound.left_out = 0
     try:
@@ -142,7 +142,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     except Exception as error:
         if ranks_bound.left_out and type(error).__name__ == "Unsatisfiable":
             pytest.skip(
-                f"{_too_many(ranks_bound.left_out, ranks_bound.most)}; no example had fewer"
+                f"{_too_many(ranks_bound.left_out, ranks_bound.most)}; no example has fewer"
             )
         raise
 
@@ -175,7 +175,7 @@ def ranks(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def run_ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
-    """`hypercomm.run_ranks` within `--ranks-max`, with each rank's output in the report."""
+    """`hypercomm.run_ranks`, but with `--ranks-max`, and each rank's output in the report."""
 
     def run(
         function: Callable[..., Any], nprocs: int, args: Sequence[Any] = (), **options: Any

@@ -34,9 +34,10 @@ class RecordedGroup(NamedTuple):
     Attributes:
         name: The name of the group, which is the same on all members.
         ranks: The members, in group order.
-        backend: Its backend.
-        timeout: Its timeout.
-        description: The description in torch's logs. For a group of a grid, it contains the dims.
+        backend: The backend of the group.
+        timeout: The timeout of the group.
+        description: The description of the group in torch's logs. For a group of a grid, it
+            contains the dims.
     """
 
     name: str
@@ -98,7 +99,8 @@ class Collective(NamedTuple):
         return f"{self.op}{of}{how}{peer}{tag}{self._at}"
 
 
-# (True, call) if the rank waits until the call has ended, (False, call) if it starts the call.
+# A step of a rank: (False, call) if the rank starts a call, (True, call) if it waits until the call
+# has ended.
 Step = tuple[bool, LoggedCall]
 
 
@@ -133,17 +135,17 @@ class Book:
         self._turns.clear()
 
     def create(self, made: RecordedGroup) -> None:
-        """Record the creation of a group, in which the rank waits for the other members."""
+        """Record that the rank creates a group and waits for the other members."""
         group = self._group(f"{CREATION} {made.name}", made)
         call = LoggedCall(CREATION, group, 1, len(self.steps), "started", terms=made, source=made)
         self.steps += [(False, call), (True, call)]
 
     def call(self, made: Collective, channel: str = "") -> LoggedCall:
-        """Record a call and its source line. Sends and receives have a channel, as in dumps."""
+        """Record a call and its source line. `channel` is as in `LoggedCall`."""
         place, objects = _caller()
         self.has_objects = objects is not None
         if objects is not None and objects is self._objects:
-            return self.steps[-1][1]  # a further collective of the same call
+            return self.steps[-1][1]  # a further collective of the same object call
         self._objects = objects
         if objects is not None:
             peer = made.peer
@@ -171,7 +173,10 @@ class Book:
         return self._groups[name]
 
     def post(self, lane: tuple[str, str], value: Any) -> None:
-        """Store a value. In each lane, the n-th `take` of another rank returns the n-th value."""
+        """Store a value. In each lane, the n-th `take` of another rank returns the n-th value.
+
+        A lane is the name of a group, and the route of a message or "".
+        """
         self._turns[lane] += 1
         self._values[lane, self._turns[lane]] = value
 

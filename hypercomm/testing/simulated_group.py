@@ -25,11 +25,11 @@ class SimulatedGroup:
     """A process group of the calling rank that has members but cannot communicate.
 
     Args:
-        name: Its name.
+        name: The name of the group.
         rank: The position of the calling rank among the members.
         size: The number of members.
-        timeout: Its timeout.
-        description: Its description.
+        timeout: The timeout of the group.
+        description: The description of the group.
     """
 
     bound_device_id = None
@@ -83,7 +83,7 @@ class SimulatedGroup:
 
 
 class SimulatedWork(Work):
-    """The work of simulated calls, which are always complete.
+    """The `Work` object of simulated calls. It is always complete.
 
     Args:
         steps: The steps of the rank that made the calls.
@@ -112,7 +112,7 @@ class SimulatedWork(Work):
         return True
 
     def get_future(self) -> Any:
-        """Return a future that has the outputs."""
+        """Return a completed future with the outputs as its value."""
         future: Any = torch.futures.Future()
         future.set_result(self._results)
         return future
@@ -251,7 +251,7 @@ class RecordingGroup(SimulatedGroup):
         return work
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
-        """On the destination, put its tensor into every slot."""
+        """On the destination rank, put the rank's own tensor into every slot."""
         work = self._call("gather", inputs, results=outputs, root=opts.rootRank)
         if outputs:
             _fill(self._slots("gather", outputs[0]), inputs[0])
@@ -344,7 +344,7 @@ class RecordingGroup(SimulatedGroup):
     def _receive(
         self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor] | None
     ) -> None:
-        """Fill tensors with received values. If there are none, pickled objects become None."""
+        """Fill tensors with received values. Without values, pickled objects become None."""
         kinds = [[(each.shape, each.dtype) for each in every] for every in (tensors, values or ())]
         if kinds[0] == kinds[1]:
             for tensor, value in zip(tensors, values or (), strict=True):
@@ -361,7 +361,7 @@ def _listed(tensors: Tensors) -> Sequence[torch.Tensor]:
 
 
 def _fill(slots: Sequence[torch.Tensor], own: torch.Tensor) -> None:
-    """Copy a tensor into the slots that have its shape."""
+    """Copy a tensor into the slots of the same shape."""
     for slot in slots:
         if slot.shape == own.shape and slot is not own:
             slot.detach().copy_(own.detach())

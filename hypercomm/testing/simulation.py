@@ -132,12 +132,12 @@ def simulate(
 ) -> Simulation[Result]:
     """Run a function for every rank of a job, one rank after another, in this process.
 
-    Meanwhile, torch.distributed returns the values of that rank. `init_process_group` returns
-    immediately if it is called as an attribute of torch.distributed, but not under a name that was
-    imported before. No process group of torch is created. Groups of `new_group` and DeviceMesh are
-    recorded like groups of a grid. The global state of Megatron and ezpz (`hypercomm.compat`) is
-    empty at the start of each rank. Other global variables are shared. Other threads see the
-    simulated job, too.
+    While the function runs, torch.distributed returns the values of the simulated rank.
+    `init_process_group` returns immediately if it is called as an attribute of torch.distributed,
+    but not under a name that was imported before. No process group of torch is created. Groups that
+    `new_group` and DeviceMesh create are recorded like groups of a grid. The global state of
+    Megatron and ezpz (`hypercomm.compat`) is empty at the start of each rank. Other global
+    variables are shared. Other threads see the simulated job, too.
 
     All collectives, sends and receives are recorded and return immediately. They have these
     results, which never depend on ranks that run later:
@@ -151,13 +151,13 @@ def simulate(
     - Collectives of objects do the same with copies. An object of a rank that runs later is None.
 
     Then the calls of the ranks are compared. The members of a group must make the same calls in the
-    same order, with equal op, shapes, dtype, reduction and root, as with
-    TORCH_DISTRIBUTED_DEBUG=DETAIL. The parts of an all-to-all may differ, because they often depend
-    on received values. A rank waits in a collective for all members, and in a receive for the send.
-    With `async_op=True`, it waits in `wait()` of the work. A send does not wait. Messages match by
-    tag, which NCCL ignores. Only the first difference of each group is reported. Functional
-    collectives (DTensor) and code that passes a group to C++ (DistributedDataParallel) cannot be
-    simulated.
+    same order, with equal op, shapes, dtype, reduction and root. TORCH_DISTRIBUTED_DEBUG=DETAIL
+    checks the same. The parts of an all-to-all may differ, because they often depend on received
+    values. A rank waits in a collective for all members, and in a receive for the send.
+    With `async_op=True`, it waits in `wait()` of the work. A send does not wait. Sends and receives
+    are matched by tag, although NCCL ignores tags. Only the first difference of each group is
+    reported. Functional collectives (DTensor) and code that passes a group to C++
+    (DistributedDataParallel) cannot be simulated.
 
     Args:
         function: The function to call with `args`. The environment variables RANK and WORLD_SIZE
@@ -242,7 +242,7 @@ def simulate(
 def _job(
     rank: int, everyone: Mapping[int, int], book: Book, backend: str, timeout: timedelta
 ) -> OtherWorld:
-    """Return the job for one rank. Its groups record their creations and calls."""
+    """Return the job for one rank. `book` records the groups and calls of this job."""
     jobs = itertools.count(1)
 
     def make_world() -> RecordingGroup:
@@ -276,7 +276,7 @@ def judge(programs: Programs) -> tuple[Disagreement, ...]:
 
     A rank waits in a creation and in a collective until all members have called it, and in a
     receive until the message is sent. It waits for an asynchronous call in `wait()` of its work. A
-    send never waits. After the first calls of a group that differ, no rank waits in that group,
+    send never waits. Once calls of a group differ, no rank is assumed to wait in that group,
     because later differences are consequences.
 
     Args:
@@ -310,7 +310,7 @@ def _evidence(steps: Programs) -> Evidence:
 
 
 def _other_end(call: LoggedCall) -> Point:
-    """Return the point of the other end of a message, or the same point for a collective."""
+    """Return the point of the matching send or receive, or the same point for a collective."""
     way, _, route = call.channel.partition(" ")
     other = f"{ANSWERS[way]} {route}" if way in ANSWERS else call.channel
     return call.group, other, call.number
@@ -321,7 +321,10 @@ def _needed(call: LoggedCall) -> int:
 
 
 def _advance(steps: Programs, first: Mapping[tuple[LoggedGroup, str], int]) -> dict[int, int]:
-    """Return the step in which each rank waits forever, and mark the calls that have ended."""
+    """Return the index of the step in which each rank waits forever, and mark the ended calls.
+
+    If a rank does not wait forever, the index is the number of its steps.
+    """
     at = dict.fromkeys(steps, 0)
     entered: Counter[Point] = Counter()
     waiting: dict[Point, list[int]] = {}
@@ -352,7 +355,7 @@ def _advance(steps: Programs, first: Mapping[tuple[LoggedGroup, str], int]) -> d
 
 
 def _stuck(steps: Programs, every: Evidence, at: Mapping[int, int]) -> Iterator[Disagreement]:
-    """Yield the first call of each group and channel that never ends."""
+    """For each group and channel, yield the first call that never ends."""
     reached = _evidence({rank: own[: at[rank]] for rank, own in steps.items()})
     seen = set()
     for wait in sorted(find_waits(reached), key=lambda wait: wait.call.number):

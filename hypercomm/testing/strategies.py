@@ -50,7 +50,7 @@ def layouts(
         max_offset: The largest `rank_offset`. With `listed`, also the largest number of ranks that
             are omitted.
         dim_names: The names to draw from, in any order.
-        dims_required: The names that every layout has.
+        dims_required: The names of dims that every layout must have.
         listed: Whether the ranks are a list in any order, with some ranks omitted.
 
     Returns:
@@ -273,7 +273,7 @@ def views_of(
 
 @st.composite
 def _factors(draw: st.DrawFn, number: int, more: int) -> list[int]:
-    """Cut a number into at most 1 + `more` factors, larger than 1 unless the number is 1."""
+    """Factorise a number into at most 1 + `more` factors, all larger than 1 except for number 1."""
     factors: list[int] = []
     for _ in range(draw(st.integers(0, more))):
         fitting = sorted(size for size in divisors(number) if 1 < size < number)
@@ -304,8 +304,8 @@ def mappings(
             is for a weight with two axes, and `shardings` draws the dims that cut them.
         max_size: The largest size of a dim.
         max_ranks: The largest number of ranks of each layout.
-        beside: If True, the target's ranks follow the source's ranks. If False, the ranks of both
-            begin at 0. Default: drawn.
+        beside: If True, the target's ranks follow the source's ranks. If False, both layouts
+            begin at rank 0. Default: drawn.
 
     Returns:
         A strategy for mappings.

@@ -33,7 +33,7 @@ class OtherWorld(_c10d._World):  # type: ignore[misc]
     Args:
         make_world: A function that returns a replacement for WORLD. It is called once for each
             `init_process_group`.
-        ranks: A dict from each rank to itself.
+        ranks: A dict that maps each rank of the job to itself.
         backend: The backend of WORLD.
         create: A function that returns a replacement for a group, from its name, ranks, backend,
             timeout and description.
@@ -132,7 +132,7 @@ class OtherWorld(_c10d._World):  # type: ignore[misc]
 
 @functools.cache
 def _members(ranks: tuple[int, ...]) -> tuple[tuple[int, ...], dict[int, int]]:
-    """Return the members and their positions. Simulated members share the tuple and the dict."""
+    """Return the members and their positions. The result is cached, so simulated ranks share it."""
     return ranks, {rank: position for position, rank in enumerate(ranks)}
 
 
@@ -189,7 +189,8 @@ def fake_world(
     Args:
         world_size: The number of ranks of the job, at most 2**24.
         rank: The rank of this process.
-        parts: The number of ranks of each part, by name, as in `join_world`.
+        parts: If the job consists of joined jobs, as in `join_world`: the number of ranks of each
+            of these parts, by name.
         timeout: The timeout of the job. Default: torch's.
 
     Yields:
@@ -241,7 +242,7 @@ def fake_world(
 def registered_groups() -> set[dist.ProcessGroup]:
     """Return the process groups that torch has registered in this process, including WORLD.
 
-    Tests use it to check that no group is left over.
+    Tests can check with this function that no group is left over.
 
     Example:
         >>> from hypercomm import HyperCommGrid

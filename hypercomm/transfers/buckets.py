@@ -18,7 +18,7 @@ from hypercomm.transfers.holdings import Box, Shape, SourceTensor, Target, Wante
 ALIGNMENT = 16
 """Segments begin at multiples of this number of bytes, which is the size of the largest dtype.
 
-The checksum follows the segment and takes the same number of bytes.
+The checksum after a segment also has this size.
 """
 
 LEAST_BUCKET = 1024
@@ -35,13 +35,14 @@ class Segment:
 
     Attributes:
         name: The name of the parameter at the target.
-        source_name: The name of the parameter at the source. If the target's parameter is fused, it
-            is one of the parts.
+        source_name: The name of the parameter at the source. If the target's parameter is fused,
+            this is the name of one of its parts.
         dtype: The type of the sent elements.
         source: The rank that sends.
-        target: The rank that receives. If it is also the sender, the segment is copied.
-        source_slices: The slices of the source's part.
-        target_slices: The slices of the target's part.
+        target: The rank that receives. If this is also the rank that sends, the segment
+            is copied.
+        source_slices: The slices of the segment in the source rank's tensor.
+        target_slices: The slices of the segment in the target rank's tensor.
         nbytes: The size of the segment in bytes.
         bucket: The index of the segment's bucket, or -1 for a copy.
     """
@@ -58,7 +59,7 @@ class Segment:
 
     @property
     def room(self) -> int:
-        """The bytes that the segment takes in a buffer, with padding and a checksum.
+        """The size of the segment in a buffer in bytes, with padding and a checksum.
 
         Example:
             >>> Segment("w", "w", torch.int32, 0, 1, (), (), nbytes=20, bucket=0).room
@@ -68,7 +69,7 @@ class Segment:
 
 
 def room_for(nbytes: int) -> int:
-    """Return the room of a segment of `nbytes` bytes."""
+    """Return the size in a buffer of a segment of `nbytes` bytes."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT + ALIGNMENT
 
 
@@ -77,9 +78,9 @@ class BucketPlan:
     """The plan of one rank.
 
     Attributes:
-        copies: The segments that the rank copies to itself.
-        sends: The segments that it sends in each bucket.
-        receives: The segments that it receives in each bucket.
+        copies: The segments that stay on the rank, which copies them.
+        sends: The segments that the rank sends in each bucket.
+        receives: The segments that the rank receives in each bucket.
     """
 
     copies: Sequence[Segment]
@@ -93,7 +94,7 @@ class BucketPlan:
 
     @property
     def room(self) -> int:
-        """The most bytes that the rank sends and receives in one bucket."""
+        """The largest sum of the bytes that the rank sends and receives in one bucket."""
         buckets = zip(self.sends, self.receives, strict=True)
         return max((sum(one.room for one in chain(*bucket)) for bucket in buckets), default=0)
 
@@ -123,8 +124,9 @@ def segments(
 ) -> Iterator[Segment]:
     """Cut parameters into segments, and assign each to a source, a target and a bucket.
 
-    Each segment comes from the replica that has sent the fewest bytes so far. The segments that one
-    rank sends and receives in one bucket take at most `bucket_bytes` of room.
+    Of the source ranks that have the elements of a segment, the rank that has sent the fewest bytes
+    so far sends the segment. The segments that one rank sends and receives in one bucket need at
+    most `bucket_bytes` together.
 
     Args:
         sources: The parameters of the source, by name.
@@ -179,9 +181,9 @@ def segments(
 
 
 def _slices(box: Box, whole: Box, start: Shape) -> Slices:
-    """Return the slices of a box in a tensor.
+    """Return the slices that select a box in a tensor.
 
-    The tensor has the box `whole`, which contains `box` and begins at index `start` of the tensor.
+    The tensor contains the box `whole` from index `start` on, and `whole` contains `box`.
     """
     firsts = [at - span[0] for at, span in zip(start, whole, strict=True)]
     return tuple(
@@ -190,13 +192,13 @@ def _slices(box: Box, whole: Box, start: Shape) -> Slices:
 
 
 Holders = dict[int, Shape]
-"""For each rank that has a box: the first index of the box in the tensor of that rank."""
+"""The ranks that have a box, and the index at which the box begins in the tensor of each rank."""
 
 
 class _Overlaps:
     """Finds the boxes of the source that overlap a wanted box.
 
-    Parameters with equal boxes share the result.
+    Results are cached. Parameters with equal boxes use the same cached result.
     """
 
     def __init__(self, sources: Mapping[str, SourceTensor]) -> None:
@@ -205,7 +207,7 @@ class _Overlaps:
         self._found: dict[tuple[tuple[Box, ...], Box], list[tuple[Box, Box]]] = {}
 
     def of(self, wanted: Wanted) -> Iterator[tuple[Holders, Box, Box]]:
-        """Yield the holders of a box, the box, and the part that it shares with the wanted box."""
+        """Yield the holders of each overlapping box, the box, and the overlap."""
         key = self._boxes[wanted.source], wanted.box
         if key not in self._found:
             self._found[key] = [
@@ -230,9 +232,10 @@ def _common(one: Box, other: Box) -> Box | None:
 def _pieces(
     overlaps: _Overlaps, wanted: Iterable[Wanted], itemsize: int, grain: int
 ) -> Iterator[tuple[Wanted, Holders, Box, Box]]:
-    """Yield the wanted box, the holders of an overlapping box, that box, and a common piece.
+    """Yield pieces of wanted boxes.
 
-    A piece that is sent has at most `grain` bytes.
+    An item consists of the wanted box, the holders of a source box that overlaps the wanted box,
+    the source box, and a piece of the overlap. A piece that is sent has at most `grain` bytes.
     """
     most = max(1, grain // itemsize)
     for one in wanted:

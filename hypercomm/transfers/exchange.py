@@ -35,10 +35,10 @@ def consent(
         world: The world of the ranks in the mapping.
         mapping: The mapping of the transfer.
         tensor: A description of the data that is identical on all ranks.
-        refusal: The error that keeps this rank from taking part. The other ranks raise it, and
-            this rank does not wait.
+        refusal: The error that keeps this rank from taking part. The other ranks raise a
+            CreationError with the text of this error, and this rank does not wait.
         entries: Further descriptions that must be equal on all ranks.
-        effect: What a failure means for the data. The error begins with these words.
+        effect: A clause that says what a failure means for the data. The error begins with it.
 
     Returns:
         An interrupt that this rank received while it waited, or None. All ranks continue with the

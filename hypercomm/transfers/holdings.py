@@ -1,4 +1,4 @@
-"""The part of each parameter on each rank, as boxes of whole tensors.
+"""Computes the part of each parameter that each rank has, as boxes of the whole tensor.
 
 Each rank describes its tensors. A plain tensor is one shard along each axis that is cut. The
 indices of a DTensor's part follow from its mesh and placements. All ranks exchange their
@@ -34,12 +34,12 @@ class Fused(NamedTuple):
     """A parameter of the target whose parts are several parameters of the source.
 
     Attributes:
-        parts: The names of the parts, or patterns of names, in the order of the parts. The first
-            "*" in such a pattern is replaced by the text that matches the first "*" in the pattern
-            of the fused name, the second "*" by the second text, and so on.
+        parts: The names of the parts, or patterns of names, in the order in which the parts are
+            concatenated. The first "*" in such a pattern is replaced by the text that the first "*"
+            in the key of `fused=` matches, the second "*" by the second text, and so on.
         heads: The number of heads of each part. Heads are not split. If a part has fewer heads
-            than there are shards, neighbouring ranks have the same head. Default: each part is cut
-            by torch.chunk's rule.
+            than there are shards, several neighbouring ranks have the same head. Default: each part
+            is cut by torch.chunk's rule.
         axis: The axis along which the parts are concatenated.
 
     Example:
@@ -60,10 +60,10 @@ class Held:
         name: The name of the parameter.
         dtype: The type of its elements.
         shape: The shape of the part.
-        how: The way the parameter is cut, in words. The words are equal on all source ranks, and on
-            all target ranks.
-        cells: For each axis that is cut: the axis, the shard of this rank, and the number of
-            shards.
+        how: A text that says how the parameter is cut. The text is equal on all source ranks, and
+            equal on all target ranks.
+        cells: For each axis that is cut: the axis, the index of this rank's shard, and the number
+            of shards.
         whole: The shape of the whole tensor. None for a plain tensor, whose whole shape is unknown.
         spans: For a DTensor, the spans of the part along each axis of the whole tensor.
         fused: The parts, their heads and the axis of a fused parameter, else None.
@@ -129,20 +129,20 @@ def describe_dtensor(
     mesh = tensor.device_mesh
     placements = tensor.placements
     coordinate = mesh.get_coordinate()
-    members = () if coordinate is None else _members(mesh)  # a slice has no others
+    members = () if coordinate is None else _members(mesh)  # only its ranks can read a slice
     fits = {*members} <= {*ranks} if is_numbered else len(members) <= len(ranks)
     if coordinate is None or not fits:
         raise LayoutError(
-            f"is a DTensor on a mesh of {first_n(members, 8) or 'other ranks'}, and the mapping "
-            f"has ranks {first_n(ranks, 8)} here"
+            f"is a DTensor on a mesh of ranks {first_n(members, 8) or 'that exclude this rank'}, "
+            f"but the mapping requires a mesh of some or all of ranks {first_n(ranks, 8)}"
         )
     whole = tuple(tensor.shape)
     spans = spans_of(whole, tuple(mesh.shape), coordinate, placements)
     due = tuple(sum(stop - start for start, stop in some) for some in spans)
     if due != tuple(local.shape):
         raise LayoutError(
-            f"is a DTensor whose local shape is {tuple(local.shape)}, and {placements} on a mesh "
-            f"of shape {tuple(mesh.shape)} gives {due}"
+            f"is a DTensor whose local shape is {tuple(local.shape)}, but {placements} on a mesh "
+            f"of shape {tuple(mesh.shape)} require {due}"
         )
     how = f"{placements} on a mesh of shape {tuple(mesh.shape)}"
     return Held(name, name_of(tensor.dtype), due, how, whole=whole, spans=spans)
@@ -182,7 +182,8 @@ def spans_of(
             raise LayoutError(
                 f"has placement {placement}; redistribute it to Replicate() or Shard() first"
             )
-        # A strided shard takes a part of each of several pieces. FSDP2 cuts TP shards in this way.
+        # A strided shard cuts the axis into pieces, and consists of a part of each piece. FSDP2
+        # shards the TP shards in this way.
         pieces = getattr(placement, "split_factor", 1)
         found: list[Span] = []
         for piece in range(pieces):
@@ -224,14 +225,14 @@ def assume(
         cuts: The mapping of each parameter.
 
     Raises:
-        LayoutError: A parameter is a DTensor or fused, so the other end is not known.
+        LayoutError: A parameter is a DTensor or fused, so its parts on other ranks are not known.
     """
     found: dict[bool, dict[int, list[Held]]] = {True: {}, False: {}}
     for one in held:
         if one.whole is not None or one.fused is not None:
             raise LayoutError(
-                f"{one.name!r} is a DTensor or fused, and its other end is on ranks that a fake "
-                f"world does not have; use run_ranks"
+                f"{one.name!r} is a DTensor or fused, so a fake world cannot know its parts on "
+                f"other ranks; use run_ranks"
             )
         mapping = cuts[one.name]
         counts = {axis: count for axis, _, count in one.cells}
@@ -254,8 +255,8 @@ class SourceTensor:
     Attributes:
         dtype: The type of its elements.
         whole: The shape of the whole tensor.
-        boxes: For each box: the ranks that have it, each with the first index of the box in the
-            tensor of that rank.
+        boxes: For each box: the ranks that have the box, each with the index at which the box
+            begins in the tensor of that rank.
     """
 
     dtype: str
@@ -271,7 +272,7 @@ class Wanted:
         rank: The target rank.
         source: The name of the parameter of the source.
         box: The box, as indices of the whole source tensor.
-        start: The first index of the box in the tensor of the target rank.
+        start: The index at which the box begins in the tensor of the target rank.
     """
 
     rank: int
@@ -287,7 +288,7 @@ class Target:
     Attributes:
         name: The name of the parameter.
         dtype: The type of its elements.
-        wanted: The boxes that each rank needs.
+        wanted: For each target rank, the boxes that the rank needs.
     """
 
     name: str
@@ -327,7 +328,9 @@ def put_together(
         for part in parts:
             if part not in sources:
                 near = first_n([repr(known) for known in sorted(sources)], 4)
-                raise misfit(f"rank {rank} has {name!r} in into, from {part!r}; state has {near}")
+                raise misfit(
+                    f"rank {rank} needs {part!r} for into[{name!r}], but state contains {near}"
+                )
             _check_dtype(name, one.dtype, part, sources[part].dtype, dtype)
         used |= {*parts}
         wanted = (
@@ -355,8 +358,9 @@ def _unfused(
         sender, some = next(iter(sent.items()))
         its = next(other for other in some if other.name == name)
         raise misfit(
-            f"{name!r} has shape {source.whole} in state, of which rank {sender} has {its.shape} "
-            f"({its.how}), and {whole} in into, of which rank {rank} has {one.shape} ({one.how})"
+            f"the whole shape of {name!r} is {source.whole} in state and {whole} in into: rank "
+            f"{sender} sends a part of shape {its.shape} ({its.how}), and rank {rank} receives "
+            f"into {one.shape} ({one.how})"
         )
     regions = _regions(held, lengths)
     return [[Wanted(rank, name, *one) for one in some] for rank, some in regions.items()]
@@ -433,7 +437,7 @@ def lengths_of(title: str, held: Mapping[int, Held]) -> list[dict[int, int]]:
 def _regions(
     held: Mapping[int, Held], lengths: Sequence[Sequence[int]]
 ) -> dict[int, list[tuple[Box, Shape]]]:
-    """Return the boxes of each rank, and the first index of each box in that rank's tensor."""
+    """Return the boxes of each rank, and the index at which each begins in that rank's tensor."""
     borders = [list(pairwise(accumulate(sizes, initial=0))) for sizes in lengths]
     found = {}
     for rank, one in held.items():
@@ -472,7 +476,8 @@ def _fused(rank: int, held: Held, sources: Mapping[str, SourceTensor]) -> list[W
         whole = sources[part].whole
         if len(whole) != len(held.shape):
             raise misfit(
-                f"into[{held.name!r}] has shape {held.shape}, but its part {part!r} has {whole}"
+                f"into[{held.name!r}] has shape {held.shape}, but its part {part!r} has shape "
+                f"{whole} with another number of axes"
             )
         box = [_cut_evenly(length, held.cells, at) for at, length in enumerate(whole)]
         box[axis] = _heads_of(part, whole[axis], number, shard, count)
@@ -488,9 +493,9 @@ def _fused(rank: int, held: Held, sources: Mapping[str, SourceTensor]) -> list[W
     )
     if tuple(due) != held.shape or not is_even:
         raise misfit(
-            f"into[{held.name!r}] has shape {held.shape} on rank {rank}, and its parts "
-            f"{list(parts)} have {each} there, of {[sources[part].whole for part in parts]}, along "
-            f"axis {axis}"
+            f"into[{held.name!r}] has shape {held.shape} on rank {rank}, but this rank's shards of "
+            f"its parts {list(parts)} have shapes {each}, which are concatenated along axis "
+            f"{axis}; the whole parts have shapes {[sources[part].whole for part in parts]}"
         )
     return [one for one in wanted if size_of(one.box)]
 
@@ -504,7 +509,9 @@ def _cut_evenly(length: int, cells: Sequence[tuple[int, int, int]], axis: int) -
 
 
 def _heads_of(part: str, length: int, heads: int, shard: int, count: int) -> Span:
-    """Return a shard's span of a part: whole heads, or one head that several shards have.
+    """Return the span of a shard in a part: whole heads, or one head that several shards have.
+
+    With `heads` 0, the part is cut by torch.chunk's rule.
 
     >>> _heads_of("q", 64, 8, 1, 4), _heads_of("k", 16, 2, 1, 4), _heads_of("up", 10, 0, 3, 4)
     ((16, 32), (0, 8), (9, 10))
@@ -513,9 +520,9 @@ def _heads_of(part: str, length: int, heads: int, shard: int, count: int) -> Spa
         return _cut_evenly(length, [(0, shard, count)], 0)
     if length % heads or (heads % count and count % heads):
         raise misfit(
-            f"{part!r} has {length} rows in {heads} heads, which {count} shards cannot share: the "
-            f"rows must be a multiple of the heads, and one of heads and shards a multiple of the "
-            f"other"
+            f"{part!r} has {length} rows in {heads} heads, which cannot be divided into {count} "
+            f"shards: the number of rows must be a multiple of the number of heads, and the number "
+            f"of heads must be a multiple of the number of shards, or the reverse"
         )
     size = length // heads
     copies = max(1, count // heads)

@@ -4,10 +4,11 @@ Each rank computes its messages from the two layouts, without communication.
 
 A cell is the part of the tensor on a rank. Ranks with the same cell are its replicas. A cell of the
 source overlaps one or more cells of the target. The replicas of these target cells are the
-consumers of the source cell. The n consumers are numbered from 0 on. The replicas of a target
-cell vary fastest, then the position along the last axis that is cut. A consumer that has the source
-cell copies it locally. Any other consumer k receives it from replica k * R // n, where R is the
-number of replicas of the source cell. With `leaders`, only the first replica of a cell counts.
+consumers of the source cell. The n consumers are numbered from 0 on. In this order, the replica of
+a target cell varies fastest, then the position along the last axis that is cut. A consumer that has
+the source cell copies it locally. Any other consumer k receives the cell from replica k * R // n,
+where R is the number of replicas of the source cell. With `leaders`, only the first replica of a
+cell sends or receives.
 """
 
 from __future__ import annotations
@@ -212,7 +213,7 @@ class Message:
         for part, axis, (first, end) in zip(self.parts, axes, within, strict=True):
             if part.is_exact and lengths[axis] != end - first:
                 raise LayoutError(
-                    f"tensor axis {part.axis} has length {lengths[axis]}, and the mapping has "
+                    f"tensor axis {part.axis} has length {lengths[axis]}, but the mapping requires "
                     f"{end - first}"
                 )
             step = 1 if part.is_exact else length_of_unit(part.axis, lengths[axis], end - first)
@@ -243,8 +244,8 @@ def chunk_sizes(length: int, counts: Iterable[int]) -> tuple[int, ...]:
 
     Args:
         length: The length of the axis.
-        counts: For each cut, the number of shards that it makes of each existing shard, the
-            outermost cut first. The last shards may be empty.
+        counts: For each cut, the number of shards into which it cuts each existing shard. The
+            outermost cut is first. The last shards may be empty.
 
     Example:
         >>> chunk_sizes(10, [4]), chunk_sizes(5, [2, 2]), chunk_sizes(2, [3])
@@ -279,7 +280,7 @@ def resolve_axes(cuts: Iterable[Cut | Part], ndim: int) -> list[int]:
         if axis in axes:
             raise LayoutError(
                 f"the mapping cuts axes {axis} and {axis - ndim}, which are one axis of a tensor "
-                f"of {ndim} axes; give both dims the same number"
+                f"of {ndim} axes; write the same number for both"
             )
         axes.append(axis)
     return axes
@@ -412,10 +413,11 @@ class RankMapping:
 
     One dim splits the batch, further dims may cut further axes, and every other dim replicates the
     tensor. The last pipeline stage of the source sends the tensor to the first stage of the target.
-    Each target rank receives each element from exactly one source rank: from itself if it has the
-    element, else from one of the source ranks that have it. These ranks share the messages evenly,
-    by number and not by size. If n target ranks need a part that R source ranks have, each of the R
-    ranks sends the part to at most ceil(n / R) ranks.
+    Each target rank receives each element from exactly one source rank: from itself if it is a
+    source rank with this element, else from one of the source ranks with this element. The
+    messages are divided among these source ranks by number and not by size. If n target ranks need
+    a part that R source ranks have, each of the R ranks sends the part to at most ceil(n / R)
+    ranks.
 
     A mapping is a value: frozen, hashable and picklable. It needs no torch. `hypercomm.transfer`
     moves tensors with it. The layouts may be disjoint, overlap, or have the same ranks.
@@ -436,7 +438,7 @@ class RankMapping:
             the layout take part.
         leaders: Whether only leaders send and receive. Of the source ranks that have the same
             elements, only the first one sends. Of the target ranks that need these elements, only
-            the first one receives. It broadcasts the elements to the others.
+            the first one receives. This rank then broadcasts the elements to the others.
         backward: Whether the tensor is sent from the first stage of the source to the last stage of
             the target, like gradients. `inverse()` makes such a mapping.
         sizes: For each of `cuts`, the lengths of the shards at the source and at the target, as
@@ -461,7 +463,8 @@ class RankMapping:
         >>> mapping.receives(5)[0].global_slices([12])
         (slice(3, 6, None),)
 
-        A weight is cut by tp=2 before and by tp=3 after. Each rank keeps the rows that it has.
+        A weight is cut by tp=2 at the source and by tp=3 at the target. A rank copies the rows that
+        it already has.
 
         >>> here, there = RankLayout([2], ["tp"]), RankLayout([3], ["tp"])
         >>> weight = RankMapping(here, there, along=None, shards={"tp": 0})
@@ -517,7 +520,10 @@ class RankMapping:
         after = Sharding(target, cuts.values(), stage, leaders=leaders)
         numbers = [*zip(before.counts, after.counts, strict=True)]
         if known and [tuple(map(len, one)) for one in known] != numbers:
-            raise LayoutError(f"sizes must have {numbers} shards, got {known}")
+            raise LayoutError(
+                f"sizes= must contain one length for each shard, for (source, target) shards "
+                f"{numbers}, got {known}"
+            )
         lengths: Sequence[Sizes | None] = known or [None] * len(cuts)
         made = [Cut(axis, *two, one) for axis, two, one in zip(cuts, numbers, lengths, strict=True)]
         object.__setattr__(self, "before", before)
@@ -597,7 +603,8 @@ class RankMapping:
         """Return the mapping from the target back to the source, for gradients.
 
         Each source rank receives the gradient of its part from one of the target ranks that have
-        it. All replicas must have the same gradient, as after the all-reduce of tensor parallelism.
+        this gradient. All replicas must have the same gradient, as after the all-reduce of tensor
+        parallelism.
 
         Example:
             >>> mapping = RankMapping(RankLayout("pp=2"), RankLayout("pp=2"))
@@ -613,11 +620,11 @@ class RankMapping:
         )
 
     def of_shape(self, shape: Sequence[int]) -> RankMapping:
-        """Return this mapping for a tensor of a given shape, which torch.chunk's rule cuts.
+        """Return this mapping for a tensor of a given shape.
 
-        If several dims cut an axis, each of them cuts the shards that the dim before it made. The
-        last shards of an axis may be shorter, or empty. The units of the new mapping's messages are
-        elements.
+        The tensor is cut by torch.chunk's rule. If several dims cut an axis, each of them cuts the
+        shards that the dim before it made. The last shards of an axis may be shorter, or empty. The
+        units of the new mapping's messages are elements.
 
         Args:
             shape: The shape of the whole tensor.
@@ -644,7 +651,7 @@ class RankMapping:
         Args:
             rank: A rank of the stage that sends or of the stage that receives.
             shape: The shape of the whole tensor. Without `sizes`, it is cut by torch.chunk's rule.
-            is_source: Whether `rank` is a rank of the source.
+            is_source: Whether to return the shape at the source instead of the shape at the target.
 
         Raises:
             RankOutsideError: The rank is not in that stage.
@@ -746,7 +753,7 @@ class RankMapping:
     def broadcast_siblings(self, rank: int) -> tuple[int, ...]:
         """Return the target ranks that need the same elements as `rank`, including `rank`.
 
-        The first one is the leader. In a mapping with `leaders`, it receives for all of them. The
+        The first one is the leader. With `leaders`, only the leader receives these elements. The
         result is empty outside the receiving stage.
 
         Raises:
@@ -820,7 +827,7 @@ class RankMapping:
         return Message(source, target, tuple(parts))
 
     def _check_roles(self) -> None:
-        """Raise unless each dim is known and has one role, and the batch is cut compatibly."""
+        """Raise unless each dim is known and has one role, and one batch size divides the other."""
         given = [("along", self.along), *(("shards", dim) for dim, _ in self.shards)]
         named = [*given, ("pipeline", self.pipeline)]
         roles = roles_of([(role, dim) for role, dim in named if dim is not None])
@@ -905,7 +912,7 @@ def roles_of(named: Iterable[tuple[str, str]]) -> dict[str, str]:
     for role, dim in named:
         if dim in roles:
             raise LayoutError(
-                f"dim {short_repr(dim)} is named by {roles[dim]} and by {role}; a dim has one role"
+                f"dim {short_repr(dim)} is named by {roles[dim]} and by {role}; name it once"
             )
         roles[dim] = role
     return roles

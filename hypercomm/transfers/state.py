@@ -83,19 +83,20 @@ def transfer_state(
 
     The ranks exchange descriptions of their tensors. If the names, shapes or dtypes at the source
     and the target do not fit, every rank raises and nothing is sent. Then the parameters are sent
-    in buckets, in the order of their names. A rank that already has a part copies it. Otherwise,
-    one of the source ranks with this part sends it: the rank that has sent the fewest bytes so far.
-    A second call with the same names, shapes and mapping uses the plan of the first call.
+    in buckets, in the order of their names. A rank that already has a part copies it. Any other
+    part is sent by the source rank that has sent the fewest bytes so far, among those with the
+    part. A second call with the same names, shapes and mapping uses the plan of the first call.
 
     Args:
         mapping: The mapping between the layouts, as `RankMapping.weights` makes it. It must have
-            `along=None`, because weights have no batch, and no leaders. With a pipeline, make one
-            call for each stage, with a mapping of the ranks of that stage (`at={"pp": 0}`).
-        state: On a source rank, its parts of the parameters, by name. Each part is a DTensor on a
-            mesh of source ranks, or a plain tensor that is cut as in `shards`.
+            `along=None`, because weights have no batch, and `leaders=False`. With a pipeline, make
+            one call for each stage, with a mapping of the ranks of that stage (`at={"pp": 0}`).
+        state: On a source rank, the rank's parts of the parameters, by name. Each part is a DTensor
+            on a mesh of source ranks, or a plain tensor that is cut as in `shards`.
         into: On a target rank, the DTensors or plain tensors to receive into, by name. They must
             not overlap each other in memory. They must not overlap tensors of `state` either. The
-            only exception is a tensor that is in both because the rank keeps exactly its part.
+            only exception is a tensor that is in both arguments, because the rank sends and needs
+            exactly the same part.
         shards: The dims that cut the plain tensors of this rank, and the axis that each dim cuts:
             {"*.qkv.weight": {"tp": 0}, "*": {}}. The keys are patterns as in `fnmatch`. The first
             pattern that matches a name applies. A dim without an axis replicates the tensor. Shards
@@ -105,14 +106,14 @@ def transfer_state(
             {"*.gate_up.weight": ["*.gate.weight", "*.up.weight"]}. Each rank receives its shard of
             each part, one after another. Use `hypercomm.Fused` to give the numbers of heads as
             well. With a single part, the parameter is only renamed.
-        dtype: The type to which the sender converts floating-point tensors. In `into`, these must
-            have this type. All ranks must pass the same value. Default: nothing is converted, and
-            the dtypes in `state` and `into` must be equal.
+        dtype: The type to which the sender converts floating-point tensors. In `into`, the
+            converted tensors must have this type. All ranks must pass the same value. Default:
+            nothing is converted, and the dtypes in `state` and `into` must be equal.
         bucket_bytes: The largest sum of the bytes that a rank sends and receives in one bucket. A
             rank needs memory for two buckets in addition to the tensors.
-        start: The index of the first bucket to move. After a bucket has failed, all ranks continue
-            with this bucket. If communication failed, first initialise torch.distributed again. If
-            data was damaged, continue in the same job.
+        start: The index of the first bucket to move. To continue after a failure, all ranks pass
+            the smallest `bucket` of their errors. If communication failed, first initialise
+            torch.distributed again. If data was damaged, continue in the same job.
         verify: Whether each segment is sent with a checksum, which the receiver compares. If a
             checksum differs, every rank raises at the end. All ranks must pass the same value.
             Default: the environment variable HYPERCOMM_VERIFY, "0" or "1".
@@ -125,7 +126,8 @@ def transfer_state(
         NotInitializedError: torch.distributed is not initialised.
         WorldSizeError: The job has too few ranks.
         LayoutError: An argument does not fit.
-        PlanMismatchError: Ranks, or `state` and `into`, differ. Nothing was sent.
+        PlanMismatchError: The arguments of two ranks, or `state` and `into`, do not fit. Nothing
+            was sent.
         GroupCreationTimeout, CreationError: Ranks are missing, or one failed. Nothing was sent.
         StateTransferError: Communication failed, or data was damaged. The error names the
             parameters that may be partly written. To continue, all ranks pass the smallest `bucket`
@@ -152,8 +154,8 @@ def transfer_state(
     check_mapping(mapping, world.size)
     if mapping.along is not None or mapping.leaders:
         raise LayoutError(
-            f"mapping must have along=None and no leaders, because a state has no batch and all "
-            f"its replicas take part; got {mapping}"
+            f"mapping must have along=None and leaders=False, because a state has no batch and all "
+            f"replicas of its tensors take part; got {mapping}"
         )
     if world.rank not in ranks_of(mapping):
         return None
@@ -166,7 +168,7 @@ def transfer_state(
         kept = plans.get(key)
         about = kept.about if kept else describe_tensors(mapping, own, shards, fused or {}, world)
         ready = None if kept is None else _Mover(own, kept, world, how, start)
-    except BaseException as error:  # also from the caller's mappings, and from torch
+    except BaseException as error:  # the caller's mappings and torch may raise any error
         consent(world, mapping, "", error)
         raise
     interrupt = consent(world, mapping, "a state", entries=[f"{how}, from bucket {start}"])
@@ -213,10 +215,11 @@ class _Own:
     """The tensors of this rank.
 
     Attributes:
-        given: `state` under the key True, and `into` under False, each if this rank is in its
-            layout.
-        sent: The parts that this rank sends, by name. Empty if it is not a source.
-        received: The parts that this rank receives into, by name. Empty if it is not a target.
+        given: `state` under the key True if this rank is a source, and `into` under the key False
+            if this rank is a target.
+        sent: The parts that this rank sends, by name. Empty if the rank is not a source.
+        received: The parts that this rank receives into, by name. Empty if the rank is not a
+            target.
         facts: The values on which the descriptions of the tensors depend.
         device: The device of all tensors.
     """
@@ -272,7 +275,7 @@ def read_tensors(mapping: RankMapping, given: Mapping[bool, object], rank: int) 
 def _as_state(value: object, what: str, rank: int) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or not value:
         raise LayoutError(
-            f"rank {rank} needs {what}, a dict of tensors by name that is not empty; got "
+            f"rank {rank} must pass {what}=, a non-empty dict of tensors by name; got "
             f"{short_repr(value)}"
         )
     return value
@@ -325,7 +328,7 @@ def _held(
     *,
     is_source: bool,
 ) -> Held:
-    """Describe a tensor of `state` or `into`. `cuts` has the mapping of each plain tensor."""
+    """Describe a tensor of `state` or `into`. `cuts` maps names of plain tensors to mappings."""
     if _is_dtensor(tensor):
         ranks = mapping.source_ranks if is_source else mapping.target_ranks
         return describe_dtensor(name, tensor, local, ranks, is_numbered=not world.parts)
@@ -354,7 +357,7 @@ def _match(patterns: Mapping[str, object], names: Sequence[str], what: str) -> d
         near = f", such as {names[0]!r}" if names else ""
         raise LayoutError(
             f"the pattern {min(unused)!r} of {what} matches no parameter, or only parameters that "
-            f"an earlier pattern matches; there are {len(names)}{near}"
+            f"an earlier pattern matches; there are {len(names)} parameters{near}"
             f"{did_you_mean(min(unused), names)}"
         )
     return found
@@ -365,7 +368,8 @@ def _with_parts(held: Held, pattern: str, given: Sequence[str] | Fused) -> Held:
     what = f"fused[{pattern!r}]"
     if held.whole is not None:
         raise LayoutError(
-            f"into[{held.name!r}] is a DTensor and matches {what}; pass its to_local(), with shards"
+            f"into[{held.name!r}] is a DTensor, but matches {what}; pass its to_local(), and say "
+            f"in shards= how it is cut"
         )
     rule = given if isinstance(given, Fused) else Fused(as_ordered(given, what))
     texts = re.fullmatch("(.*)".join(map(re.escape, pattern.split("*"))), held.name)
@@ -373,14 +377,17 @@ def _with_parts(held: Held, pattern: str, given: Sequence[str] | Fused) -> Held:
     for part in rule.parts:
         first, *more = part.split("*")
         if texts is None or len(more) > len(texts.groups()):
-            raise LayoutError(f"{what} has a part {part!r} with more '*' than the pattern")
+            raise LayoutError(f"{what} names a part {part!r} with more '*' than the key")
         filled = zip(texts.groups(), more, strict=False)
         parts.append(first + "".join(text + piece for text, piece in filled))
     heads = None
     if rule.heads is not None:
         heads = tuple(as_int(one, f"each of the heads of {what}", 1) for one in rule.heads)
     if not parts or (heads is not None and len(heads) != len(parts)):
-        raise LayoutError(f"{what} has {len(parts)} parts, and heads={heads}")
+        raise LayoutError(
+            f"{what} must name one or more parts, and a number of heads for each part if heads= is "
+            f"given; got {len(parts)} parts and heads={heads}"
+        )
     axes = len(held.shape)
     axis = as_int(rule.axis, f"the axis of {what}", -axes, axes - 1)
     return attrs.evolve(held, fused=(tuple(parts), heads, axis % axes))
@@ -405,7 +412,7 @@ class _Kept:
 
 
 _plans: WeakKeyDictionary[World, dict[tuple[object, ...], _Kept]] = WeakKeyDictionary()
-"""The plans of each world, by the arguments of this rank."""
+"""The plans of each world. The keys are made of the arguments of this rank."""
 
 
 def _planned(
@@ -417,7 +424,7 @@ def _planned(
     start: int,
     ready: _Mover | None,
 ) -> _Mover:
-    """Return the mover of the plan: `ready` if all ranks have the same plan, else a new mover."""
+    """Return `ready` if all ranks have kept the same plan, else a mover with a new plan."""
     try:
         texts = _exchange_texts(
             world, mapping, own, about, "" if ready is None else ready.kept.digest
@@ -497,9 +504,9 @@ class _Piece:
 
     Attributes:
         segment: The segment.
-        tensor: Its elements.
+        tensor: The elements of the segment in a tensor of this rank.
         buffer: The bytes that are sent or received: the memory of the tensor, or a part of a pool.
-        packed: The elements in the pool, or None if the buffer is the tensor's memory.
+        packed: A copy of the elements in the pool. None if the buffer is the tensor's memory.
     """
 
     segment: Segment
@@ -514,7 +521,7 @@ class _Mover:
     The constructor allocates all memory. If there is too little, it raises before data is sent.
 
     Attributes:
-        damage: The error for the first segment with a wrong checksum.
+        damage: The error for the first segment with a wrong checksum, or None.
     """
 
     def __init__(self, own: _Own, kept: _Kept, world: World, how: _How, start: int) -> None:
@@ -538,7 +545,7 @@ class _Mover:
         self.buckets = [self._pieces(number) for number in range(plan.buckets)]
 
     def _check_overlaps(self) -> None:
-        """Raise if a buffer overlaps another tensor, unless the rank keeps a part in place."""
+        """Raise if a buffer overlaps another tensor, unless a part stays in the same memory."""
         moved = {one.name for bucket in self.plan.receives for one in bucket}
         for one in self.plan.copies:
             if one.source_name != one.name or one.source_slices != one.target_slices:
@@ -622,7 +629,7 @@ class _Mover:
             if self.is_verified:
                 piece.buffer[piece.segment.nbytes :].zero_()
                 words = piece.buffer.view(torch.int64)
-                words[-2] = words[:-2].sum()  # a checksum that detects every single wrong byte
+                words[-2] = words[:-2].sum()  # detects a change of any one byte
         return post(
             [(piece.segment.source, piece.buffer) for piece in incoming],
             [(piece.segment.target, piece.buffer) for piece in outgoing],
@@ -677,7 +684,7 @@ class _Mover:
             )
 
 
-_CONTINUE = "continue on all ranks with the smallest start that one of them reports (start={})"
+_CONTINUE = "continue on all ranks with the smallest start= that any rank reports (here start={})"
 
 
 def _place_of(tensor: Tensor) -> tuple[object, ...]:
@@ -696,7 +703,7 @@ def _advice(world: World) -> str:
 
 
 def _share_damage(world: World, mapping: RankMapping, own: _Own, mover: _Mover) -> None:
-    """Raise on all ranks if one of them received damaged data. The error names the first bucket."""
+    """Raise on all ranks if any received damaged data. The error names the first bad bucket."""
     damage = mover.damage
     found = None if damage is None else [damage.bucket, str(damage)[:800]]
     blocks = {world.rank: json.dumps(found).encode()}

@@ -77,7 +77,7 @@ class _Role:
     """The role of one rank in a mapping, for tensors of any shape.
 
     Attributes:
-        is_source: Whether the rank sends.
+        is_source: Whether the rank is in the sending stage.
         siblings: The target ranks that receive the same part, including this rank. Empty if this
             rank does not receive.
         sends: The messages from this rank to other ranks and to itself.
@@ -117,11 +117,11 @@ def transfer(
             memory. Default: a new tensor. Along an axis that is cut, the new tensor consists of
             whole source shards if the number of source shards is a multiple of the number of target
             shards. Otherwise its length follows from torch.chunk's rule.
-        rows: The lengths of the shards of the batch, in the order of `along`, in the layout that
-            has more shards. A shard of the other layout has the sum of consecutive lengths. All
-            ranks must pass the same value. With `rows`, shapes are not exchanged, and the other
-            axes must be cut evenly.
-            Default: the lengths of the tensors.
+        rows: The length of each shard of the batch in the layout that has more shards, in the order
+            of the coordinates along `along`. The length of a shard of the other layout is the sum
+            of consecutive lengths. All ranks must pass the same value. With `rows`, shapes are
+            not exchanged, and the other axes must be cut evenly. Default: the lengths of the
+            tensors.
         verify: Whether all ranks of both stages first check that they propose the same mapping.
             Every rank raises if two mappings differ, if a rank rejects its arguments or leaves, or
             if a rank has not joined by the timeout of WORLD. All ranks must pass the same value.
@@ -224,7 +224,7 @@ def _check(
     """Check the tensors of this rank.
 
     Returns:
-        Their description, the given tensor, and the buffer to receive into or None.
+        The description of these tensors, the given tensor, and the buffer to receive into or None.
     """
     given = as_tensor(tensor, "tensor")
     resolve_axes(mapping.cuts, given.ndim)
@@ -233,7 +233,7 @@ def _check(
         buffer = None if out is None else _check_out(out, given)
     elif out is not None:
         raise LayoutError(
-            "out is only for ranks in both stages; on other ranks, pass the buffer as tensor"
+            "out= is only for ranks in both stages; on other ranks, pass the buffer as tensor="
         )
     elif role.siblings:
         buffer = given
@@ -288,7 +288,7 @@ def as_tensor(value: object, what: str) -> Tensor:
 
 
 def check_buffer(buffer: Tensor, what: str) -> None:
-    """Raise unless a tensor can be received into."""
+    """Raise if elements of a buffer share memory, because data cannot be received into it."""
     if share_memory(buffer):
         raise LayoutError(
             f"{what} is expanded: its shape {tuple(buffer.shape)} has strides {buffer.stride()}, "
@@ -449,7 +449,7 @@ def _sizes_from_own(
     if rows is not None:
         exact = _with_rows(mapping, rows, whole)
     elif not mapping.sizes:
-        # Raises unless the shards of the other end are even, too.
+        # Raises unless the shards of the other layout are even, too.
         (mapping if is_source else mapping.inverse()).received_shape(shape)
         exact = mapping.of_shape(whole)
     for found, end in ((offer.sent, True), (offer.buffer, False)):
@@ -463,7 +463,7 @@ def _sizes_from_own(
 
 
 def _with_rows(mapping: RankMapping, rows: Sequence[int], whole: list[int]) -> RankMapping:
-    """Return a mapping whose batch is cut into `rows`. Set the batch's length in `whole`."""
+    """Return a mapping whose batch is cut into `rows`. Set its length in `whole`."""
     given = tuple(as_int(one, "each of rows", 0) for one in as_ordered(rows, "rows"))
     axes = [cut.axis for cut in mapping.cuts]
     if mapping.along is None or mapping.batch_axis not in axes:
@@ -475,7 +475,8 @@ def _with_rows(mapping: RankMapping, rows: Sequence[int], whole: list[int]) -> R
     counts = mapping.cuts[number].source, mapping.cuts[number].target
     if len(given) != max(counts) or max(counts) % min(counts):
         raise LayoutError(
-            f"rows must have {max(counts)} lengths, one for each shard of the batch, got {given}"
+            f"rows= must contain {max(counts)} lengths, one for each shard of the batch, got "
+            f"{given}"
         )
     whole[mapping.batch_axis] = sum(given)
     sizes = list(mapping.of_shape(whole).sizes)

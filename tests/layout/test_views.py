@@ -164,7 +164,7 @@ def test_shared_and_private_groups():
         (["pp", "ep"], None, UnknownDimError, r"use grid\.view\('expert'\)"),
         ("ep", "base", UnknownDimError, r"use grid\.view\('expert'\)"),
         ("tp", "expert", UnknownDimError, r"use grid\.view\('base'\)"),
-        (["tp", "ep"], "expert", UnknownDimError, "no view has all"),
+        (["tp", "ep"], "expert", UnknownDimError, "no view has all of these dims"),
         ("xx", "expert", UnknownDimError, "'xx'"),
         ("tp", "other", UnknownDimError, "'other' is not registered .*'expert'"),
         ([], "expert", LayoutError, "dims is empty"),

@@ -170,8 +170,8 @@ def test_each_size_is_a_test(report):
         "test_function",
     ):
         assert f"PASSED test_all.py::{test}\n" in report, report
-    for size, more in ((400, ""), (5, ""), (8, "; no example had fewer")):
-        reason = f"{size} ranks are more than 4; --ranks-max={size} starts them{more}"
+    for size, more in ((400, ""), (5, ""), (8, "; no example has fewer")):
+        reason = f"{size} ranks are more than 4; pass --ranks-max={size} to run the test{more}"
         assert re.search(rf"SKIPPED \[\d\] .*: {reason}\n", report)
 
 

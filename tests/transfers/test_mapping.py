@@ -247,11 +247,11 @@ def test_mapping_of_exact_lengths():
     message = mapping.receives(1)[0]
     assert message.source_slices([3, 2])[0] == slice(2, 3)
     for wrong in ([6, 2], [0, 2]):
-        with pytest.raises(LayoutError, match=rf"length {wrong[0]}, and the mapping has 3"):
+        with pytest.raises(LayoutError, match=rf"length {wrong[0]}, but the mapping requires 3"):
             message.source_slices(wrong)
     with pytest.raises(LayoutError, match="shape_at"):
         mapping.received_shape([3, 2])
-    with pytest.raises(LayoutError, match="sizes must have"):
+    with pytest.raises(LayoutError, match="sizes= must contain"):
         attrs.evolve(mapping, sizes=[((5, 5), (5, 5))])
     with pytest.raises(RankOutsideError):
         mapping.shape_at(2, [10, 2], is_source=False)

@@ -138,23 +138,23 @@ def test_tensors_that_do_not_fit():
     for message, at_fault, make_state, make_into, more in (
         ("state['w']: has placement P", (0, 1), lambda: {"w": distributed(Partial())}, buffer, {}),
         (
-            "state['w']: is a DTensor on a mesh of 0, 1, 2, and the mapping has ranks 0, 1",
+            "state['w']: is a DTensor on a mesh of ranks 0, 1, 2, but the mapping requires",
             (0, 1),
             lambda: {"w": distributed(Shard(0), [0, 1, 2])},
             buffer,
             {},
         ),
-        ("into has 'w'", (), lambda: {"x": ROWS}, buffer, {}),
+        ("2 needs 'w' for into['w']", (), lambda: {"x": ROWS}, buffer, {}),
         ("0 has 'x' in state", (), lambda: {**good(), "x": ROWS}, buffer, {}),
         (
-            "'w' has shape (10, 3) in state, of which rank 0 has (5, 3)",
+            "of 'w' is (10, 3) in state and (8, 3) in into: rank 0 sends a part of shape (5, 3)",
             (),
             good,
             lambda: {"w": torch.zeros(4, 3)},
             {},
         ),
         (
-            "and (12, 3) in into, of which rank 2 has (6, 3)",
+            "and (12, 3) in into: ",
             (),
             good,
             lambda: {"w": torch.zeros(6, 3)},
@@ -182,42 +182,42 @@ def test_tensors_that_do_not_fit():
             {"dtype": torch.bfloat16},
         ),
         (
-            "2 has 'qkv' in into, from 'v'; state has 'k', 'q'",
+            "2 needs 'v' for into['qkv'], but state contains 'k', 'q'",
             (),
             lambda: {"q": ROWS, "k": ROWS},
             lambda: {"qkv": torch.zeros(6, 3)},
             {"fused": fused},
         ),
         (
-            "into['qkv'] has shape (7, 3) on rank 2, and its parts ['q', 'k', 'v'] have [(4, 3), ",
+            "shards of its parts ['q', 'k', 'v'] have shapes [(4, 3), ",
             (),
             lambda: qkv,
             lambda: {"qkv": torch.zeros(7, 3)},
             {"fused": fused},
         ),
         (
-            "'q' has 8 rows in 3 heads, which 2 shards cannot share",
+            "'q' has 8 rows in 3 heads, which cannot be divided into 2 shards",
             (),
             lambda: qkv,
             lambda: {"qkv": torch.zeros(8, 3)},
             {"fused": {"qkv": Fused(["q", "k", "v"], (3, 1, 1))}},
         ),
         (
-            "has 3 parts, and heads=(4, 1)",
+            "got 3 parts and heads=(4, 1)",
             (2, 3),
             lambda: qkv,
             lambda: {"qkv": torch.zeros(8, 3)},
             {"fused": {"qkv": Fused(["q", "k", "v"], (4, 1))}},
         ),
         (
-            "with more '*' than the pattern",
+            "with more '*' than the key",
             (2, 3),
             lambda: qkv,
             lambda: {"qkv": torch.zeros(8, 3)},
             {"fused": {"qkv": ["*.q"]}},
         ),
         (
-            "into['w'] is a DTensor and matches fused['w']",
+            "into['w'] is a DTensor, but matches fused['w']",
             (2, 3),
             good,
             lambda: {"w": distributed(Shard(0), [2, 3]).detach()},
@@ -229,7 +229,7 @@ def test_tensors_that_do_not_fit():
         expected = (LayoutError if rank in at_fault else CreationError) if at_fault else None
         with pytest.raises(expected or PlanMismatchError) as caught:
             into = move(make_state, make_into, **more)
-        assert message.replace("into has 'w'", "rank 2 has 'w' in into") in str(caught.value)
+        assert message in str(caught.value)
         assert rank in at_fault or "nothing was sent" in str(caught.value)
         assert time.monotonic() - begin < scaled_s(5)
     into = move(good, buffer)

@@ -213,7 +213,7 @@ def test_wrong_arguments_fail_all_ranks():
         assert "nothing was sent" in str(caught.value)
         assert all(part in str(caught.value) for part in parts_of_message)
     for message, at_fault, more in (
-        ("rank 0 needs state", 0, {"state": {}}),
+        ("rank 0 must pass state=", 0, {"state": {}}),
         ("'lm_head' of shards", 0, {"shards": ({"*": {}, "lm_head": {}}, {"*": {}})}),
         ("state['b.weight']: the mapping cuts", 0, {"state": {**GOOD, "b.weight": torch.ones(())}}),
         ("bucket_bytes must be at least 1024, got 0", 0, {"bucket_bytes": (0, 1 << 20)}),
@@ -246,7 +246,7 @@ def test_rank_in_both_layouts():
         ("into['a'] overlaps state['a'] in memory, which is sent", {**mine, "a": room[3:5]}, near),
         ("rank 0 has 'b' in state, but no rank has it in into", mine, {"a": torch.zeros(4)}),
         (
-            "'b' has shape (3,) in state, of which rank 0 has (3,) (whole), and (4,) in into",
+            "of 'b' is (3,) in state and (4,) in into: rank 0 sends a part of shape (3,) (whole)",
             mine,
             {"a": torch.zeros(4), "b": torch.zeros(4)},
         ),
@@ -271,7 +271,7 @@ ONE = torch.ones(2)
     [
         ("mapping must be a RankMapping, got 'tp=1'", "tp=1", {"a": ONE}, {}),
         ("mapping must have along=None", RankMapping("dp=1", "dp=1"), {"a": ONE}, {}),
-        ("needs state, a dict of tensors", ALONE, [ONE], {}),
+        ("must pass state=, a non-empty dict", ALONE, [ONE], {}),
         ("state['a'] must be a torch.Tensor, got 3", ALONE, {"a": 3}, {}),
         ("state['a'] must be a dense tensor", ALONE, {"a": ONE.to("meta")}, {}),
         ("shards", ALONE, {"a": ONE}, {"shards": {"*": 0}}),

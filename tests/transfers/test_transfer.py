@@ -154,7 +154,7 @@ def test_wrong_arguments_fail_all_ranks():
         rejected("tensor.resolve_conj()", at, apart, conjugated)
         sharded = DTensor.from_local(right, DeviceMesh("cpu", [0, 1, 2, 3], _init_backend=False))
         rejected("pass its to_local()", at, apart, sharded)
-        rejected("out is only for ranks in both stages", at, apart, right, out=torch.zeros(2, 2))
+        rejected("out= is only for ranks in both stages", at, apart, right, out=torch.zeros(2, 2))
     rejected("strides (0,)", 2, apart, torch.zeros(1).expand(2))
     rejected("strides (1, 1)", 2, apart, torch.zeros(5).as_strided((4, 2), (1, 1)))
     rejected("(2, 3), got None", 2, led, right)
@@ -219,7 +219,7 @@ def test_rows_are_given():
         assert back is None if rank == 2 else back[:, 0].tolist() == ([1, 1, 1], [2, 2])[rank]
         for rows, message in (
             ([4, 1], f"rank {rank} must {'send' if rank < 2 else 'receive into'} a tensor"),
-            ([3, 2, 0], "rows must have 2 lengths"),
+            ([3, 2, 0], "rows= must contain 2 lengths"),
             ([3, -2], "each of rows must be at least 0, got -2"),
             ([2**62, 2**62], f"rank {rank} must "),
             (3, "rows must be"),
