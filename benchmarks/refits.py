@@ -66,7 +66,7 @@ def _broadcast(
 
 
 def _noting(begun: list[float]) -> Any:
-    """Return a patch that records when a refit has planned and agreed, and begins to move data."""
+    """Return a patch that records when a refit begins to move data, after the agreement."""
     move = module._Mover.move
 
     def moving(mover: module._Mover, start: int) -> None:

@@ -50,8 +50,8 @@ def attributes(
     Args:
         module: The name of the module.
         homes: Maps each name to the module that defines it. A submodule is mapped to its full name.
-        elsewhere: Maps names that this module lacks to the modules that define them. The error
-            shows these modules.
+        elsewhere: Maps names that this module lacks to the modules that define them. The
+            AttributeError for such a name shows the module.
     """
 
     def get(name: str) -> Any:

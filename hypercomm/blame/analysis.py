@@ -347,7 +347,7 @@ class Verdict:
         self.evidence = evidence
         self.waits = find_waits(evidence)
         self._graph = _wait_graph(evidence, self.waits)
-        self._explained: set[int] = set()  # ranks that others wait for because of a finding
+        self._explained: set[int] = set()  # ranks whose finding explains why other ranks wait
         self.findings = [*self._mistakes(), *self._ends()] or list(self._unknowns())
         self.findings.sort(key=lambda one: (not one.culprits, -len(one.waiting)))
 

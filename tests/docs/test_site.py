@@ -103,7 +103,7 @@ def test_tests_and_tables_use_the_checkout(tmp_path):
     assert "run pip install -e '.[cli,test]' there" in done.stderr
 
 
-# Pictures are up to date: run `python docs/drawings.py --write`.
+# The pictures must be up to date. If this fails, run `python docs/drawings.py --write`.
 def test_pictures_are_up_to_date():
     drawings = module_of_docs("drawings")
     for name, draw in drawings.PICTURES.items():

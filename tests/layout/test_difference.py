@@ -178,7 +178,7 @@ def test_lost_shards_match_a_walk_over_ranks(case, data):
             assert list(lost.shards(*data.draw(st.permutations(dims)))) == gone
 
 
-# The summary names the lost ranks, and the lost shards over the fewest dims.
+# The summary names the lost ranks, and identifies the lost shards by as few dims as possible.
 def test_lost_summary():
     layout = RankLayout("tp=2,dp=4")
     lost = Lost(layout, RankLayout([7], ["dp"], ranks=[0, 1, 2, 3, 4, 6, 7]))

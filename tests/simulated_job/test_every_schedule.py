@@ -294,7 +294,7 @@ both = pytest.mark.parametrize("is_connecting", [False, True], ids=["local", "co
 
 
 # However the operations of two ranks interleave, each round has the same outcome on both ranks.
-# When neither rank does a deed any more, both ranks agree.
+# Once both ranks make normal calls, they agree.
 @both
 @pytest.mark.parametrize("first", DEEDS)
 @pytest.mark.parametrize("second", DEEDS)

@@ -271,8 +271,8 @@ def test_death_of_a_finished_rank_fails_nobody(victim):
     assert finished > 0
 
 
-# Ranks with different deadlines have the same outcome. This outcome names only ranks that arrive
-# later.
+# Ranks with different deadlines have the same outcome. It names only ranks that had not arrived
+# when the first deadline passed.
 @seeds
 def test_ranks_with_different_deadlines(seed):
     delays_s = dict(enumerate([0.0, 8.0, 16.0, 16.0, 24.0, 0.0]))

@@ -227,7 +227,7 @@ def test_different_creation_on_one_rank_is_named(calls, absent, differs):
     assert simulate(run, 8, ranks=[6, 7]).disagreements == ()
 
 
-# The text of a creation shows the first four ranks and the last rank.
+# The text of a group creation shows only the first four ranks and the last one.
 def test_text_of_a_creation():
     made = simulate(lambda: dist.new_group(range(5), group_desc="five") and None, 5).creations[0]
     assert [*map(str, made)] == ["five of ranks (0, 1, 2, 3, ..., 4)"]

@@ -169,7 +169,7 @@ class Scene:
         return Cell(text, FATES.get(fate, FILLS[index % len(FILLS)]), tip)
 
     def _reach(self, dims: Dims) -> tuple[str, str]:
-        """Return a description of the groups over some dims, and the link between their ranks."""
+        """Return a description of the groups over some dims, and the name of their link."""
         host, layout, inner, outer = self._blocks
         groups = some = self.layout.groups(*dims)
         if host:  # all hosts are alike, so some of the groups are enough
