@@ -1,6 +1,7 @@
 """Tests on real ranks: `given_ranks`, and the output of pytest with hypercomm's plugin."""
 
 import functools
+import os
 import re
 import textwrap
 import threading
@@ -133,8 +134,9 @@ pytestmark = pytest.mark.full
 def run_pytest(folder, *arguments):
     """Run pytest on a folder as a separate project."""
     plugins = ["-p", pytest_plugin.__name__, "-p", "no:cacheprovider"]
-    tests = str(Path(__file__).parents[1])
-    given = {"folder": folder, "COLUMNS": "400", "PYTHONPATH": tests}
+    tests = Path(__file__).parents[1]
+    paths = os.pathsep.join([str(tests.parent), str(tests)])
+    given = {"folder": folder, "COLUMNS": "400", "PYTHONPATH": paths}
     done = run_python("-m", "pytest", *plugins, *arguments, **given)
     return done.stdout + done.stderr
 
@@ -222,7 +224,7 @@ def test_invalid_markers(tmp_path):
         text = f"import pytest\n\n@pytest.mark.ranks{marker}\ndef test_it():\n    pass\n"
         (tmp_path / f"test_{number}.py").write_text(text)
     report = run_pytest(tmp_path, "--continue-on-collection-errors", "-rs")
-    errors = re.findall(r"^the marker ranks of test_it takes .*; got .*$", report, re.MULTILINE)
+    errors = re.findall(r"^the marker ranks of test_it accepts .*; got .*$", report, re.MULTILINE)
     assert len(errors) == len(markers) - 1
     assert f"4096 ranks are more than {most_ranks()}; " in report
 
