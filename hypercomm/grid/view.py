@@ -116,16 +116,17 @@ class GridState:
     ) -> list[tuple[GroupTable, BoundRequest]]:
         """Bind the requests of `create_pgs`. The other arguments are defaults of the requests."""
         self.table.check_alive()
+        defaults = {"view": view, "backend": backend, "timeout": timeout, "share": share}
         bound = []
         for given in as_ordered(requests, "the list in create_pgs(['tp', ['dp', 'cp']])"):
             request = GroupRequest.of(given)
-            request = attrs.evolve(
-                request,
-                view=view if request.view is None else request.view,
-                backend=backend if request.backend is None else request.backend,
-                timeout=timeout if request.timeout is None else request.timeout,
-                share=share if request.share is None else request.share,
-            )
+            missing: dict[str, Any] = {
+                name: value
+                for name, value in defaults.items()
+                if value is not None and getattr(request, name) is None
+            }
+            if missing:
+                request = attrs.evolve(request, **missing)
             bound.append((self.table, self.bind(request)))
         return bound
 

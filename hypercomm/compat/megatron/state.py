@@ -470,10 +470,10 @@ def _create(
     sharp = _SHARP[config.sharp_enabled_group or "dp"] if config.use_sharp else None
     requests: list[GroupRequest] = []
     for each in wanted:
-        request = attrs.evolve(each.request, timeout=config.timeout)
-        if request.share is None or each.name == sharp:
-            request = attrs.evolve(request, group_desc=each.description)
-        requests.append(request)
+        changes: dict[str, Any] = {"timeout": config.timeout}
+        if each.request.share is None or each.name == sharp:
+            changes["group_desc"] = each.description
+        requests.append(attrs.evolve(each.request, **changes))
     if sharp is None:
         return create(wanted, requests)
     place = [each.name for each in wanted].index(sharp)
