@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -88,6 +89,7 @@ def interleaved(
     seen: dict[str, list[float]] = {who: [] for who in ways}
     for run in range(warm_up + runs):
         for who, measure in ways.items():
+            gc.collect()  # else a way may pay for the garbage of the one before
             value = measure()
             if run >= warm_up:
                 seen[who].append(value)
