@@ -18,14 +18,11 @@ LAUNCHES = 3
 SHARE = 0.25
 """The fraction by which a ratio may change between builds of torch, or from hour to hour."""
 
-LEAST = 0.01
-"""The least growth of a ratio that counts. Ratios of fake worlds are about 0.015."""
-
 
 def tables() -> Iterator[Table]:
     """Measure the main ratios in a minute: creation on fake and real ranks, and Megatron."""
-    yield from large_worlds.creation(5, 16_384, 2)
-    yield from megatron_state.large_worlds(4096, 5, None)
+    yield from large_worlds.creation(15, 16_384, 2)
+    yield from megatron_state.large_worlds(4096, 15, None)
     yield from real_ranks.creation([8], LAUNCHES, 5)
 
 
@@ -34,9 +31,8 @@ def worse_than(
 ) -> list[str]:
     """Compare each ratio of hypercomm with the ratio on the page. Return the lines of worse ratios.
 
-    A ratio is worse if it has grown by more than a quarter, by more than a hundredth of the peer's
-    time, and by more than its noise, which is the distance between the quartiles of the ratios of
-    all rounds. If any ratio is worse, all are
+    A ratio is worse if it has grown by more than a quarter and by more than its noise, which is the
+    distance between the quartiles of the ratios of all rounds. If any ratio is worse, all are
     measured again, and only the second measurement counts.
     """
     last = {(row["what"], row["who"]): row["ratio"] for row in json.loads(page.read_text())["rows"]}
@@ -57,7 +53,7 @@ def worse_than(
 
 
 def _standing(row: dict[str, Any], was: float) -> str:
-    change, bound = row["ratio"] - was, max(row["noise"], SHARE * was, LEAST)
+    change, bound = row["ratio"] - was, max(row["noise"], SHARE * was)
     verdict = "as it was" if abs(change) <= bound else "worse" if change > 0 else "better"
     return (
         f"{row['ratio']:.3g} of {row['ratio_to']}, {was:.3g} on the page; noise "

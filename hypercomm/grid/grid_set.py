@@ -113,10 +113,10 @@ class GridSet(Mapping[str, HyperCommGrid]):
     ) -> None:
         if grids is None:
             _check_named("GridSet", named)
-        else:
-            for label in named:
-                hint = did_you_mean(label, _OPTIONS)
-                raise TypeError(f"GridSet() got an unexpected keyword argument {label!r}{hint}")
+        elif named:
+            label = next(iter(named))
+            hint = did_you_mean(label, _OPTIONS)
+            raise TypeError(f"GridSet() got an unexpected keyword argument {label!r}{hint}")
         self._world_size = as_world_size(size_of_world(world_size, world))
         self._world = world
         if name is not None:

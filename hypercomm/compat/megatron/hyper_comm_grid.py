@@ -19,7 +19,6 @@ from hypercomm import grid
 from hypercomm.errors import GroupExistsError, LayoutError, UnknownDimError, WorldSizeError
 from hypercomm.grid.arguments import GivenSizes
 from hypercomm.layout.parsing import Dims
-from hypercomm.layout.views import BASE
 from hypercomm.process_groups.spec import GroupKey
 
 Key: TypeAlias = "str | tuple[str, tuple[str, ...]]"
@@ -166,7 +165,7 @@ class HyperCommGrid(grid.HyperCommGrid):
         return super().get_pg(dims, *more, name=name, view=view)
 
     def _key_in(self, view: str | None, *dims: Dims) -> GroupKey:
-        return self.key_of(*dims) if view in (None, BASE) else self.view(view).key_of(*dims)
+        return self.key_of(*dims) if view is None else self.view(view).key_of(*dims)
 
     def destroy(self) -> None:
         """Destroy the groups that the grid created, and those that were assigned to `_pgs`."""

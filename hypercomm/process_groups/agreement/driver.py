@@ -702,10 +702,7 @@ def agree(
             key = ask(world, title, scope.read_key(), limit_s)
         number = memory.next_number(scope.path)
         try:
-            with contextlib.ExitStack() as stack:
-                client = world.store
-                if world.has_store:
-                    client = stack.enter_context(client_of(client))
+            with client_of(world.store) as client:
                 value = do(Round(f"{key}/{number}", number, client, memory.stale))
             commit()
         except BaseException:
