@@ -39,7 +39,7 @@ from hypercomm.lazy import required
 
 T = TypeVar("T")
 
-preloads = ["hypercomm.grid", "hypercomm.launch.run", "cloudpickle"]
+preloads = ["hypercomm.grid", "hypercomm.launch.fork_server", "hypercomm.launch.run", "cloudpickle"]
 """Modules that the fork server imports before it starts the first rank. They import torch."""
 
 _starting = threading.Lock()
@@ -376,6 +376,7 @@ def _serve(
     listener: socket.socket | None,
 ) -> None:
     """Join the job, run the function, send its result, and wait for the other ranks."""
+    sys.excepthook = sys.__excepthook__  # the fork server replaced it
     os.setpgid(0, 0)  # so that processes that this rank starts end with it
     gc.freeze()  # without this call, the first full collection copies the pages of torch
     stdout, stderr, stack = (file.fileno() for file in files)

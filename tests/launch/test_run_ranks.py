@@ -255,6 +255,35 @@ def test_ranks_end_with_the_caller(number):
     wait_until(lambda: not has_processes(caller.pid))
 
 
+INTERRUPTED_START = """
+import os
+import sys
+from multiprocessing import forkserver
+from hypercomm import run_ranks
+
+connect = forkserver.connect_to_new_process
+
+def connect_and_stop(fds):
+    _, pipe = connect(fds)
+    os.write(pipe, bytes.fromhex(sys.argv[1]))
+    raise KeyboardInterrupt
+
+forkserver.connect_to_new_process = connect_and_stop
+try:
+    run_ranks(print, 1)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+# If Ctrl-C interrupts the caller while it starts a rank, that rank ends without a traceback.
+@pytest.mark.parametrize("sent", ["", "80049515"], ids=["nothing sent", "half of a pickle sent"])
+def test_interrupted_start_has_no_traceback(sent):
+    command = [sys.executable, "-c", INTERRUPTED_START, sent]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("interrupted\n", "")
+
+
 def test_without_cloudpickle(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(MissingPackageError, match="needs cloudpickle: pip install"):
