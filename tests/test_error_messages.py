@@ -496,7 +496,7 @@ CREATED = [
     (
         lambda grid: grid.device_mesh(("cp", "dp"), "tp"),
         LayoutError,
-        "in a mesh dim over ('cp', 'dp') 'dp' would vary fastest",
+        "the ranks of a mesh dim over ('cp', 'dp') would have 'dp' as the fastest dim",
     ),
     (lambda grid: grid.device_mesh(3), LayoutError, "3"),
     (lambda grid: grid.device_mesh(()), LayoutError, "dim"),

@@ -129,11 +129,11 @@ def _check_equal_meshes(mesh: DeviceMesh, groups: Mapping[str, ProcessGroup]) ->
                 with _lock:
                     _made.remove(new)
                 raise LayoutError(
-                    f"dim {name!r} of {mesh} has other groups than an equal dim of another mesh: "
-                    f"DTensor would take one for the other, and communicate over the groups of the "
-                    f"first; use another name, let the meshes share groups (shared_dims= of a "
-                    f"view; else share='identical', and share_with= between grids), or destroy the "
-                    f"other grid first"
+                    f"dim {name!r} of {mesh} equals a dim of another mesh, but has different "
+                    f"process groups; DTensor does not distinguish equal dims, so it could use the "
+                    f"wrong groups; use another name, let the meshes share groups (shared_dims= "
+                    f"of a view; else share='identical', and share_with= between grids), or "
+                    f"destroy the other grid first"
                 )
 
 
@@ -169,8 +169,9 @@ def read_dims(
         ordered = tuple(reversed(order(names)))
         if names != ordered:
             raise LayoutError(
-                f"in a mesh dim over {names} {names[-1]!r} would vary fastest, but a process group "
-                f"has its ranks in the layout's order; write {ordered}"
+                f"the ranks of a mesh dim over {names} would have {names[-1]!r} as the fastest "
+                f"dim, but the ranks of a process group have the order of the layout; write "
+                f"{ordered}"
             )
     labels = ["_".join(names) for names in read]
     if len(set(labels)) < len(labels):

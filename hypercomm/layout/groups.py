@@ -534,9 +534,10 @@ def _check_disjoint(groups: Sequence[tuple[int, ...]]) -> None:
             if first.setdefault(rank, index) < index:
                 raise LayoutError(
                     f"rank {rank} is in two groups, {short_repr(groups[first[rank]])} and "
-                    f"{short_repr(group)}, but the groups of one key must be disjoint; create a "
-                    f"key for each list, in one call: create_pgs([GroupRequest(grid.dim_names, "
-                    f"name=f'path{{i}}', derive=[ranks]) for i, ranks in enumerate(lists)])"
+                    f"{short_repr(group)}, but the groups of one key must be disjoint; if `lists` "
+                    f"are the lists of ranks, create a key for each of them in one call: "
+                    f"create_pgs([GroupRequest(grid.dim_names, name=f'path{{i}}', derive=[ranks]) "
+                    f"for i, ranks in enumerate(lists)])"
                 )
 
 

@@ -724,8 +724,9 @@ def _distinct_ranks(
     strides = tuple([stride for _, stride in axes])
     if math.prod(sizes.values()) > LARGEST_WORLD:
         raise LayoutError(
-            f"strides {strides} may overlap; with more than {LARGEST_WORLD:,} ranks, each stride "
-            f"must be at least the size times the stride of the dim with the next smaller stride"
+            f"strides {strides} may overlap, which cannot be checked for more than "
+            f"{LARGEST_WORLD:,} ranks; use strides of which each one is at least the size times "
+            f"the stride of the dim with the next smaller stride"
         )
     ranks = first + lattice(axes)
     found = find_equal(ranks)

@@ -342,7 +342,7 @@ def put_together(
     unused = [repr(name) for name in sorted(sources.keys() - used)]
     if unused:
         raise misfit(
-            f"rank {min(sent)} has {first_n(unused, 4)} in state, but no rank has it in into"
+            f"rank {min(sent)} has {first_n(unused, 4)} in state=, but no rank has it in into="
         )
     return sources, targets
 
@@ -358,9 +358,9 @@ def _unfused(
         sender, some = next(iter(sent.items()))
         its = next(other for other in some if other.name == name)
         raise misfit(
-            f"the whole shape of {name!r} is {source.whole} in state and {whole} in into: rank "
+            f"the whole shape of {name!r} is {source.whole} in state= and {whole} in into=: rank "
             f"{sender} sends a part of shape {its.shape} ({its.how}), and rank {rank} receives "
-            f"into {one.shape} ({one.how})"
+            f"a part of shape {one.shape} ({one.how})"
         )
     regions = _regions(held, lengths)
     return [[Wanted(rank, name, *one) for one in some] for rank, some in regions.items()]

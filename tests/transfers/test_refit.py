@@ -147,7 +147,7 @@ def test_tensors_that_do_not_fit():
         ("2 needs 'w' for into['w']", (), lambda: {"x": ROWS}, buffer, {}),
         ("0 has 'x' in state", (), lambda: {**good(), "x": ROWS}, buffer, {}),
         (
-            "of 'w' is (10, 3) in state and (8, 3) in into: rank 0 sends a part of shape (5, 3)",
+            "of 'w' is (10, 3) in state= and (8, 3) in into=: rank 0 sends a part of shape (5, 3)",
             (),
             good,
             lambda: {"w": torch.zeros(4, 3)},

@@ -244,9 +244,9 @@ def test_rank_in_both_layouts():
     for message, state, into in (
         ("into['a'] overlaps state['a'] in memory, which is sent", {**mine, "a": room[:2]}, near),
         ("into['a'] overlaps state['a'] in memory, which is sent", {**mine, "a": room[3:5]}, near),
-        ("rank 0 has 'b' in state, but no rank has it in into", mine, {"a": torch.zeros(4)}),
+        ("rank 0 has 'b' in state=, but no rank has it in into=", mine, {"a": torch.zeros(4)}),
         (
-            "of 'b' is (3,) in state and (4,) in into: rank 0 sends a part of shape (3,) (whole)",
+            "of 'b' is (3,) in state= and (4,) in into=: rank 0 sends a part of shape (3,) (whole)",
             mine,
             {"a": torch.zeros(4), "b": torch.zeros(4)},
         ),

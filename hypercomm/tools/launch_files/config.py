@@ -110,7 +110,8 @@ class LaunchConfig:
         wanted = modules or tuple(self.views)
         if missing := [name for name in wanted or ["training"] if name not in self.views]:
             raise LayoutError(
-                f"{missing[0]!r} has no layout; {'; '.join(self.problems) or list(self.views)}"
+                f"no layout was found for module {missing[0]!r}: "
+                f"{'; '.join(self.problems) or f'the modules are {list(self.views)}'}"
             )
         layouts = {name: self.views[name].base for name in wanted}
         grids = GridSet(layouts, **{"world_size": self.world_size, **arguments})

@@ -175,8 +175,8 @@ def _merged_sizes(sources: Sequence[_Found]) -> dict[str, int]:
     for (inner, small), (outer, large) in pairwise(sizes.items()):
         if large % small or large == small:
             raise LayoutError(
-                f"a {outer} of {pluralize(large, 'GPU')} must consist of several {plural(inner)} "
-                f"of {small}; {max(large // small, 2) * small} GPUs would work"
+                f"a {outer} of {pluralize(large, 'GPU')} must contain 2 or more whole "
+                f"{plural(inner)} of {small}; {max(large // small, 2) * small} GPUs would work"
             )
     return sizes
 

@@ -146,7 +146,7 @@ def test_values_that_cannot_be_read(text, problem):
     config = read_config(text)
     assert config.views == {}
     assert any(problem in one for one in config.problems), config.problems
-    with pytest.raises(LayoutError, match="'training' has no layout"):
+    with pytest.raises(LayoutError, match="no layout was found for module 'training'"):
         config.grids()
 
 
