@@ -2,9 +2,10 @@
 
     pip install '.[test,viz]' && python benchmarks
 
-Writes results.json and growth.png into --out. README.md tells what the measurements do not show.
-With --merge, the tables of --only replace the same tables in results.json and on the page.
-With --compare, a few ratios are measured and compared with those on the page. Nothing is written.
+Writes results.json and growth.png into --out. README.md lists what the measurements do not show.
+With --merge, the measured tables replace the same tables in results.json and on the page, which is
+README.md. With --compare, a few ratios are measured and compared with the ratios on the page, and
+nothing is written.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def every(runs: int, nprocs: list[int]) -> Tables:
 
 
 def quick() -> Tables:
-    """Return the same functions at a scale that takes a minute and shows only that all run."""
+    """Return the same functions at a small scale, which shows within a minute that all run."""
     return {
         "imports": lambda: large_worlds.imports(1),
         "arithmetic": lambda: large_worlds.arithmetic(1, 4096),
@@ -135,7 +136,7 @@ def commit() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=[*every(1, [])], help="measure only these")
-    parser.add_argument("--runs", type=int, default=5, help="runs of each way, interleaved")
+    parser.add_argument("--runs", type=int, default=5, help="interleaved runs of each way")
     parser.add_argument(
         "--nprocs", nargs="+", type=int, choices=real_ranks.SHAPES, default=[*real_ranks.SHAPES]
     )

@@ -46,7 +46,7 @@ class Call:
 def calls_before(
     ends: Collection[CodeType], action: Callable[[], object], folder: Path
 ) -> list[Call]:
-    """Run an action. Return its calls of functions in a folder, until it calls one of `ends`."""
+    """Run an action. Return its calls of functions in a folder before it calls one of `ends`."""
     calls: list[Call] = []
     ended = False
     inside = f"{folder}/"
@@ -76,7 +76,7 @@ def _around(frame: FrameType) -> Iterator[CodeType]:
 
 
 def counts(calls: list[Call]) -> dict[str, int]:
-    """Count the calls, their files, and how often a call is in another file than the one before."""
+    """Count the calls, their files, and how often the file changes from one call to the next."""
     files = [call.file for call in calls]
     changes = sum(one != other for one, other in pairwise(files))
     return {"calls": len(calls), "files": len(set(files)), "changes of file": changes}
@@ -94,7 +94,7 @@ def of_one_creation() -> list[Call]:
 
 
 def creation() -> Iterator[Table]:
-    """Count the calls of one creation."""
+    """Count the calls that create one group."""
     (calls,) = run_ranks(of_one_creation, 1)
     yield from tables(calls)
 

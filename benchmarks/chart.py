@@ -1,4 +1,4 @@
-"""The chart of the time to create a rank's five groups, against the size of the world."""
+"""Draws the time to create a rank's five groups against the size of the world."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connecting twelve groups of gloo: by connect(), and by hand. Then the first collectives."""
+"""Measures connecting twelve gloo groups, by connect() and by hand, and their first collectives."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def by_hand(groups: list[ProcessGroup]) -> None:
 
 
 def taken(call: Callable[[], object]) -> float:
-    """Return the seconds until all ranks have made a call that they begin at the same time."""
+    """Begin a call on all ranks at the same time. Return the seconds until all have made it."""
     dist.barrier()
     begin = time.perf_counter()
     call()
@@ -48,7 +48,7 @@ def taken(call: Callable[[], object]) -> float:
 
 
 def seconds(sizes: str, cycles: int, lazy: bool) -> dict[str, list[float]]:
-    """Measure on a rank the seconds of each way in each cycle, on new groups."""
+    """Return the seconds that each way takes in each cycle on this rank. Each uses new groups."""
     warnings.simplefilter("ignore")
     seen: dict[str, list[float]] = {who: [] for who in (BY_HAND, OURS, MEETING, AFTER, BEFORE)}
     order = [BY_HAND, OURS]

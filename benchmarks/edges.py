@@ -1,4 +1,7 @@
-"""An interleaved 1F1B schedule on real gloo processes: one group for all transfers, or edges.
+"""Measures an interleaved 1F1B schedule on gloo processes, with one group and with edges.
+
+With one group, all transfers between pipeline stages share the group. With edges, each pair of
+neighbouring stages has a group for each direction.
 
 NCCL runs the transfers of a communicator one after the other. gloo does not. Therefore each group
 has a thread here, which runs sends and receives in the order in which the schedule issues them.
@@ -24,7 +27,7 @@ from hypercomm import HyperCommGrid, run_ranks
 
 RANKS, CHUNKS = 4, 2
 SECONDS = {"F": 0.010, "B": 0.020}
-"""How long a stage computes. The process sleeps meanwhile, as if an accelerator computed."""
+"""The seconds of a stage's computation. The process sleeps, as if an accelerator computed."""
 
 NUMBERS = 1 << 18
 """The size of an activation or a gradient: 1 MiB."""
@@ -74,7 +77,7 @@ def steps_of(rank: int, batches: int) -> list[Step]:
 
 
 def when_needed(rank: int, batches: int) -> list[Action]:
-    """Receive data just before the step that needs it, and send the result just after the step."""
+    """Return actions that receive just before the step that needs the data, and send just after."""
     actions: list[Action] = []
     for step in steps_of(rank, batches):
         if before := step.before():
@@ -86,7 +89,9 @@ def when_needed(rank: int, batches: int) -> list[Action]:
 
 
 def as_in_torch(rank: int, batches: int, *, planned: bool = False) -> list[Action]:
-    """Receive when the neighbour sends, as in torch's `_PipelineScheduleRuntime`.
+    """Return actions that receive when the neighbour sends.
+
+    torch's `_PipelineScheduleRuntime` uses this order.
 
     The ranks take turns: at each turn, a rank computes its next step if it has the data.
 
@@ -198,7 +203,7 @@ def computed(name: str) -> int:
 
 
 def seconds(batches: int, cycles: int) -> dict[str, list[float]]:
-    """Measure on a rank the seconds of the schedule for each way, in each cycle."""
+    """Return the seconds that the schedule takes on this rank, for each way and cycle."""
     warnings.simplefilter("ignore")
     rank = dist.get_rank()
     actions = {name: as_in_torch(rank, batches) for name in (SHARED, EDGES)}

@@ -1,4 +1,4 @@
-"""The cost of one rank in large worlds: the arithmetic alone, and on torch's fake backend."""
+"""Measures one rank in large worlds: the arithmetic alone, and torch's fake backend."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hypercomm.testing import fake_world, simulate
 NAMES = ("tp", "cp", "dp", "pp")
 FIVE: Wanted = (("tp",), ("cp",), ("dp",), ("pp",), ("cp", "dp"))
 SLOW_LOOP = 16_384
-"""The largest world in which every rank's loop over new_group ends within seconds."""
+"""The largest world in which a loop that calls new_group for all groups ends within seconds."""
 
 
 def shape_of(world_size: int) -> tuple[int, ...]:
@@ -74,7 +74,7 @@ def arithmetic(runs: int, world_size: int) -> Iterator[Table]:
 
 
 def _layouts(runs: int, world_size: int) -> Iterator[Table]:
-    """Make a layout, and one rank's group over each dim. Strides are dense or in another order."""
+    """Measure creating a layout and one rank's group over each dim, for two kinds of strides."""
     shape, dims = (8, 4, 8, 4, world_size // 1024), ("tp", "cp", "ep", "dp", "pp")
     turned = (world_size // 8, 4, world_size // 64, 1, 16)
 
@@ -295,7 +295,7 @@ def _in_fake_world(world_size: int, create: Callable[[], object]) -> Callable[[]
 
     def measure() -> float:
         os.environ["WORLD_SIZE"] = str(world_size)  # Megatron's grid reads it
-        gc.collect()  # before the world starts, which warms up the caches again
+        gc.collect()  # the start of the world then warms up the caches again
         with fake_world(world_size, world_size // 3):
             begin = time.perf_counter()
             kept = create()

@@ -1,4 +1,4 @@
-"""The messages between two layouts: all of them, and the messages of one rank."""
+"""Measures how long computing the messages of all ranks, or of one rank, takes."""
 
 from __future__ import annotations
 

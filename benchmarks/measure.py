@@ -15,7 +15,7 @@ MANY = 4
 
 @attrs.frozen
 class Goal:
-    """A median should be at most `limit`, or at most `limit` times the median of `of`."""
+    """The goal that a median is at most `limit`, or at most `limit` times the median of `of`."""
 
     limit: float
     of: str | None = None
@@ -32,7 +32,7 @@ class Table:
     """The measurements of several ways to do one thing.
 
     Attributes:
-        what: What was measured.
+        what: The name of the measurement.
         unit: The unit of all samples.
         samples: The measured values of all runs, by way.
         reference: The way whose median has ratio 1.
@@ -89,7 +89,7 @@ def interleaved(
     seen: dict[str, list[float]] = {who: [] for who in ways}
     for run in range(warm_up + runs):
         for who, measure in ways.items():
-            gc.collect()  # else a way may pay for the garbage of the one before
+            gc.collect()  # otherwise, a way may pay for the garbage of the way before it
             value = measure()
             if run >= warm_up:
                 seen[who].append(value)

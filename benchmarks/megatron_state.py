@@ -63,7 +63,7 @@ def forget(module: ModuleType) -> None:
 
 
 def getters(runs: int) -> Iterator[Table]:
-    """Time each getter that returns a value in both modules without an argument."""
+    """Time each getter that needs no argument and returns a value in both modules."""
     ours, theirs = module_of("hypercomm"), module_of(REFERENCE)
     with fake_world(1024, rank=341):
         for module in (ours, theirs):

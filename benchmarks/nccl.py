@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-"""A row of the report: what was measured, by which way, value and unit (none for text)."""
+"""A row of the report: what was measured, how, the value, and its unit unless it is text."""
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 SIZES = "tp=2,cp=2,dp=2"
@@ -46,13 +46,13 @@ NOT_ON_ONE_CARD = {
     "NVLS, symmetric memory and CUDA IPC between ranks": "they need a card for each rank",
     "ranks of several hosts": "all processes are on one machine",
 }
-"""What several ranks on one card cannot show, and why."""
+"""The properties that several ranks on one card cannot show, with the reasons."""
 
 NEEDS_CARD = {
     "creation on a bound WORLD": "gloo's WORLD is not bound to a device, so nothing is split",
     "gpu tests": "pytest -m gpu needs a card",
 }
-"""The parts that have no meaning on gloo, and why."""
+"""The parts that are skipped on gloo, with the reasons."""
 
 
 # ---- the installation, which uses only the standard library -------------------------------------
@@ -96,7 +96,7 @@ def free_port() -> int:
 
 
 def environment_of(rank: int, size: int, port: int) -> dict[str, str]:
-    """Return a launcher's variables. For NCCL, each rank appears to be on another host."""
+    """Return a launcher's variables. To NCCL, each rank appears to be on a different host."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -122,16 +122,18 @@ def ranks(
 ) -> list[Any]:
     """Call `function(rank, *args)` on processes. Return the results, with None for a victim.
 
-    The fork server has loaded torch, but has not used CUDA, so that ranks start fast.
+    The processes are forked from a server that has loaded torch, so they start fast. The server
+    has not used CUDA.
 
     Args:
-        function: What each rank calls.
+        function: The function that each rank calls.
         size: The number of ranks.
         folder: A new folder for the results.
         limit_s: How long to wait for the results.
         args: Further arguments of the function.
         victims: The ranks that do not return.
-        is_over: Returns whether to end all ranks now. Only used if all ranks are victims.
+        is_over: A function that returns whether to end all ranks now. It is used only if all ranks
+            are victims.
         environment: Further environment variables of the ranks.
 
     Raises:
@@ -514,7 +516,7 @@ def _lose(rank: int, backend: str) -> dict[str, Any]:
 
 
 def hang(backend: str, folder: Path, limit_s: float) -> Iterator[Row]:
-    """Let a rank skip a collective, and analyse the dumps of torch (NCCL) or of a watch (gloo)."""
+    """Make a rank skip a collective, and analyse the dumps of torch (NCCL) or a watch (gloo)."""
     dumps = folder / "dumps"
     dumps.mkdir(parents=True)
     prefix = str(dumps / "nccl_trace_rank_")
@@ -653,7 +655,7 @@ PARTS: dict[str, tuple[Callable[[str, Path, float], Iterator[Row]], float]] = {
 
 
 def measure(backend: str, wanted: Sequence[str], limit_s: float) -> list[dict[str, Any]]:
-    """Run the parts. If one fails, the others still run."""
+    """Run the parts. If a part fails, the other parts still run."""
     began, found = time.monotonic(), []
     with tempfile.TemporaryDirectory() as scratch:
         for number, name in enumerate(wanted):

@@ -1,4 +1,4 @@
-"""The page and its results.json: new measurements replace their tables, other tables stay."""
+"""Updates README.md and results.json: measured tables are replaced, and other tables stay."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def write(folder: Path, rows: Rows, told: dict[str, Any]) -> None:
     """Write tables into results.json and README.md of a folder.
 
     Raises:
-        SystemExit: As for `read`. Nothing was written.
+        SystemExit: A file is missing, or the page lacks the marks. Nothing was written.
     """
     report, before, after = read(folder)
     report = merged(report, rows, told)

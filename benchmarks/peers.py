@@ -14,7 +14,7 @@ Shape = Sequence[int]
 Names = Sequence[str]
 Wanted = Sequence[Sequence[str]]
 Peer = Callable[[Shape, Names, Wanted], object]
-"""Creates groups. The result is kept alive until the time has been taken."""
+"""A function that creates groups. Its result is kept alive until the time has been measured."""
 
 
 def hypercomm(shape: Shape, names: Names, wanted: Wanted) -> object:
@@ -64,7 +64,7 @@ def new_group_loop(shape: Shape, names: Names, wanted: Wanted) -> None:
 
 
 def enumerated(shape: Shape, names: Names, wanted: Wanted) -> list[np.ndarray]:
-    """Return by numpy all groups over each set of dims, with one row for each group."""
+    """Return all groups over each set of dims, computed with numpy. Each row is a group."""
     table = np.arange(np.prod(shape)).reshape(shape[::-1])  # the first dim varies fastest
     tables = []
     for dims in wanted:
@@ -88,8 +88,7 @@ PEERS: dict[str, Peer] = {
 def destroy_all() -> None:
     """Destroy every process group except WORLD, whoever created it.
 
-    References to the groups are collected now, so that no thread of a group ends during a later
-    measurement.
+    Garbage is collected now, so that no thread of a group ends during a later measurement.
     """
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:

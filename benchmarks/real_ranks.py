@@ -1,4 +1,4 @@
-"""Creation of process groups on real gloo processes. All ways run in the same launch, in turn."""
+"""Measures creating process groups on gloo processes. All ways take turns in the same launch."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def creation(nprocs: list[int], runs: int, cycles: int) -> Iterator[Table]:
 
 
 def sharing(nprocs: list[int], runs: int, cycles: int) -> Iterator[Table]:
-    """Create the same with dims of size 1, so that some combinations have equal groups."""
+    """Create groups over the same combinations, where dims of size 1 make some groups equal."""
     ways = {**SHARED, **PEERS}
     for count in nprocs:
         what = f"the same with dims of size 1, {count} gloo processes"

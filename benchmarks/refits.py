@@ -1,4 +1,4 @@
-"""Refits: DTensors are sent from 4 gloo processes to 2 others, or gathered and broadcast."""
+"""Compares a refit from 4 gloo processes to 2 others with gathering and broadcasting DTensors."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ def refits(runs: int, megabytes: int) -> Iterator[Table]:
 
 
 def _shard(mesh: DeviceMesh, rows: int, axis: int) -> DTensor:
-    """Return a rank's shard of the trainer: fsdp splits the rows, then tp the rows or columns."""
+    """Return a trainer rank's shard. fsdp splits the rows, and tp then splits rows or columns."""
     shape = (rows // 2, COLUMNS // 2) if axis else (rows // 4, COLUMNS)
     local = torch.full(shape, float(dist.get_rank()))
     return DTensor.from_local(local, mesh, [Shard(0), Shard(axis)], run_check=False)
 
 
 def _part(rows: int, axis: int) -> torch.Tensor:
-    """Return a rank's buffer of the engine: tp splits the rows or columns."""
+    """Return an engine rank's buffer. tp splits the rows or columns."""
     return torch.full((rows, COLUMNS // 2) if axis else (rows // 2, COLUMNS), -1.0)
 
 
 def _broadcast(
     mine: dict[str, Any], axes: dict[str, int], rows: int, group: dist.ProcessGroup
 ) -> None:
-    """Gather each tensor on the trainer, broadcast it, and take the rank's part on the engine."""
+    """Gather each tensor on the trainer, broadcast it, and copy each engine rank's shard."""
     rank = dist.get_rank()
     for name, axis in axes.items():
         whole = mine[name].full_tensor() if rank < 4 else torch.empty(rows, COLUMNS)

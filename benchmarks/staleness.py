@@ -29,7 +29,7 @@ def tables() -> Iterator[Table]:
 def worse_than(
     page: Path, measure: Callable[[], Iterator[Table]] = tables, say: Callable[[str], None] = print
 ) -> list[str]:
-    """Compare each ratio of hypercomm with the ratio on the page. Return the lines of worse ratios.
+    """Compare each ratio of hypercomm with the ratio on the page. Return a line per worse ratio.
 
     A ratio is worse if it has grown by more than a quarter and by more than its noise, which is the
     distance between the quartiles of the ratios of all rounds. If any ratio is worse, all are

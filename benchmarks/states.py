@@ -1,4 +1,4 @@
-"""Transfers of a state from 4 gloo processes to 4 others, compared with one plain batch."""
+"""Compares the transfer of a state from 4 gloo processes to 4 others with one plain batch."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Count the requests of a large job to its store when all ranks create five groups in one call.
+"""Count the requests that the store of a large job gets when all ranks create five groups.
 
     python benchmarks/store.py [--ranks 64 16384 131072] [--processes 4096]
 
 Every rank runs the generator of the agreement protocol. `--ranks` simulates this many ranks on a
 counted store in this process. The store performs one request after the other, in 14 us each. In one
-run, all ranks start at once, in another run within 30 s. `--processes` runs this many ranks in four
-real processes, each rank with a connection to a TCPStore. For comparison, the requests of torch's
-own barrier are counted, with which every `new_group` ends.
+run, all ranks start at the same time. In another run, they start within 30 s. `--processes` runs
+this many ranks in four real processes. Each of these ranks has a connection to a TCPStore. For
+comparison, the requests of the barrier at the end of torch's `new_group` are counted.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class CountedStore:
 
 
 class Job:
-    """Ranks whose generators run on a virtual clock."""
+    """A job whose ranks run their generators on a virtual clock."""
 
     def __init__(self, size: int, seed: int = 0) -> None:
         drawn = random.Random(seed)  # noqa: S311
@@ -180,7 +180,7 @@ class Job:
         self.bytes[rank] += self.store.sent - before[1]
 
     def _wake(self, key: str, at: float) -> None:
-        """Let the ranks that wait for a key read it."""
+        """Make the ranks that wait for a key read the key."""
         if key not in self.store.held:
             return
         for rank in self.store.waiting.pop(key, []):

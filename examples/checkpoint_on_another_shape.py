@@ -2,7 +2,7 @@
 
     python examples/checkpoint_on_another_shape.py
 
-saves a sharded model on tp=2, dp=4, loads it on tp=4, dp=2, and compares every weight.
+Saves a sharded model on tp=2, dp=4, loads it on tp=4, dp=2, and compares every weight.
 """
 
 import functools
@@ -24,7 +24,7 @@ from hypercomm.testing import registered_groups
 
 
 def model_of(seed: int) -> nn.Sequential:
-    """Make the whole model."""
+    """Make the unsharded model."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
 
@@ -39,7 +39,7 @@ def sharded(seed: int, grid: HyperCommGrid) -> nn.Sequential:
 
 
 def save_and_load(folder: str) -> tuple[float, int]:
-    """Save on one grid, load on the other into a model with other weights."""
+    """Save on one grid. Load on another grid, into a model with other weights."""
     before = registered_groups()
     with HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
         grid.create_pg("tp")

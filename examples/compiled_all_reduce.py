@@ -1,8 +1,8 @@
-"""A functional collective over a grid's group, inside of torch.compile.
+"""A functional collective over a grid's group, inside torch.compile.
 
     python examples/compiled_all_reduce.py
 
-compiles a row-parallel layer in one graph on 4 local ranks, and compares with the whole layer.
+Compiles a row-parallel layer in one graph on 4 local ranks, and compares with the unsharded layer.
 """
 
 import torch

@@ -2,7 +2,7 @@
 
     python examples/data_parallel.py
 
-trains on 4 local ranks, and compares with one process. The ranks of a dp group
+Trains on 4 local ranks, and compares with one process. The ranks of a dp group
 have the same model.
 """
 
@@ -16,13 +16,13 @@ from hypercomm.testing import registered_groups
 
 
 def model_of(tp: int) -> nn.Module:
-    """Make the model of one tensor parallel rank. The others have other weights."""
+    """Make the model of a tensor parallel rank. Each rank has different weights."""
     torch.manual_seed(tp)
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
 
 
 def train(model: nn.Module, inputs: Tensor) -> list[Tensor]:
-    """Take some steps; return the loss before each."""
+    """Train for some steps. Return the loss before each step."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses: list[Tensor] = []
     for x in inputs:
@@ -40,7 +40,7 @@ def data() -> Tensor:
 
 
 def on_a_grid() -> tuple[float, int]:
-    """Train on the grid tp=2, dp=2; return the difference from one process."""
+    """Train on the grid tp=2, dp=2. Return the difference from one process."""
     with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
         dp = grid.create_pg("dp")
         before = registered_groups()

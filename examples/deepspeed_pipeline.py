@@ -3,7 +3,7 @@
     pip install deepspeed
     python examples/deepspeed_pipeline.py
 
-trains on 4 local ranks with dp=2 and pp=2, on the CPU, and compares with plain Adam on one process.
+Trains on 4 local ranks with dp=2 and pp=2, on the CPU, and compares with plain Adam on one process.
 
 DeepSpeed creates the process groups of the pipeline from the ranks of the topology. On a CPU, it
 supports float32 and bfloat16. It rejects fp16 ("Type fp16 is not supported on your device") if
@@ -44,7 +44,7 @@ def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def alone() -> list[float]:
-    """Train with plain Adam on whole batches."""
+    """Train with plain Adam on full batches."""
     whole = nn.Sequential(*layers())
     losses: list[float] = []
     optimizer = torch.optim.Adam(whole.parameters(), lr=RATE)
@@ -58,7 +58,7 @@ def alone() -> list[float]:
 
 
 def in_a_pipeline() -> tuple[int, list[float]]:
-    """Train in two stages with ZeRO-1; return the number of this stage's layers, and the losses."""
+    """Train in two stages with ZeRO-1. Return the number of this stage's layers, and the losses."""
     import deepspeed
     from deepspeed.pipe import PipelineModule
 

@@ -3,7 +3,7 @@
     pip install deepspeed
     python examples/deepspeed_zero.py
 
-trains on 4 local ranks with tp=2 and dp=2, on the CPU, and compares with plain Adam on one process.
+Trains on 4 local ranks with tp=2 and dp=2, on the CPU, and compares with plain Adam on one process.
 """
 
 import os
@@ -33,7 +33,7 @@ def data() -> torch.Tensor:
 
 
 def alone() -> list[float]:
-    """Train with plain Adam on whole batches."""
+    """Train with plain Adam on full batches."""
     whole = model()
     losses: list[float] = []
     optimizer = torch.optim.Adam(whole.parameters(), lr=RATE)
@@ -47,7 +47,7 @@ def alone() -> list[float]:
 
 
 def on_a_grid() -> tuple[list[float], int]:
-    """Train with ZeRO-1; count the process groups that DeepSpeed added to the state's."""
+    """Train with ZeRO-1. Return the losses, and how many process groups DeepSpeed added."""
     import deepspeed
 
     mpu.initialize_model_parallel(tensor_model_parallel_size=2)

@@ -2,7 +2,7 @@
 
     python examples/dtensor_redistribute.py
 
-multiplies sharded matrices on 8 local ranks, and compares with the product of the whole matrices.
+Multiplies sharded matrices on 8 local ranks, and compares with the product of the full matrices.
 """
 
 import torch

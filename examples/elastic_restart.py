@@ -2,8 +2,8 @@
 
     python examples/elastic_restart.py
 
-trains on 4 local ranks with tp=2,dp=2, kills one, continues with tp=1,dp=3, and compares the losses
-with one process. `train` is also what torchrun --nnodes 1:4 --max-restarts 3 would run.
+Trains on 4 local ranks with tp=2,dp=2, kills one rank, continues with tp=1,dp=3, and compares the
+losses with one process. torchrun --nnodes 1:4 --max-restarts 3 can also run `train`.
 """
 
 import os

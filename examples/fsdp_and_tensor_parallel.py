@@ -2,7 +2,7 @@
 
     python examples/fsdp_and_tensor_parallel.py
 
-trains a transformer block on 4 local ranks, and the same block on one rank, and compares the
+Trains a transformer block on 4 local ranks, and the same block on one rank, and compares the
 losses.
 """
 
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 def train(model: nn.Module, inputs: Tensor) -> list[Tensor]:
-    """Take some steps; return the loss before each."""
+    """Train for some steps. Return the loss before each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses: list[Tensor] = []
     for x in inputs:
@@ -64,13 +64,13 @@ def data() -> Tensor:
 
 
 def alone() -> list[float]:
-    """Train the whole model on whole batches."""
+    """Train the unsharded model on full batches."""
     torch.manual_seed(0)
     return [loss.item() for loss in train(Block(), data())]
 
 
 def on_a_grid() -> tuple[list[float], int]:
-    """Train on the grid tp=2, dp=2; count the process groups that torch added to the grid's."""
+    """Train on the grid tp=2, dp=2. Return the losses, and how many process groups torch added."""
     torch.manual_seed(0)
     model = Block()
     with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:

@@ -3,7 +3,7 @@
     pip install megatron-core matplotlib
     python examples/megatron_gpt.py --out losses.png
 
-trains a dense model (tp=2, pp=2, dp=2) and one with experts (pp=2, dp=4, ep=2) on 8 local ranks.
+Trains a dense model (tp=2, pp=2, dp=2) and one with experts (pp=2, dp=4, ep=2) on 8 local ranks.
 Model, pipeline schedule, gradient reduction and optimizer are megatron-core's. Both models are
 trained with Megatron's parallel state, then in new processes after `install()`, and the results are
 compared.
@@ -87,7 +87,7 @@ def let_megatron_run_on_a_cpu() -> OnTheCpu:
     from megatron.core.transformer.moe import moe_utils
 
     moe_utils.__dict__.setdefault("te_general_gemm", None)
-    # Pipeline schedule, optimizer and shared embeddings say device="cuda" or .cuda().
+    # The pipeline schedule, the optimizer and the shared embeddings use device="cuda" or .cuda().
     return OnTheCpu()
 
 
@@ -114,7 +114,7 @@ def forward(pieces: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
 
 
 def train(sizes: dict[str, Any], extra: dict[str, Any]) -> Run:
-    """Train one model; return the losses of the last pipeline stage, averaged over dp."""
+    """Train one model. Only the last pipeline stage returns losses, which are averaged over dp."""
     from megatron.core import parallel_state as mpu
     from megatron.core import tensor_parallel
     from megatron.core.distributed import (
@@ -194,7 +194,7 @@ def train_all(install: bool) -> Report:
         from hypercomm.compat import megatron
 
         megatron.install()
-    warnings.simplefilter("ignore")  # Megatron lists packages with which it would be faster
+    warnings.simplefilter("ignore")  # Megatron lists packages that would make it faster
     from megatron.core.pipeline_parallel import schedules
 
     before = registered_groups()
@@ -204,7 +204,7 @@ def train_all(install: bool) -> Report:
 
 
 def compare(before: list[Run], after: list[Run]) -> str:
-    """Print some losses of both runs, and the largest difference; count the equal ones."""
+    """Print some losses of both runs and their largest difference. Count the equal losses."""
     print(f"{'model':26} {'step':>4}   {'loss':6}   {'before install()':20}   after install()")
     pairs: list[tuple[float, float]] = []
     for name, one, other in zip(MODELS, before, after, strict=True):

@@ -1,8 +1,8 @@
-"""A mixture of experts: the router uses cp and dp, the experts use ep in a view of the same ranks.
+"""A mixture of experts. The router uses cp and dp. The experts use ep in a view of the same ranks.
 
     python examples/mixture_of_experts.py
 
-trains on 8 local ranks with cp=2, dp=4 and ep=4, and on one process, and compares the losses.
+Trains on 8 local ranks with cp=2, dp=4 and ep=4, and on one process, and compares the losses.
 """
 
 import torch
@@ -42,7 +42,7 @@ class Experts(nn.Module):
 
 
 def train(ep: int, sizes: str) -> list[float]:
-    """Train each rank on its share of the tokens; return the losses."""
+    """Train each rank on its share of the tokens. Return the losses."""
     generator = torch.Generator().manual_seed(1)
     losses: list[float] = []
     with HyperCommGrid(sizes) as grid:

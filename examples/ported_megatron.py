@@ -1,8 +1,8 @@
-"""A program for Megatron's parallel_state, with one import changed; needs no megatron-core.
+"""A program for Megatron's parallel_state, with one import changed. It needs no megatron-core.
 
     python examples/ported_megatron.py
 
-trains on 4 local ranks with tp=2 and dp=2, and on one process, and compares the losses.
+Trains on 4 local ranks with tp=2 and dp=2, and on one process, and compares the losses.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ WIDTH, BATCH, STEPS = 16, 64, 5
 
 
 class Sum(torch.autograd.Function):
-    """Sums over tensor parallel ranks: in the forward pass, or in the backward pass."""
+    """Sums over tensor parallel ranks, in the forward pass or in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, is_forward: bool) -> Tensor:
@@ -33,7 +33,7 @@ class Sum(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """The part of two linear layers on a tensor parallel rank."""
+    """A tensor parallel rank's shard of two linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Layer(nn.Module):
 
 
 def train(tensor_parallel: int) -> list[float]:
-    """Train a replica on its share of each batch; return the losses."""
+    """Train a replica on its share of each batch. Return the losses."""
     mpu.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
     torch.manual_seed(0)
     model, dp = nn.Sequential(Layer(), Layer()), mpu.get_data_parallel_world_size()

@@ -1,11 +1,11 @@
-"""A Llama is trained with FSDP2 and tensor parallelism, and a running engine gets its weights.
+"""A trainer with FSDP2 and tensor parallelism sends the weights of a Llama to a running engine.
 
     python examples/refit_llama.py
 
-starts a trainer of 4 ranks (fsdp=2, tp=2) by torchrun, and an engine of 2 ranks (tp=2) as a job of
-plain processes. After each of three optimizer steps, all weights go from the trainer's DTensors to
-the engine's tensors, in which q, k, v and gate, up are fused. The engine's logits are compared with
-the logits of the same model, trained without any sharding.
+Starts a trainer of 4 ranks (fsdp=2, tp=2) by torchrun, and an engine of 2 ranks (tp=2) as a job of
+plain processes. After each of three optimizer steps, the trainer's DTensors are sent to the engine.
+The engine fuses q, k and v into one tensor, and gate and up into another. Its logits are compared
+with the logits of the same model, trained without any sharding.
 """
 
 import socket
@@ -156,7 +156,7 @@ class Engine:
         return rms_norm(hidden, weight.shape, weight, CONFIG.rms_norm_eps)
 
     def logits(self, words: Tensor) -> Tensor:
-        """Score the words that may follow each one."""
+        """Return the scores of the words that may follow each word."""
         hidden = embedding(words, self.weights["model.embed_tokens.weight"])
         cos, sin = self.rotary(hidden, torch.arange(words.shape[1])[None])
         for number in range(CONFIG.num_hidden_layers):

@@ -1,10 +1,10 @@
-"""A trainer sends weights to inference ranks, which generate: on Ray actors or local ranks.
+"""A trainer sends weights to inference ranks, on Ray actors or on local ranks.
 
     python examples/reinforcement_actors.py
 
-trains a small language model with tp=4, dp=2 on 8 actors, moves its weights to tp=2, dp=2 on 4
-other actors, and compares the words that both generate. Without `ray`, local ranks replace the
-actors.
+Trains a small language model with tp=4, dp=2 on 8 actors, moves its weights to tp=2, dp=2 on 4
+other actors, and compares the words that trainer and inference generate. Without `ray`, local ranks
+replace the actors.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ SHARDS = {"up": {"tp": 1}, "down": {"tp": 0}, "*": {}}
 
 
 def part(whole: dict[str, Tensor], layout: RankLayout, rank: int) -> dict[str, Tensor]:
-    """Return a rank's part of all weights: tp splits the columns of `up` and the rows of `down`."""
+    """Return a rank's shards of all weights. tp splits the columns of `up` and rows of `down`."""
     size, at = layout.size_of("tp"), layout.coords(rank)["tp"]
     cuts = {name: axis["tp"] for name, axis in SHARDS.items() if axis}
     return {
@@ -35,7 +35,7 @@ def part(whole: dict[str, Tensor], layout: RankLayout, rank: int) -> dict[str, T
 
 
 class Summed(torch.autograd.Function):
-    """Sum the parts of all ranks of tp; each part has the gradient of the sum."""
+    """Sums the parts of all ranks of tp. Each part has the gradient of the sum."""
 
     @staticmethod
     def forward(_: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -48,7 +48,7 @@ class Summed(torch.autograd.Function):
 
 
 class Copied(torch.autograd.Function):
-    """Return the same tensor on each rank of tp; the gradients of the copies are summed."""
+    """Returns the same tensor on each rank of tp. The gradients of the copies are summed."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -62,7 +62,7 @@ class Copied(torch.autograd.Function):
 
 
 def logits(weights: dict[str, Tensor], words: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Score the words that may follow each one."""
+    """Return the scores of the words that may follow each word."""
     hidden = weights["words"][words]
     inner = torch.relu(Copied.apply(hidden, group) @ weights["up"]) @ weights["down"]
     return (hidden + Summed.apply(inner, group)) @ weights["out"]
@@ -78,7 +78,7 @@ def generate(weights: dict[str, Tensor], first: Tensor, group: dist.ProcessGroup
 
 
 def train(weights: dict[str, Tensor], grid: HyperCommGrid) -> None:
-    """Make some training steps. In the data, each word is followed by the word 5 later."""
+    """Make some training steps. In the data, word n is followed by word n + 5."""
     words = torch.arange(WORDS).chunk(grid["dp"].size)[grid["dp"].rank]
     for _ in range(STEPS):
         for weight in weights.values():
@@ -91,7 +91,7 @@ def train(weights: dict[str, Tensor], grid: HyperCommGrid) -> None:
 
 
 def work() -> float:
-    """Run one rank. Return the number of words that differ from the trainer's generation."""
+    """Run one rank. Return how many words differ from the words that the trainer generates."""
     torch.manual_seed(0)
     rank, scale = dist.get_rank(), 0.3
     shapes = {

@@ -2,7 +2,7 @@
 
     python examples/reinforcement_weights.py
 
-trains with tp=2, fsdp=2, pp=2 and generates with tp=4, dp=2, on the same 8 local ranks, and
+Trains with tp=2, fsdp=2, pp=2 and generates with tp=4, dp=2, on the same 8 local ranks, and
 compares all bits of the received weights with the weights of one process.
 """
 
@@ -15,7 +15,7 @@ from hypercomm import GridSet, HyperCommGrid, RankMapping, run_ranks, transfer_s
 
 STEPS, STAGES = 3, 2
 SHAPES = {"up": (32, 16), "down": (16, 32)}
-AXES = {"up": 0, "down": 1}  # the axis of a weight that tp splits; fsdp then splits the first
+AXES = {"up": 0, "down": 1}  # the axis of a weight that tp splits; fsdp then splits axis 0
 
 
 def model() -> dict[tuple[int, str], Tensor]:
@@ -25,7 +25,7 @@ def model() -> dict[tuple[int, str], Tensor]:
 
 
 def part(weight: Tensor, grid: HyperCommGrid, cuts: dict[str, int]) -> Tensor:
-    """Return this rank's part of a weight: each dim splits the part of the dims before it."""
+    """Return this rank's shard of a weight. Each dim splits the shard of the dims before it."""
     for dim, axis in cuts.items():
         if dim in grid:
             weight = weight.chunk(grid[dim].size, axis)[grid[dim].rank]
@@ -33,7 +33,7 @@ def part(weight: Tensor, grid: HyperCommGrid, cuts: dict[str, int]) -> Tensor:
 
 
 def train_and_generate() -> float:
-    """Transfer all weights after each step; return the largest difference."""
+    """Transfer all weights after each step. Return the largest difference."""
     difference = 0.0
     with GridSet.colocated(trainer=f"tp=2,fsdp=2,pp={STAGES}", rollout="tp=4,dp=2") as grids:
         trainer, rollout, whole = grids["trainer"], grids["rollout"], model()
@@ -49,7 +49,7 @@ def train_and_generate() -> float:
             got = {name: torch.empty_like(weight) for name, weight in wanted.items()}
             if stage == own:
                 for weight in mine.values():
-                    weight.mul_(0.9)  # a step
+                    weight.mul_(0.9)  # in place of a training step
             transfer_state(mapping, mine, into=got, shards=cuts)
             for name, weight in got.items():
                 difference = max(difference, (weight - wanted[name]).abs().max().item())

@@ -2,7 +2,7 @@
 
     python examples/renew_world.py
 
-trains on 6 local ranks, as if on three hosts, with DistributedDataParallel, which uses WORLD. One
+Trains on 6 local ranks, as if on three hosts, with DistributedDataParallel, which uses WORLD. One
 rank is killed, and the other rank of its host leaves. The four remaining ranks create a new WORLD,
 wrap the model again and repeat the step. The losses are compared with one process.
 """
@@ -26,7 +26,7 @@ TIMEOUT = timedelta(seconds=5)
 
 
 def train(victim: int = -1) -> tuple[str, list[float]]:
-    """Train to the end despite a loss; return the layout and the losses of all steps."""
+    """Train to the end, even if a rank dies. Return the layout and the losses of all steps."""
     grid = HyperCommGrid(RankLayout.fit(dist.get_world_size(), gpu=[1, 2], host=-1))
     grid.create_pgs(["gpu", "host"])
     torch.manual_seed(0)
@@ -37,7 +37,7 @@ def train(victim: int = -1) -> tuple[str, list[float]]:
     losses: list[float] = []
     how, job, first = str(grid.layout), None, dist.get_rank()
     while len(losses) < STEPS:
-        if (first, len(losses)) == (victim, DEATH):  # later, another rank has this number
+        if (first, len(losses)) == (victim, DEATH):  # another rank has this number later
             os.kill(os.getpid(), signal.SIGKILL)
         x = data[len(losses), dist.get_rank() :: dist.get_world_size()]
         optimizer.zero_grad()
@@ -71,7 +71,7 @@ def train(victim: int = -1) -> tuple[str, list[float]]:
 
 
 def be_rank(rank: int, port: int, results: "multiprocessing.Queue[Any]") -> None:
-    """Run one rank; one of them dies. The store is in the parent process."""
+    """Run one rank. One of the ranks dies. The store is in the parent process."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     store.set(f"{rank} is ready", "")
     store.wait([f"{other} is ready" for other in range(RANKS)])

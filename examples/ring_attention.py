@@ -1,8 +1,8 @@
-"""Ring attention over cp: each rank keeps its queries, and passes keys and values to the next.
+"""Ring attention over cp: each rank keeps its queries, and sends keys and values to the next rank.
 
     python examples/ring_attention.py
 
-computes attention on 8 local ranks with cp=4,dp=2, forwards and backwards, and compares with one
+Computes attention on 8 local ranks with cp=4,dp=2, forwards and backwards, and compares with one
 process.
 """
 
@@ -18,12 +18,12 @@ from hypercomm.grid.dims import GridDims
 
 
 class Turn(torch.autograd.Function):
-    """Sends a tensor to the next rank of the ring; its gradient goes the other way."""
+    """Sends a tensor to the next rank of the ring. Its gradient takes the opposite direction."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ring: GridDims, *, back: bool = False) -> Tensor:
         ctx.ring, received = ring, torch.empty_like(tensor)
-        ranks = ring.next(periodic=True), ring.prev(periodic=True)  # the ranks of torch.distributed
+        ranks = ring.next(periodic=True), ring.prev(periodic=True)  # ranks of WORLD
         to, source = reversed(ranks) if back else ranks
         send = dist.P2POp(dist.isend, tensor.contiguous(), to, ring.group)
         receive = dist.P2POp(dist.irecv, received, source, ring.group)
@@ -42,7 +42,7 @@ def attend(q: Tensor, kv: Tensor, ring: GridDims) -> Tensor:
     weight, total = torch.zeros_like(top), torch.zeros_like(q)
     places = torch.arange(q.size(-2))
     for step in range(ring.size):
-        ahead = (ring.rank - step) % ring.size - ring.rank  # the rank that has these keys
+        ahead = (ring.rank - step) % ring.size - ring.rank  # offset to the owner of the keys
         hidden = places + ahead * len(places) > places[:, None]
         scores = (q @ kv[0].mT / q.size(-1) ** 0.5).masked_fill(hidden, -torch.inf)
         new_top = torch.maximum(top, scores.detach().amax(-1, keepdim=True))
@@ -53,7 +53,7 @@ def attend(q: Tensor, kv: Tensor, ring: GridDims) -> Tensor:
 
 
 def on_a_grid() -> float:
-    """Compute attention with cp=4,dp=2; return the difference of outputs and gradients."""
+    """Compute attention with cp=4,dp=2. Return the difference of outputs and gradients."""
     whole = torch.randn(3, 4, 2, 32, 16, generator=torch.Generator().manual_seed(0))
     q, k, v = whole.requires_grad_()
     wanted = scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -20,7 +20,7 @@ BATCHES = st.integers(1, 8)
 
 
 class RowParallel(torch.nn.Module):
-    """A linear layer whose input features are split over tp; the partial results are summed."""
+    """A linear layer whose input features are split over tp. The partial results are summed."""
 
     def __init__(self, linear: torch.nn.Linear, grid: HyperCommGrid, is_buggy: bool) -> None:
         super().__init__()
@@ -29,13 +29,13 @@ class RowParallel(torch.nn.Module):
         self.weight = linear.weight[:, self.rows]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the output of the whole layer."""
+        """Return the output of the full layer."""
         y = x[:, self.rows] @ self.weight.T
         return self.tp.sum(y + self.bias) if self.is_buggy else self.tp.sum(y) + self.bias
 
 
 def check(grid: HyperCommGrid, batch: int, is_buggy: bool = False) -> None:
-    """Compare the sharded layer with the whole one."""
+    """Compare the sharded layer with the full layer."""
     torch.manual_seed(0)
     linear, x = torch.nn.Linear(12, 8), torch.randn(batch, 12)
     torch.testing.assert_close(RowParallel(linear, grid, is_buggy)(x), linear(x))
@@ -43,13 +43,13 @@ def check(grid: HyperCommGrid, batch: int, is_buggy: bool = False) -> None:
 
 @given_ranks(GRIDS, BATCHES)
 def test_layer(grid: HyperCommGrid, batch: int) -> None:
-    """The sharded layer equals the whole one on every grid."""
+    """Test that the sharded layer equals the full layer on every grid."""
     check(grid, batch)
 
 
 @given_ranks(GRIDS, BATCHES)
 def find_bug(grid: HyperCommGrid, batch: int) -> None:
-    """The property fails if each rank of tp adds the bias."""
+    """Find the planted bug: each rank of tp adds the bias before the sum."""
     check(grid, batch, is_buggy=True)
 
 

@@ -2,8 +2,9 @@
 
     python examples/survivors.py
 
-trains on 8 local ranks with tp=2,dp=4, kills one, continues on 6 ranks with tp=2,dp=3 from the last
-checkpoint, and compares the losses with one process. The tp partner of the lost rank is not used.
+Trains on 8 local ranks with tp=2,dp=4, kills one rank, and continues on 6 ranks with tp=2,dp=3 from
+the last checkpoint. The tp partner of the lost rank is not used. The losses are compared with one
+process.
 """
 
 import multiprocessing
@@ -23,7 +24,7 @@ STEPS, BATCH, SAVED_EVERY, DEATH = 8, 12, 2, 5
 
 
 def step_of(grid: HyperCommGrid, weights: list[torch.Tensor], x: torch.Tensor) -> float:
-    """Train on this rank's part of a batch: columns and rows are split over tp, items over dp."""
+    """Train on this rank's part of a batch. dp splits the batch, and tp splits the weights."""
     dp, tp = grid["dp"], grid["tp"]
     x = x.chunk(dp.size)[dp.rank]
     hidden = (x @ weights[0]).tanh()
@@ -38,7 +39,7 @@ def step_of(grid: HyperCommGrid, weights: list[torch.Tensor], x: torch.Tensor) -
 
 
 def train(folder: str, victim: int = -1) -> tuple[str, list[float]]:
-    """Train to the end despite a loss; return the layout and the losses of all steps."""
+    """Train to the end, even if a rank dies. Return the layout and the losses of all steps."""
     timeout = timedelta(seconds=6)
     grid = HyperCommGrid(RankLayout.fit(dist.get_world_size(), tp=[1, 2], dp=-1))
     grid.create_pgs([{"dims": dim, "timeout": timeout} for dim in ("tp", "dp")])
@@ -73,7 +74,7 @@ def train(folder: str, victim: int = -1) -> tuple[str, list[float]]:
 def save(
     grid: HyperCommGrid, path: Path, weights: list[torch.Tensor], step: int, losses: list[float]
 ) -> None:
-    """Save the whole weights on the first rank."""
+    """Save the full weights on the first rank."""
     parts = [weights[0], weights[1].T]
     every = [
         [torch.empty_like(part.contiguous()) for _ in range(grid["tp"].size)] for part in parts
@@ -87,7 +88,7 @@ def save(
 
 
 def be_rank(rank: int, port: int, folder: str, results: "multiprocessing.Queue[Any]") -> None:
-    """Run one of 8 ranks; one of them dies. The store is in the parent process."""
+    """Run one of 8 ranks. One of the ranks dies. The store is in the parent process."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=8)
     results.put((rank, train(folder, victim=5)))

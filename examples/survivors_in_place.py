@@ -2,10 +2,10 @@
 
     python examples/survivors_in_place.py
 
-trains on 6 local ranks with shard=2,dp=3, kills one, and continues on 4 ranks. The wrappers and
-their process groups stay the same objects, but the groups have other members. Compares the losses
-with a job of 4 ranks that starts from a checkpoint. Needs torch 2.14, which can reconfigure process
-groups.
+Trains on 6 local ranks with shard=2,dp=3, kills one rank, and continues on 4 ranks. The wrappers
+and their process groups stay the same objects, but the groups have other members. The losses are
+compared with a job of 4 ranks that starts from a checkpoint. The example needs torch 2.14, which
+can reconfigure process groups.
 """
 
 import multiprocessing
@@ -99,7 +99,7 @@ def train(kind: str, checkpoint: str, first: int = 0) -> tuple[list[float], list
 def be_rank(
     rank: int, port: int, kind: str, path: str, results: "multiprocessing.Queue[Any]"
 ) -> None:
-    """Run one rank; one of them dies. The store is in the parent process."""
+    """Run one rank. One of the ranks dies. The store is in the parent process."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     timeout = timedelta(seconds=60)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timeout)
@@ -109,7 +109,7 @@ def be_rank(
 
 
 def lose_a_rank(kind: str, path: str) -> tuple[list[float], list[str]]:
-    """Run the job that loses a rank; return what rank 0 returns."""
+    """Run the job that loses a rank. Return the result of rank 0."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     results = context.Queue()

@@ -2,7 +2,7 @@
 
     python examples/three_d_training.py
 
-trains on 8 local ranks with tp=2, dp=2, pp=2, and on one process, and compares the losses.
+Trains on 8 local ranks with tp=2, dp=2, pp=2, and on one process, and compares the losses.
 """
 
 import torch
@@ -30,13 +30,13 @@ class Layer(nn.Module):
 
 
 def make() -> tuple[nn.Sequential, Tensor]:
-    """Make the whole model, and a batch for each step, equal on every rank."""
+    """Make the full model, and a batch for each step, equal on every rank."""
     torch.manual_seed(0)
     return nn.Sequential(*(Layer() for _ in range(LAYERS))), torch.randn(STEPS, BATCH, WIDTH)
 
 
 def alone() -> list[float]:
-    """Train the whole model on whole batches; return the losses."""
+    """Train the full model on full batches. Return the losses."""
     model, data = make()
     losses: list[float] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -50,7 +50,7 @@ def alone() -> list[float]:
 
 
 def on_a_grid() -> list[float]:
-    """Train a stage on a share of each batch; return the losses, on the last stage."""
+    """Train a stage on a share of each batch. The last stage returns the losses."""
     with HyperCommGrid("tp=2,dp=2,pp=2") as grid:
         grid.create_pgs(["tp", "dp", "pp"])
         dp, pp, mesh = grid["dp"], grid["pp"], grid.device_mesh("dp", "tp")

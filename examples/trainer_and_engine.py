@@ -2,9 +2,9 @@
 
     python examples/trainer_and_engine.py
 
-starts a trainer of 4 ranks (tp=2,dp=2) by torchrun, and an engine of 2 ranks (tp=2) as plain
-processes without torch.distributed. The trainer sends ten rounds of weights. After five, the engine
-is killed. It starts again, joins the world again, and receives the weights again.
+Starts a trainer of 4 ranks (tp=2,dp=2) by torchrun, and an engine of 2 ranks (tp=2) as plain
+processes without torch.distributed. The trainer sends ten rounds of weights. After five rounds, the
+engine is killed. Then it starts again, joins the world again, and receives the weights again.
 """
 
 import os
@@ -25,7 +25,7 @@ ROUNDS, KILLED_IN = 10, 5
 
 
 def weights(number: int) -> torch.Tensor:
-    """Return the whole weights of a round. "tp" splits their rows in two."""
+    """Return the full weights of a round. "tp" splits their rows in two."""
     return torch.arange(32.0).reshape(8, 4) + 100 * number
 
 

@@ -47,7 +47,7 @@ _UNLISTED = {
     "megatron_requests": "hypercomm.compat.megatron.presets",
     "torchtitan_grids": "hypercomm.compat.torchtitan",
 }
-"""Names that can be imported from here, and that `dir()` does not show."""
+"""Names that can be imported from here, but that `dir()` does not show."""
 
 _ROOMS = {
     "cli": "hypercomm.cli",
@@ -72,7 +72,7 @@ _ELSEWHERE = {
     "simulate": "hypercomm.testing",
     **dict.fromkeys(errors.__all__, "hypercomm.errors"),
 }
-"""The modules of names that people look for here."""
+"""Maps each name that users may expect in this module to the module that defines it."""
 
 __all__ = sorted([*_HOMES, "__version__"])  # noqa: PLE0605 - names of a table
 

@@ -1,7 +1,7 @@
 """The exceptions of hypercomm, grouped by remedy. Unknown arguments raise Python's TypeError.
 
 Each class also derives from the builtin that legacy code catches (Megatron's callers catch
-`KeyError`, `ValueError` and `RuntimeError`), so a port needs no new `except` clause.
+`KeyError`, `ValueError` and `RuntimeError`), so ported code needs no new `except` clause.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ __all__ = [
 
 
 class HyperCommError(Exception):
-    """The base of every error of this library: catch it to catch all of them."""
+    """The base class of all errors of this library: catch it to catch any of them."""
 
     # KeyError prints the repr of its message; ours are sentences.
     __str__ = Exception.__str__
 
 
 class LayoutError(HyperCommError, ValueError):
-    """The sizes, ranks, machine, text or file of a call are invalid: correct the call."""
+    """A size, rank, machine, text or file in a call is invalid: correct the call."""
 
 
 class UnknownDimError(LayoutError, KeyError):
-    """A dim, a view or a grid of a set does not exist: use one of the names listed."""
+    """A dim, a view or a grid of a set does not exist: use a name that the message lists."""
 
 
 class RankOutsideError(LayoutError):
@@ -61,26 +61,26 @@ class WorldSizeError(HyperCommError, RuntimeError, ValueError):
 
 
 class NotInitializedError(HyperCommError, RuntimeError, ValueError):
-    """torch.distributed is needed and not initialised: initialise it first."""
+    """torch.distributed is needed, but is not initialised: initialise it first."""
 
 
 class GroupExistsError(HyperCommError, KeyError):
-    """A process group for this key was created before: look it up instead."""
+    """A process group for this key already exists: look it up instead of creating it."""
 
 
 class GroupMissingError(HyperCommError, KeyError):
-    """No process group was created for this key: create it first."""
+    """No process group exists for this key: create it first."""
 
 
 class GroupOptionsError(HyperCommError, ValueError):
-    """An option of a group is unknown, unavailable or ignored by torch: use another, or none."""
+    """A group option is unknown, unavailable or ignored by torch: change or omit the option."""
 
 
 class CreationError(HyperCommError, RuntimeError):
-    """The chosen way of creating process groups cannot work here: choose another.
+    """The chosen strategy for creating process groups cannot work here: choose another strategy.
 
     Attributes:
-        data: Data that the failed rank has published for the other ranks.
+        data: The data that the failed rank published for the other ranks.
     """
 
     data: str = ""
@@ -95,10 +95,10 @@ class GroupCreationTimeout(CreationError, TimeoutError):  # noqa: N818 - as torc
 
     Attributes:
         missing: The ranks that caused the timeout.
-        absent: All ranks that did not join: the missing ones, and ranks that wait for them in
-            another call.
+        absent: All ranks that did not join: the ranks in `missing`, and ranks that wait for the
+            missing ranks in another call.
         waited: How long this rank waited.
-        group: The group that this rank was connecting in `connect()`. It is now broken. "" if
+        group: The group that this rank was connecting in `connect()`, and that is now broken. "" if
             this rank was connecting no group.
     """
 
@@ -119,7 +119,7 @@ class GroupCreationTimeout(CreationError, TimeoutError):  # noqa: N818 - as torc
 
 
 class LateRankError(CreationError):
-    """The other ranks timed out before this one arrived: repeat the call on all ranks."""
+    """The other ranks timed out before this rank arrived: repeat the call on all ranks."""
 
 
 class WorldRestartedError(CreationError):
@@ -131,7 +131,7 @@ class OutcomeUnknownError(CreationError):
 
 
 class StateTransferError(HyperCommError, RuntimeError):
-    """Some parameters of a model did not arrive: continue from the bucket that is named.
+    """Some parameters of a model did not arrive: continue from the bucket that the error names.
 
     Attributes:
         bucket: The first bucket that did not arrive. All earlier buckets arrived.
@@ -147,22 +147,22 @@ class GridDestroyedError(HyperCommError, RuntimeError):
 
 
 class StateError(HyperCommError, AssertionError):
-    """Legacy state is initialised twice, or after an import that uses it: do it once, before."""
+    """Legacy state is missing, is initialised twice or too late: initialise it once, before use."""
 
 
 class ConfigurationError(HyperCommError, RuntimeError, AssertionError, ValueError):
     """A legacy configuration is contradictory, or names something that is missing: correct it.
 
-    In such a case, Megatron raises one of the three builtin exceptions.
+    In such a case, Megatron raises RuntimeError, AssertionError or ValueError.
     """
 
 
 class UnknownFieldError(HyperCommError, AttributeError, ValueError):
-    """A collection of process groups has no such field: use one of the names listed."""
+    """A process group collection has no such field: use a field that the message lists."""
 
 
 class MissingPackageError(HyperCommError, ImportError):
-    """A call needs a package that is not installed, or a newer release: install it."""
+    """A package that a call needs is not installed, or is too old: install or upgrade it."""
 
 
 class LaunchError(HyperCommError, RuntimeError, ValueError):
@@ -170,7 +170,7 @@ class LaunchError(HyperCommError, RuntimeError, ValueError):
 
 
 class ToolError(HyperCommError, ValueError, RuntimeError):
-    """A tool cannot watch or read as asked: correct the argument, or name another file."""
+    """A tool cannot watch a job or read a file: correct the argument, or name another file."""
 
 
 class SimulationError(HyperCommError, RuntimeError, AssertionError):
@@ -178,7 +178,7 @@ class SimulationError(HyperCommError, RuntimeError, AssertionError):
 
 
 class RankFailedError(HyperCommError, RuntimeError):
-    """A local rank raised, died or did not finish: see its traceback, or its stacks.
+    """A local rank raised an error, died or did not finish: see its traceback or its stack.
 
     Attributes:
         rank: The first rank that failed.

@@ -21,10 +21,10 @@ from hypercomm.layout.text import short_repr
 
 _FIRST_PORT = 20_000
 _PORTS = 10_000
-"""Derived ports are below the range from which Linux assigns ports."""
+"""The number of ports to derive from. All are below the range from which Linux assigns ports."""
 
 _LAST_STEP = 2**32 - 16
-"""SLURM reserves step ids from here on: interactive, batch, extern and pending."""
+"""The first step id that SLURM reserves, for interactive, batch, extern and pending steps."""
 
 
 @attrs.frozen
@@ -34,7 +34,7 @@ class Launcher:
     Attributes:
         name: The name of the launcher in messages.
         rank: The variable with the rank.
-        size: The variables that may contain the number of ranks. The first one that is set is used.
+        size: The variables that may contain the number of ranks. The first that is set is used.
         local_rank: The variable with the index of the rank on its host.
         local_size: The variable with the number of ranks on the host. "" if there is none.
         mark: A variable that only this launcher sets. "" if no other launcher sets the variables
@@ -67,7 +67,7 @@ LAUNCHERS = (
         local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
         local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    # Other launchers with PMI set these variables too: Intel MPI, srun --mpi=pmi2.
+    # Other launchers that use PMI also set these variables, such as Intel MPI and srun --mpi=pmi2.
     Launcher(
         "MPICH",
         rank="PMI_RANK",
@@ -75,7 +75,8 @@ LAUNCHERS = (
         local_rank="MPI_LOCALRANKID",
         local_size="MPI_LOCALNRANKS",
     ),
-    # The last one, because on several hosts mpirun starts its daemons with srun.
+    # srun is last: on several hosts, mpirun starts its daemons with srun, so the variables of srun
+    # may describe the daemons.
     Launcher(
         "srun",
         rank="SLURM_PROCID",
@@ -84,7 +85,7 @@ LAUNCHERS = (
         mark="SLURM_STEP_ID",
     ),
 )
-"""The launchers in order of precedence. The first one whose rank and size are set is used."""
+"""The launchers in order of precedence. The first launcher whose rank and size are set is used."""
 
 _OTHERS = {
     "MASTER_ADDR",
@@ -149,8 +150,8 @@ class FoundJob:
 def find_job(environment: Mapping[str, str]) -> FoundJob | None:
     """Return the job that a launcher's variables describe, or None if no variables are set.
 
-    If a launcher runs inside another one, such as mpirun in a SLURM job, the variables of the inner
-    one are used. A job may have a single rank.
+    If a launcher runs inside another launcher, such as mpirun in a SLURM job, the variables of the
+    inner launcher are used. A job may have a single rank.
 
     Args:
         environment: Variables and their values, such as `os.environ`.
@@ -175,8 +176,8 @@ def find_job(environment: Mapping[str, str]) -> FoundJob | None:
     first = jobs[0]
     same = [job for job in jobs if (job.rank, job.size) == (first.rank, first.size)]
     for job in jobs:
-        # An outer launcher's variables describe the processes that it started, such as torchrun's
-        # agents.
+        # If a user has set RANK and WORLD_SIZE, a launcher must agree with them. Two launchers may
+        # differ: the outer one describes the processes that it started, such as torchrun's agents.
         if first.launcher == "the environment" and job not in same and job.size > 1:
             raise LaunchError(
                 f"{first.source}, but {job.source}; unset the environment variables that were left "
@@ -199,8 +200,8 @@ def find_job(environment: Mapping[str, str]) -> FoundJob | None:
 def find_number(variable: str, environment: Mapping[str, str]) -> tuple[int, str] | None:
     """Return the world size or the rank that an environment describes, or None if it has neither.
 
-    WORLD_SIZE is accepted without RANK, and RANK without WORLD_SIZE, because users set them by
-    hand.
+    Either of WORLD_SIZE and RANK is accepted without the other, because users may set only one of
+    them by hand.
 
     Args:
         variable: "WORLD_SIZE" or "RANK".
@@ -231,7 +232,7 @@ def find_number(variable: str, environment: Mapping[str, str]) -> tuple[int, str
 
 
 def _read(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of this module that are not empty, without spaces around the values.
+    """Return the non-empty variables that this module reads, without spaces around the values.
 
     SLURM_STEP_ID is left out unless srun started the step.
     """
@@ -252,7 +253,7 @@ def _job_of(launcher: Launcher, held: Mapping[str, str]) -> FoundJob | None:
     size = _number(size_name, held, 1)
     source = f"{launcher.rank}={rank} and {size_name}={size} of {launcher.name}"
     if rank >= size:
-        raise LaunchError(f"{source}: ranks of a job of {size} are 0 to {size - 1}")
+        raise LaunchError(f"{source}: a job of {size} ranks has ranks 0 to {size - 1}")
     local_rank, local_size = (
         _number(name, held) if name in held else None
         for name in (launcher.local_rank, launcher.local_size)
@@ -261,17 +262,17 @@ def _job_of(launcher: Launcher, held: Mapping[str, str]) -> FoundJob | None:
     if launcher.name == "srun":
         address = _first_host(held)
         port = _port_of_step(held)
-    elif launcher.name == "Open MPI" and "PMIX_NAMESPACE" in held:  # differs for each mpirun
+    elif launcher.name == "Open MPI" and "PMIX_NAMESPACE" in held:  # each mpirun has another one
         text = held["PMIX_NAMESPACE"].encode(errors="replace")
         port = _FIRST_PORT + zlib.crc32(text) % _PORTS
     return FoundJob(launcher.name, rank, size, local_rank, local_size, address, port, source)
 
 
 def _check_not_forgotten(held: Mapping[str, str]) -> None:
-    """Raise if variables of a launcher are set without a rank.
+    """Raise if variables of a launcher are set although no rank was found.
 
     Raises:
-        LaunchError: The message names the variable, and what to set, unset or start.
+        LaunchError: Such a variable is set. The message explains what to set, unset or start.
     """
     for launcher in LAUNCHERS:
         there = next((name for name in (launcher.rank, *launcher.size) if name in held), None)

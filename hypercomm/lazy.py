@@ -1,6 +1,6 @@
-"""Imports modules on first access, so that planning a layout loads no torch.
+"""Imports modules on first access, so that planning a layout does not load torch.
 
-Extras install the packages that are named here. `pip install hypercomm` installs none of them.
+Except torch, the packages that are named here are optional, and extras install them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def required(package: str, what: str) -> Any:
 
     Args:
         package: The package, or a module of it.
-        what: The feature that needs it, for the error.
+        what: The feature that needs the package, for the error message.
 
     Raises:
         MissingPackageError: The package is not installed. The message names the extra.
@@ -66,7 +66,7 @@ def attributes(
                 raise
             raise _missing(error.name, f"{module}.{name}") from error
         value = home if homes[name] == f"{module}.{name}" else getattr(home, name)
-        setattr(sys.modules[module], name, value)  # the next access does not come here
+        setattr(sys.modules[module], name, value)  # the next access does not call this function
         return value
 
     return get

@@ -18,30 +18,30 @@ from hypercomm.process_groups import torch_internals as torchdist
 __all__ = ["clip_grad_norm_", "grad_norm"]
 
 Cut = GridDims | None
-"""The dims along which ranks have different elements of a parameter, or None."""
+"""The dims that shard a parameter, or None if every rank has the full parameter."""
 
 Parameters = Mapping[Cut, Tensor | Iterable[Tensor]]
 
 
 def grad_norm(parameters: Parameters, norm_type: float = 2.0) -> Tensor:
-    """Return the norm of all gradients of a model whose parameters are split over ranks.
+    """Return the norm of all gradients of a model whose parameters are sharded over ranks.
 
     Each element counts once. Gradients must already be averaged over data parallel ranks, because
-    all ranks that have the same part of a parameter must have the same gradient.
+    all ranks that have the same shard of a parameter must have the same gradient.
 
     Args:
-        parameters: The calling rank's parameters, by the dims that cut them: `grid["tp", "pp"]`
-            for layers that tensor parallelism splits, `grid["pp"]` for layers that it replicates,
-            `grid.view("expert")["ep", "pp"]` for experts, and None for parameters that no dim cuts,
-            which every rank of the grid has. Every rank must pass the same dims in the same order,
-            with an empty list if it has no such parameters. For a DTensor, such as a parameter of
-            FSDP2, also name the mesh dims that shard the DTensor, because only the local part is
-            used.
+        parameters: Maps the dims that shard parameters to the calling rank's parameters. Use
+            `grid["tp", "pp"]` for layers that tensor parallelism shards, `grid["pp"]` for layers
+            that it replicates, and `grid.view("expert")["ep", "pp"]` for experts. Use None for
+            parameters that every rank of the grid has in full. Every rank must pass the same dims
+            in the same order, with an empty list if it has no such parameters. For a DTensor, such
+            as a parameter of FSDP2, also name the mesh dims that shard the DTensor, because only
+            the local part is used.
         norm_type: The p of the p-norm, larger than 0. `math.inf` means the largest absolute value.
 
     Returns:
-        A float64 tensor without dims, equal on all ranks. The norm of each gradient is computed in
-        the dtype of the gradient, but at least in float32.
+        A scalar tensor, equal on all ranks. Its dtype is float64, or float32 on Apple's GPUs. The
+        norm of each gradient is computed in the dtype of the gradient, but at least in float32.
 
     Raises:
         GroupOptionsError: `parameters` or `norm_type` is wrong, or the dims of a DTensor are not
@@ -66,8 +66,7 @@ def clip_grad_norm_(parameters: Parameters, max_norm: float, norm_type: float = 
     This is `torch.nn.utils.clip_grad_norm_` over all ranks.
 
     Args:
-        parameters: The calling rank's parameters, by the dims that cut them, or by None. See
-            `grad_norm`.
+        parameters: Maps dims or None to the calling rank's parameters. See `grad_norm`.
         max_norm: The largest norm, at least 0.
         norm_type: The p of the p-norm, larger than 0. `math.inf` means the largest absolute value.
 
@@ -109,7 +108,8 @@ def _norm(cuts: Sequence[tuple[Cut, Sequence[Tensor]]], norm_type: float) -> Ten
             f"norm_type must be a number larger than 0, got {short_repr(norm_type)}"
         )
     devices = [one.device for _, gradients in cuts for one in gradients]
-    # float64, because other ranks may have float64 gradients. Apple's GPUs lack float64.
+    # The total is float64, because other ranks may have float64 gradients. Apple's GPUs lack
+    # float64.
     is_narrow = bool(devices) and devices[0].type == "mps"
     dtype = torch.float32 if is_narrow else torch.float64
     total = torch.zeros((), dtype=dtype, device=devices[0] if devices else None)
@@ -131,7 +131,7 @@ def _norm_of(values: Tensor, norm_type: float) -> Tensor:
 
 
 def _over(cut: GridDims, part: Tensor, norm_type: float) -> Tensor:
-    """Return the norm over a group from the norms of its members, in float64."""
+    """Combine the norms of the ranks of a group into one norm, in float64."""
     part = part.to(torchdist.device_type(cut.group), torch.float64)
     if math.isinf(norm_type):  # ReduceOp.MAX may ignore a NaN
         found = torch.stack([part.nan_to_num(0.0, math.inf), part.isnan().to(part.dtype)])
@@ -143,17 +143,17 @@ def _over(cut: GridDims, part: Tensor, norm_type: float) -> Tensor:
 
 
 def _gradients(parameters: Parameters) -> list[tuple[Cut, list[Tensor]]]:
-    """Return the gradients of this rank, by the dims that cut them."""
+    """Return the gradients of this rank, grouped by the dims that shard them."""
     if not isinstance(parameters, Mapping):
         raise GroupOptionsError(
-            f"parameters must map dims to parameters, as in {{grid['tp']: layer.parameters()}}, "
+            f"parameters= must map dims to parameters, as in {{grid['tp']: layer.parameters()}}, "
             f"got {short_repr(parameters)}"
         )
     cuts = []
     for cut, given in parameters.items():
         if cut is not None and not isinstance(cut, GridDims):
             raise GroupOptionsError(
-                f"the keys of parameters must be dims of a grid, such as grid['tp', 'pp'], or "
+                f"the keys of parameters= must be dims of a grid, such as grid['tp', 'pp'], or "
                 f"None, got {short_repr(cut)}"
             )
         own = [given] if isinstance(given, Tensor) else given
@@ -162,13 +162,13 @@ def _gradients(parameters: Parameters) -> list[tuple[Cut, list[Tensor]]]:
 
 
 def _local(cut: Cut, gradient: Tensor) -> Tensor:
-    """Return this rank's part of a gradient, after comparing `cut` with a DTensor's placements."""
+    """Return this rank's part of a gradient. `cut` must match the placements of a DTensor."""
     if not hasattr(gradient, "to_local"):
         return gradient.detach()
     dtensor: Any = gradient
     mesh = dtensor.device_mesh
     group = mesh.get_group(0)
-    rank = dist.get_global_rank(group, group.rank())  # the rank in the world of the mesh
+    rank = dist.get_global_rank(group, group.rank())  # the mesh may be of a joined world
     named = {rank} if cut is None else {*cut.ranks}
     for at, placement in enumerate(dtensor.placements):
         dim = (mesh.mesh_dim_names or range(mesh.ndim))[at]
@@ -182,9 +182,9 @@ def _local(cut: Cut, gradient: Tensor) -> Tensor:
         wrong = others & named if is_whole else others - named
         if wrong:
             raise GroupOptionsError(
-                f"a gradient is {'whole' if is_whole else 'cut'} along {dim!r}, but the key of its "
-                f"parameter is {() if cut is None else cut.dims}; the key must name exactly the "
-                f"dims that cut the parameter"
+                f"a gradient is {'replicated' if is_whole else 'sharded'} along {dim!r}, but the "
+                f"key of its parameter is {() if cut is None else cut.dims}; the key must name "
+                f"exactly the dims that shard the parameter"
             )
     local: Tensor = dtensor.to_local()
     return local.detach()

@@ -1,6 +1,6 @@
 """Check the wheel in an environment without extras: layouts work, errors name the missing extra.
 
-A program, not a pytest file: `.ci/run package` runs it in an environment that has no pytest.
+This file is a program and not a pytest file, because `.ci/run package` runs it without pytest.
 """
 
 import importlib.util

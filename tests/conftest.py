@@ -1,4 +1,4 @@
-"""How tests run: on several workers, with a time limit, and alone if they measure speed."""
+"""Runs tests on several workers, with a time limit, and alone if they measure speed."""
 
 import fcntl
 import importlib.util
@@ -88,7 +88,7 @@ def pytest_configure(config):
             settings.register_profile(
                 name,
                 max_examples=examples,
-                deadline=None,  # a busy machine is no failure
+                deadline=None,  # a test must not fail because the machine is busy
                 suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
             )
         settings.load_profile("few")  # --hypothesis-profile=deep loads "deep" later
@@ -107,14 +107,14 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def alone_or_shared(request, tmp_path_factory):
-    """Run a test that is marked `alone` while no other test runs. All others run in parallel."""
+    """Run a test that is marked `alone` while no other test runs. All other tests run together."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         yield
         return
     folder = tmp_path_factory.getbasetemp().parent  # shared by all workers
     is_alone = request.node.get_closest_marker("alone") is not None
     with (folder / "door").open("w") as door, (folder / "room").open("w") as room:
-        fcntl.flock(door, fcntl.LOCK_EX)  # an `alone` test that waits locks out all others
+        fcntl.flock(door, fcntl.LOCK_EX)  # while an `alone` test waits, no other test starts
         fcntl.flock(room, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
         fcntl.flock(door, fcntl.LOCK_UN)
         yield
@@ -161,7 +161,7 @@ def in_process(capsys, monkeypatch) -> Callable[..., Completed]:
 
 @pytest.fixture
 def ctrl_c():
-    """Let programs of a test receive Ctrl-C, even if the shell that started pytest ignores it."""
+    """Make programs of a test receive Ctrl-C, even if the shell that started pytest ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -15,7 +15,6 @@ def divisors(number):
 
 def in_layout_order(table):
     """List the ranks of a table, or of a part of a table, in the order of the layout."""
-    """The ranks of a table, or of a part of it, in the order of the layout."""
     return np.ravel(table, order="F").tolist()
 
 
@@ -47,13 +46,13 @@ def rank_lists(draw, size):
 
 
 def table_by_strides(shape, strides, offset=0):
-    """Return the table of ranks for given strides. A rank is the sum of coordinate times stride."""
+    """Return the table of ranks: a rank is the offset plus the sum of coordinates times strides."""
     return sum(np.indices(shape)[axis] * stride for axis, stride in enumerate(strides)) + offset
 
 
 @st.composite
 def nested_strides(draw, shape):
-    """Draw strides in any order of the dims, each larger than the span of the smaller ones."""
+    """Draw strides in any order. Each stride is larger than the span of the smaller strides."""
     strides = [1] * len(shape)
     reached = 0
     for axis in draw(st.permutations(range(len(shape)))):
@@ -64,7 +63,7 @@ def nested_strides(draw, shape):
 
 @st.composite
 def layouts_with_tables(draw, kinds=("dense", "gaps", "strided", "listed"), **bounds):
-    """Draw a layout and its table: dense, with the gaps of select(), with strides, or a list."""
+    """Draw a layout and its table. It is dense, has gaps as after select(), strides, or a list."""
     layout = draw(layouts(**{"max_ranks": 64} | bounds))
     table = np.arange(layout.size).reshape(layout.shape, order="F") + layout.rank_offset
     kind = draw(st.sampled_from(kinds))
@@ -83,7 +82,7 @@ def layouts_with_tables(draw, kinds=("dense", "gaps", "strided", "listed"), **bo
 
 
 def groups_of(table, axes):
-    """List the groups along some axes in the layout's order, the first axis fastest."""
+    """List the groups along some axes, in the layout's order. The first axis varies fastest."""
     others = [axis for axis in range(table.ndim) if axis not in axes]
     turned = np.transpose(table, [*others[::-1], *sorted(axes)[::-1]])
     size = math.prod(table.shape[axis] for axis in axes)

@@ -28,16 +28,17 @@ class Call(NamedTuple):
     """A call that reached the fake."""
 
     what: str
-    """create; connect; no color (a non-member takes part in a split); split (split_group, on any
-    rank); abort; shutdown; group start and group end (before 2.14, when WORLD is aborted)."""
+    """The kind of call: "create", "connect", "no color" (a rank outside the new group takes part in
+    a split), "split" (split_group, on any rank), "abort", "shutdown", or "group start" and "group
+    end" (before torch 2.14, when WORLD is aborted)."""
     ranks: tuple[int, ...]
     """The global ranks of the group. For "no color", the ranks of the group that is split."""
     splits: bool = False
-    """Whether the group is split off another one."""
+    """Whether the group is split off another group."""
     bound_to: torch.device | None = None
-    """The device that the group is bound to. Unknown for "create" before 2.14."""
+    """The device that the group is bound to. Unknown for "create" before torch 2.14."""
     options: Any = None
-    """The options given. Before 2.14, torch creates default options if there are none."""
+    """The given options. Before 2.14, torch creates default options if none are given."""
     timeout: timedelta | None = None
     name: str = ""
 
@@ -56,7 +57,7 @@ class NcclOptions:
 
 
 class FakeNccl:
-    """The backend that a group has in place of NCCL."""
+    """A backend that replaces NCCL."""
 
     Options = NcclOptions
     supports_coalescing = False
@@ -204,7 +205,7 @@ class Recorder(NamedTuple):
 
 
 def part_of(group: ProcessGroup) -> FakeNccl | None:
-    """Return the fake among the backends of a group, or return None if all are real, as gloo is."""
+    """Return the fake backend of a group, or None if all its backends are real, such as gloo."""
     parts = (group._get_backend(device) for device in group._device_types)
     return next((part for part in parts if isinstance(part, FakeNccl)), None)
 

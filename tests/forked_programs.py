@@ -13,7 +13,7 @@ from killable_ranks import CONTEXT
 def run(
     program, *arguments, environment=None, folder=None, seconds=100
 ) -> subprocess.CompletedProcess[str]:
-    """Like `subprocess.run([sys.executable, "-c", program, ...])`, without the import of torch."""
+    """Run a program as `subprocess.run([sys.executable, "-c", program, ...])` does, but faster."""
     with tempfile.TemporaryDirectory() as output:
         out, err = (Path(output, name) for name in ("out", "err"))
         environment = dict(os.environ if environment is None else environment)
@@ -37,6 +37,6 @@ def _run_as_main(program, arguments, environment, folder, *outputs):
     os.chdir(folder)
     sys.path.insert(0, "")
     sys.argv = ["-c", *arguments]
-    main = sys.modules["__main__"] = types.ModuleType("__main__")  # before: pytest
+    main = sys.modules["__main__"] = types.ModuleType("__main__")  # replaces pytest's
     sys.modules.pop("__mp_main__", None)
     exec(compile(program, "<string>", "exec"), vars(main))

@@ -38,7 +38,7 @@ def store_of_world():
 
 
 def restart_world(backend="gloo", **options):
-    """Destroy WORLD and initialise another one of the same ranks. Return this rank."""
+    """Destroy WORLD and initialise a new WORLD of the same ranks. Return this rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore("again", store_of_world())
     dist.destroy_process_group()
@@ -71,7 +71,7 @@ def expected_sum_and_members(ranks):
 
 
 def sums_and_members(grid):
-    """Return by key the sum over each group and its members, or None outside the group."""
+    """Return the sum over each group and its members, by key. The value is None outside a group."""
     result = {}
     for key, group in grid.pgs.items():
         result[str(key)] = None
@@ -110,7 +110,7 @@ def wait_for_release(before):
 
 
 def settle():
-    """Wait until the counts have been steady for a second: threads of gloo close files later."""
+    """Wait until the counts are steady for a second, because threads of gloo close files later."""
     begin = since = time.monotonic()
     before = None
     while time.monotonic() < min(since + STEADY_S, begin + SETTLED_WITHIN_S):

@@ -1,4 +1,4 @@
-"""Starts ranks that a test may kill. (`run_ranks` ends all ranks when the first one dies.)"""
+"""Starts ranks that a test may kill. (`run_ranks` ends all ranks when the first rank dies.)"""
 
 import json
 import multiprocessing
@@ -60,7 +60,7 @@ def exit_codes(function, count, *args, seconds=60, stopped=(), port=None):
 def run_scenario(folder, scene, size, *args, victims=(), timeout_s=30, seconds=90, port=None):
     """Run `scene(rank, *args)` on the ranks of a job, and return the results of the survivors.
 
-    A rank in `victims` must be killed or stopped. All others must end on their own.
+    A rank in `victims` must be killed or stopped. All other ranks must end without an error.
     """
 
     def take_part(rank, port):
@@ -72,7 +72,7 @@ def run_scenario(folder, scene, size, *args, victims=(), timeout_s=30, seconds=9
         draft.write_text(result)
         draft.rename(draft.with_suffix(".json"))
         while len([*Path(folder).glob("*.json")]) < size - len(victims):
-            time.sleep(0.01)  # a rank that ends breaks connections of others
+            time.sleep(0.01)  # a rank that ends breaks the connections of other ranks
         os._exit(0)  # destroying a WORLD that has lost ranks would wait for them
 
     module = sys.modules[scene.__module__]

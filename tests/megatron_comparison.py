@@ -62,7 +62,7 @@ def following(release):
 
 @contextmanager
 def gloo_made_fake(module):
-    """Let Megatron create fake groups instead of gloo groups, which a fake world cannot connect."""
+    """Make Megatron create fake groups, because a fake world cannot connect gloo groups."""
     if module is not theirs:
         yield
         return
@@ -126,7 +126,7 @@ def builtin_of(error):
 
 
 def read_globals(module):
-    """Return every global. The list of groups becomes a set: its order and length may differ."""
+    """Return every global. The list of groups becomes a set, because its order may differ."""
     values = {name: plain(getattr(module, name)) for name in GLOBALS}
     groups = values.pop("_global_process_group_list")
     return values | {"groups": groups and {tuple(group) for group in groups if group}}
@@ -177,7 +177,7 @@ FIELDS = (
     "intra_expt_dp",
     "intra_dist_opt",
 )
-"""The fields that both collections have with one optimizer instance."""
+"""The fields that Megatron's and hypercomm's collections have with one optimizer instance."""
 
 LONG = {
     "tp": "tensor_model_parallel_size",

@@ -1,4 +1,4 @@
-"""Imports megatron-core, the oracle, without torch.compile, which would load inductor (2 s).
+"""Imports megatron-core without torch.compile, which would load inductor and take 2 s.
 
 Tests import megatron-core from this module, so that each worker imports it once.
 """
@@ -9,7 +9,7 @@ import torch
 
 
 def do_not_compile(function=None, **_):
-    """Replaces torch.compile, which takes a function or returns a decorator."""
+    """Replace torch.compile, which takes a function or returns a decorator."""
     return (lambda given: given) if function is None else function
 
 

@@ -1,4 +1,4 @@
-"""The ranks of groups and the parts of tensors that tests expect, computed with numpy alone."""
+"""Computes the expected ranks of groups and shards of tensors, with numpy alone."""
 
 import math
 
@@ -8,10 +8,8 @@ import numpy as np
 def group_of(shape, names, ranks, dims, rank):
     """Return the ranks in the group of `rank` over `dims`. The first dim varies fastest.
 
-    Args:
-        ranks: The ranks of the layout, or its first rank.
-
-    Returns: None if `rank` is not in the layout.
+    `ranks` has the ranks of the layout, or only its first rank. The result is None if `rank` is not
+    in the layout.
     """
     if isinstance(ranks, int):
         ranks = np.arange(np.prod(shape)) + ranks
@@ -41,7 +39,7 @@ def all_groups(table, names, dims):
 
 
 def cuts_of(mapping):
-    """Map each axis that is cut, of three, to the dims that cut it, the outermost dim first."""
+    """Map each split axis of a tensor to the dims that split it. The outermost dim is first."""
     cuts = {} if mapping.along is None else {mapping.batch_axis % 3: [mapping.along]}
     for dim, axis in mapping.shards:
         cuts.setdefault(axis % 3, []).append(dim)
@@ -49,7 +47,7 @@ def cuts_of(mapping):
 
 
 def whole_of(mapping, times=1):
-    """Return a tensor of distinct elements, whose three axes source and target can cut evenly."""
+    """Return a full tensor of distinct elements. Source and target can split its axes evenly."""
     shape = [times] * 3
     for axis, dims in cuts_of(mapping).items():
         sides = (mapping.source, mapping.target)
@@ -60,9 +58,9 @@ def whole_of(mapping, times=1):
 
 
 def held(mapping, shape, *, is_source):
-    """Map the ranks that send or receive, in order, to the indices of their parts on three axes.
+    """Map each rank that sends or receives to the indices of its shard along three axes.
 
-    Axes are cut as torch.chunk cuts them: the last shards may be shorter, or empty.
+    Axes are split as torch.chunk splits them: the last shards may be shorter, or empty.
     """
     layout = mapping.source if is_source else mapping.target
     stage = -1 if is_source != mapping.backward else 0

@@ -6,11 +6,11 @@ A page's blocks are read from its fences, in order:
 * `python` with `if __name__ == "__main__":` is a program, which runs as a separate script.
 * `{ .python .example }` includes an example, which tests/test_examples.py runs.
 * `text` titled "Output" is what the Python block before it prints.
-* `console` contains hypercomm commands after `$`, and below each command its output.
+* `console` contains hypercomm commands after `$`. The output of each command is below the command.
 * A block in another language whose title is a file name is written to that file first.
 
-A comment before a fence changes this. With `<!-- figures -->`, numbers in the output are not
-compared. A block with `<!-- clients -->` only runs in the tests with that mark. A block with
+A comment before a fence changes these rules. With `<!-- figures -->`, numbers in the output are not
+compared. A block with `<!-- clients -->` runs only in tests that are marked `clients`. A block with
 `<!-- elsewhere -->` is run by a separate test.
 
 Errors name the page and the line.
@@ -37,7 +37,7 @@ DOCS = ROOT / "docs"
 
 RUN = ("python", "console")
 SHOWN = ("example", "text", "sh", "yaml", "toml", "json", "diff")
-"""Languages of blocks that are run, and of blocks that are only shown."""
+"""The languages of blocks that are only shown. RUN has the languages of blocks that are run."""
 
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<head>.*)\n(?P<text>(?:.*\n)*?)(?P=indent)```$", re.MULTILINE
@@ -112,7 +112,7 @@ def run_page(path, folder, *, clients=False):
     Args:
         path: The page.
         folder: The folder in which programs are written and commands run.
-        clients: Whether to run only the blocks marked `clients`, or only the others.
+        clients: Whether to run the blocks marked `clients`. Otherwise, all other blocks are run.
     """
     namespace = {"__name__": "page"}
     count = 0
@@ -174,7 +174,7 @@ def _run_python(block, namespace, folder):
 
 @contextlib.contextmanager
 def _printed():
-    """Collect what this process and the ranks that it starts print."""
+    """Collect the output of this process and of the ranks that it starts."""
     printed = []
     before = os.dup(1)
     with tempfile.TemporaryFile("w+") as file:

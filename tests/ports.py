@@ -1,4 +1,4 @@
-"""Ports on which nothing listens, and that no other test gets."""
+"""Finds ports on which nothing listens, and that no other test gets."""
 
 import contextlib
 import itertools
@@ -6,8 +6,8 @@ import os
 import socket
 
 BEGIN, SHARE, WORKERS = 20_000, 500, 24
-"""Ports below 32768, where systems begin to assign them, so no other socket takes one. Each worker
-has its own share, and begins at an offset given by its process id."""
+"""The ports are below 32768. Systems assign only higher ports, so no other socket takes them. Each
+worker has a separate share, and begins at an offset given by its process id."""
 
 _next = itertools.count(os.getpid())
 

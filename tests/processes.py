@@ -1,4 +1,4 @@
-"""Processes that were started without a launcher."""
+"""Starts processes without the environment variables of launchers."""
 
 import os
 import subprocess

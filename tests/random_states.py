@@ -1,4 +1,4 @@
-"""Draws states for `transfer_state`. The expected part of each rank comes from torch.chunk."""
+"""Draws states for `transfer_state`. torch.chunk computes the expected shard of each rank."""
 
 import math
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool,
 
 
 def chunk(tensor, axis, count, at, pieces=1):
-    """Return a shard as torch.chunk cuts it. A strided shard consists of a part of each piece."""
+    """Return a shard of torch.chunk. A strided shard has a part of each of several pieces."""
     whole = [part.chunk(count, axis) for part in tensor.chunk(pieces, axis)]
     found = [parts[at] for parts in whole if at < len(parts)]
     return torch.cat(found, axis) if found else tensor.narrow(axis, 0, 0)
@@ -24,7 +24,7 @@ def pick(random, *choices):
 
 
 class End:
-    """The source or target of a transfer: a layout of two dims, and how parameters are cut."""
+    """The source or target of a transfer: a layout of two dims, and the splits of parameters."""
 
     def __init__(self, random, world, names):
         count = int(random.integers(1, min(world, 4) + 1))
@@ -34,7 +34,7 @@ class End:
         self.cuts, self.placements = {}, {}
 
     def draw(self, random, name, whole):
-        """Choose how a parameter is cut: by dims along axes, or as a DTensor."""
+        """Choose how a parameter is split: by dims along axes, or as a DTensor."""
         axes = [*range(whole.ndim)]
         if axes and random.random() < 0.5:
             choices = [Replicate(), Shard(pick(random, *axes)), Shard(pick(random, *axes))]
@@ -45,7 +45,7 @@ class End:
             self.cuts[name] = {dim: pick(random, *axes) for dim in dims}
 
     def part(self, name, whole, rank):
-        """Return the part of a whole tensor that a rank holds."""
+        """Return the shard of a full tensor that a rank has."""
         coords = self.layout.coords(rank)
         if name in self.placements:
             for dim, placement in zip(self.sizes, self.placements[name], strict=True):
@@ -63,12 +63,13 @@ class End:
 
 
 class Case:
-    """A state of one to three parameters, sometimes with fused ones, from a source to a target.
+    """A transfer of one to three parameters, and sometimes a fused one, from source to target.
 
     Args:
         random: A generator of numpy.
         world: The number of ranks.
-        distribute: Makes a DTensor from a part, the whole tensor, the `End`, the name and the rank.
+        distribute: A function that makes a DTensor from a shard, the full tensor, the `End`, the
+            name and the rank.
     """
 
     def __init__(self, random, world, distribute):
@@ -95,7 +96,7 @@ class Case:
         return whole
 
     def _add_fused(self, random):
-        """Add q, k and v, with heads or of any lengths. A target dim cuts the fused tensor."""
+        """Add q, k and v, with heads or of any lengths. A target dim splits the fused tensor."""
         count = self.target.sizes["c"]
         width = int(random.integers(1, 4))
         parts = ["x.q", "x.k", "x.v"]
@@ -132,7 +133,7 @@ class Case:
         return tensor.to(self.dtype) if self.dtype and tensor.is_floating_point() else tensor
 
     def arguments(self, rank):
-        """Return the arguments of a rank, and by name the tensors that it must receive."""
+        """Return the arguments of a rank, and the tensors that it must receive, by name."""
         given = dict(self.options)
         due = {}
         # A rank only passes patterns for the parameters that it sends or receives.

@@ -1,4 +1,4 @@
-"""The benchmarks run, and their tables, limits and counts are right."""
+"""Test that the benchmarks run, and that their tables, limits and counts are right."""
 
 import importlib
 import json
@@ -52,8 +52,8 @@ def test_page_has_the_results(modules):
     assert modules.page.shown(report) in (BENCHMARKS / "README.md").read_text()
 
 
-# A ratio counts as worse only if two measurements both exceed the ratio on the page by more than
-# their noise. Rows of other libraries, and rows that the page does not have, are ignored.
+# A ratio counts as worse only if two measurements exceed the ratio on the page by more than their
+# noise. Rows of other libraries, and rows that the page does not have, are ignored.
 @pytest.mark.parametrize(
     ("first", "second", "verdicts"),
     [

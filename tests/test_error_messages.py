@@ -1,4 +1,4 @@
-"""Common mistakes: each raises its error class and names the argument and the value."""
+"""Test that each common mistake raises its error class, and names the argument and the value."""
 
 import math
 import pickle
@@ -104,7 +104,7 @@ def after_destroy(grid):
     grid.create_pg("tp")
 
 
-# (the call, its error, parts of the message: the argument, the value, what would have worked)
+# Each entry has the call, its error, and parts of the message: the argument, the value, or a fix.
 LAYOUTS = [
     (lambda: RankLayout([2, 4], ["tp"]), LayoutError, "shape", "dim_names", "['tp']"),
     (lambda: RankLayout([], []), LayoutError, "at least one dim"),
@@ -122,12 +122,12 @@ LAYOUTS = [
     (lambda: HyperCommGrid(tp=2, worldsize=8), TypeError, "'worldsize'", "'world_size'"),
     (lambda: LAYOUT.groups("pp"), UnknownDimError, "'pp'", "('tp', 'cp', 'dp')"),
     (lambda: LAYOUT.groups("tp", "tp"), LayoutError, "'tp'", "twice"),
-    (LAYOUT.groups, LayoutError, "dims is empty", "('tp', 'cp', 'dp')"),
+    (LAYOUT.groups, LayoutError, "no dims are given", "('tp', 'cp', 'dp')"),
     (lambda: LAYOUT.coords(8), RankOutsideError, "rank 8", "tp=2,cp=2,dp=2", "0..7"),
     (lambda: LAYOUT.coords(1.0), RankOutsideError, "rank", "1.0"),
     (lambda: DP.of(8), RankOutsideError, "rank 8"),
     (lambda: DP[4], IndexError, "4"),
-    (lambda: DP.chunks(3), LayoutError, "3", "2 members"),
+    (lambda: DP.chunks(3), LayoutError, "3", "each group, 2"),
     (lambda: LAYOUT.rank(tp=1), LayoutError, "['cp', 'dp']"),
     (lambda: LAYOUT.rank(tp=2, cp=0, dp=0), LayoutError, "'tp'", "range(2)", "2"),
     (lambda: LAYOUT.split("dp", a=3, b=1), LayoutError, "'dp'", "a=3"),
@@ -159,8 +159,12 @@ LAYOUTS = [
     (lambda: LAYOUT.groups("TP"), UnknownDimError, "did you mean 'tp'"),
     (lambda: LAYOUT.order_dims(3), LayoutError, "dims", "3"),
     (lambda: difference("tp=2", LAYOUT), LayoutError, "before", "'tp=2'"),
-    (lambda: difference(MANY_DIMS, LAYOUT), LayoutError, "before has 13 dims", "12"),
-    (lambda: difference(LAYOUT, RankLayout(dp=2**25)), LayoutError, "after has 33,554,432 ranks"),
+    (lambda: difference(MANY_DIMS, LAYOUT), LayoutError, "layout 'before' has 13 dims", "12"),
+    (
+        lambda: difference(LAYOUT, RankLayout(dp=2**25)),
+        LayoutError,
+        "layout 'after' has 33,554,432 ranks",
+    ),
     (
         lambda: megatron_grids(tp=2, tensor_model_parallel_size=4, world_size=8),
         TypeError,
@@ -242,8 +246,8 @@ MAPPINGS = [
     (lambda: RankMapping("dp=4", "dp=6"), LayoutError, "along dp into 4 ", " 6 "),
     (lambda: RankMapping(FOUR, FOUR, "db"), UnknownDimError, "along", "'db'", "'tp', 'dp'"),
     (lambda: RankMapping("tp=2", "tp=2"), UnknownDimError, "along", "'dp'", "along=None"),
-    (lambda: RankMapping(FOUR, FOUR, shards={"dp": 1}), LayoutError, "along and by shards"),
-    (lambda: RankMapping(FOUR, FOUR, pipeline="dp"), LayoutError, "along and by pipeline"),
+    (lambda: RankMapping(FOUR, FOUR, shards={"dp": 1}), LayoutError, "along and shards"),
+    (lambda: RankMapping(FOUR, FOUR, pipeline="dp"), LayoutError, "along and pipeline"),
     (lambda: RankMapping(FOUR, FOUR, shards=["tp"]), LayoutError, "shards", "'tp'"),
     (lambda: RankMapping(FOUR, FOUR, shards={"tp": 1.5}), LayoutError, "'tp' in shards", "1.5"),
     (lambda: RankMapping(FOUR, FOUR, shards={"tp": "zigzag"}), LayoutError, "'tp'", "'zigzag'"),
@@ -301,7 +305,7 @@ GRIDS = [
     (lambda: grid(tp=8, lazy_int=1), TypeError, "'lazy_int'", "did you mean 'lazy_init'?"),
     (lambda: grid(tp=8, verfy=True), TypeError, "'verfy'", "did you mean 'verify'?"),
     (lambda: grid(tp=8, device_id=None), TypeError, "'device_id'", "must be an int, not None"),
-    (lambda: grid("tp=8", mesh_dim_names=["tp"]), TypeError, "mesh_dim_names", "fastest dim first"),
+    (lambda: grid("tp=8", mesh_dim_names=["tp"]), TypeError, "mesh_dim_names", "varying dim first"),
     (lambda: GridSet.tile(8, encoder="tp=8")["encodr"], UnknownDimError, "mean 'encoder'?"),
     (lambda: GridSet.tile(8, a="tp=8", requires="tile"), LayoutError, "mean 'tiled'?"),
     (lambda: GridSet.tile(8, a=SWAPPED), LayoutError, "grid 'a'", "not in ascending order"),
@@ -406,12 +410,12 @@ GRIDS = [
     (lambda: run_ranks(int, 0), LayoutError, "nprocs must be at least 1", "0"),
     (lambda: report(1), NotInitializedError, "only in a rank that run_ranks"),
 ]
-# With a grid of 8 ranks, as rank 5, with dp groups.
+# The calls get a grid of 8 ranks that has dp groups. They run as rank 5.
 CREATED = [
     (lambda grid: grid.create_pg("dp"), GroupExistsError, "'dp'", "get_pg"),
     (lambda grid: grid.get_pg("tp"), GroupMissingError, "'tp'", "create_pg"),
     (lambda grid: grid.get_pg("dp", name="b"), GroupMissingError, "'dp'", "'b'"),
-    (lambda grid: grid.create_pg([]), LayoutError, "dims is empty"),
+    (lambda grid: grid.create_pg([]), LayoutError, "no dims are given"),
     (lambda grid: grid.create_pg(["tp", "tp"]), LayoutError, "'tp'", "twice"),
     (lambda grid: grid.create_pg("tp", name=""), GroupOptionsError, "''"),
     (lambda grid: grid.create_pg("tp", group_desc=3), GroupOptionsError, "3"),
@@ -549,7 +553,7 @@ TOOLS = [
     (lambda: Topology([]), LayoutError, "levels"),
     (lambda: Topology([Level.of("a", "xy")] * 2), LayoutError, "'a'"),
     (lambda: read_topology(2, 4).level("hots"), LayoutError, "'hots'"),
-    (lambda: grad_norm([1]), GroupOptionsError, "parameters must map dims to parameters"),
+    (lambda: grad_norm([1]), GroupOptionsError, "parameters= must map dims to parameters"),
     (lambda: grad_norm({"tp": []}), GroupOptionsError, "got 'tp'"),
     (lambda: grad_norm({None: []}, 0), GroupOptionsError, "norm_type", "got 0"),
     (lambda: clip_grad_norm_({None: []}, -1), GroupOptionsError, "max_norm", "got -1"),

@@ -1,4 +1,4 @@
-"""The examples run unchanged on real ranks, and the numbers that they print are right."""
+"""Test that the examples run unchanged on real ranks, and print the right numbers."""
 
 import importlib.util
 import re
@@ -76,7 +76,7 @@ def test_all_examples_are_tested():
 )
 def test_example(name, tmp_path):
     script = [EXAMPLES / f"{name}.py", *ARGUMENTS.get(name, [])]
-    # Longer than the limit of run_ranks, which reports the stacks of all ranks.
+    # This limit is longer than the limit of run_ranks, which reports the stacks of all ranks.
     done = run_python(*script, folder=tmp_path, seconds=330, DS_ACCELERATOR="cpu")
     if name == "survivors_in_place" and not hasattr(dist, "_reconfigure"):
         assert "cannot reconfigure process groups; 2.14 can" in done.stderr

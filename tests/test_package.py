@@ -1,6 +1,6 @@
-"""Rules for the whole package, checked on its source and in new processes.
+"""Test rules for the whole package, on its source and in new processes.
 
-import-linter checks which module may import which: see pyproject.toml.
+import-linter checks which modules a module may import. Its rules are in pyproject.toml.
 """
 
 import ast
@@ -109,7 +109,7 @@ def test_public_names_have_docstrings(name):
 
 
 INSTALLERS = {"hypercomm.compat.megatron.install"}
-"""Modules whose examples replace other modules, which must not be imported before."""
+"""Modules whose examples replace other modules. The other modules must not be imported before."""
 
 
 # Every docstring example runs and prints the shown output.
@@ -139,7 +139,7 @@ def test_public_names_can_be_imported():
             getattr(hypercomm, name)
 
 
-# Subpackages can be imported, and none imports torch early.
+# Subpackages can be imported, and importing them does not import torch.
 def test_subpackages_do_not_import_torch():
     packages = ["cli", "compat", "errors", "launch", "layout", "testing", "tools", "transfers"]
     lines = "; ".join(f"hypercomm.{name}.__name__" for name in packages)

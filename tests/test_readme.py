@@ -1,4 +1,4 @@
-"""The README's program prints what the README shows, and CI runs its commands."""
+"""Test that the README's program prints the output shown, and that CI runs the commands."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 
 
-# The program prints what the README shows.
+# The program prints the output that the README shows.
 def test_program_prints_what_is_shown(tmp_path):
     assert page_runner.run_page(README, tmp_path) == 1
 

@@ -1,4 +1,4 @@
-"""The release check passes if version, changelog, wheel and tag agree, and otherwise says why."""
+"""Test that the release check passes only if version, changelog, wheel and tag agree."""
 
 import subprocess
 import zipfile

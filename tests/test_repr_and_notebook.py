@@ -1,4 +1,4 @@
-"""The repr and str of values, JSON of layouts, and the example notebook."""
+"""Test the repr and str of values, layouts as arguments of mappings, and the example notebook."""
 
 import json
 from pathlib import Path
@@ -56,7 +56,7 @@ for cell in json.loads(pathlib.Path(sys.argv[1]).read_text())["cells"]:
     if value is not None:
         print("a picture" if "<svg" in getattr(value, "_repr_html_", str)() else value)
 """
-"""Runs the cells of a notebook as a kernel does, as far as the example needs it."""
+"""A program that runs the cells of the example notebook as a kernel does."""
 
 
 # The cells of the example notebook run in order, also on real ranks. The notebook is stored without

@@ -1,4 +1,4 @@
-"""The norm of gradients over ranks equals the norm of the whole model in one process."""
+"""Test that the norm of gradients over ranks equals the norm of the full model in one process."""
 
 import math
 
@@ -16,7 +16,7 @@ SHAPES = {"split": (4, 6), "whole": (6,), "sharded": (8, 4), "experts": (4, 5)}
 
 
 def full(name, stage):
-    """Return the gradient of a parameter of a stage in the whole model."""
+    """Return the full gradient of a parameter of a pipeline stage."""
     seed = [*name.encode(), stage]
     return np.random.default_rng(seed).normal(size=SHAPES[name]).astype(np.float32) * 3
 
@@ -79,7 +79,7 @@ def test_norm_matches_the_whole_model():
         assert split == pytest.approx(own / right[2.0], rel=1e-4)
 
 
-# The placements of a DTensor show how it is split. Given dims that contradict the placements raise.
+# The placements of a DTensor show how the tensor is split. Dims that contradict them raise.
 @pytest.mark.ranks(4)
 def test_dims_must_match_dtensors():
     with HyperCommGrid("tp=2,dp=2") as grid:
@@ -88,8 +88,8 @@ def test_dims_must_match_dtensors():
         whole = cut(torch.ones(4), mesh, [Shard(0), Replicate()])
         partial = DTensor.from_local(torch.ones(4), mesh["dp"], [Partial()])
         for dims, gradient, message in (
-            ("tp", whole, r"cut along 'dp', .* the key .* is \('tp',\)"),
-            (("tp", "dp"), whole, r"whole along 'tp', .* the key .* is \('tp', 'dp'\)"),
+            ("tp", whole, r"sharded along 'dp', .* the key .* is \('tp',\)"),
+            (("tp", "dp"), whole, r"replicated along 'tp', .* the key .* is \('tp', 'dp'\)"),
             ("dp", partial, "over 'dp', so it is not summed"),
         ):
             weight = torch.nn.Parameter(torch.zeros_like(gradient))
@@ -155,8 +155,8 @@ def test_factor_of_half_precision():
     torch.testing.assert_close(weight.grad, wanted, rtol=0, atol=0)
 
 
-# All ranks have the same norm in the same dtype, even if some have no float64 gradient or none at
-# all.
+# All ranks have the same norm in the same dtype, even if some ranks have no float64 gradient, or no
+# gradient at all.
 @pytest.mark.ranks(2)
 def test_ranks_with_different_dtypes():
     with HyperCommGrid("tp=2") as grid:
@@ -174,7 +174,7 @@ def test_ranks_with_different_dtypes():
         assert grad_norm({tp: parameter(torch.ones(1))}).dtype == torch.float64
 
 
-# Some ranks may have no gradient, an empty one, or another dtype. A NaN on one rank is kept.
+# Some ranks may have no gradient, an empty gradient, or another dtype. A NaN on one rank is kept.
 @pytest.mark.ranks(2)
 def test_ranks_with_different_gradients():
     with HyperCommGrid("dp=2") as grid:
@@ -188,7 +188,7 @@ def test_ranks_with_different_gradients():
         number = torch.tensor([math.nan if not first else 2.0])
         assert math.isnan(grad_norm({dp: parameter(number)}, math.inf))
         whole = cut(torch.ones(4), grid.device_mesh("dp"), [Shard(0)])
-        with pytest.raises(HyperCommError, match=r"cut along 'dp', .* the key .* is \(\)"):
+        with pytest.raises(HyperCommError, match=r"sharded along 'dp', .* the key .* is \(\)"):
             grad_norm({None: parameter(whole)})
 
 

@@ -1,4 +1,4 @@
-"""Time limits that hold while other tests run on the same machine."""
+"""Computes time limits that are long enough while other tests run on the same machine."""
 
 import os
 import time
@@ -6,7 +6,7 @@ import time
 from hypercomm.launch import run_ranks
 
 CROWDED = 3
-"""How much longer a process takes when four workers share two cores."""
+"""A process takes this many times as long when four workers share two cores."""
 
 
 def scaled_s(quiet_s):

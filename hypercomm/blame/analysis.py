@@ -25,8 +25,8 @@ class AwaitedRanks:
     """A call that has not ended.
 
     Attributes:
-        calls: The call of each rank that has entered it.
-        absent: The members that have not entered it.
+        calls: Maps each rank that has entered the call to its call.
+        absent: The ranks of the group that have not entered the call.
     """
 
     calls: Mapping[int, LoggedCall]
@@ -64,7 +64,7 @@ class AwaitedRanks:
 
 @attrs.frozen(eq=False)
 class Deviation:
-    """A call with which one rank leaves the order in which most ranks make their calls.
+    """A call with which one rank leaves the common order of calls.
 
     Attributes:
         rank: The rank.
@@ -113,7 +113,7 @@ def find_differences(evidence: Evidence) -> list[dict[int, LoggedCall]]:
 def _find_odd(evidence: Evidence, calls: Mapping[int, LoggedCall]) -> tuple[list[int], list[int]]:
     """Return the ranks that differ from the majority, and outside ranks that decided the majority.
 
-    If the members' calls have no majority, calls in the other groups over the same dims count too.
+    If the calls in the group have no majority, calls in other groups over the same dims count, too.
     """
     terms = [call.terms for call in calls.values()]
     siblings = []
@@ -142,10 +142,10 @@ def _sibling_calls(
 
 
 def find_waits(evidence: Evidence) -> list[AwaitedRanks]:
-    """Find each rank's first unfinished call in each lane, and the members absent from that call.
+    """Find each rank's first unfinished call in each lane, and the ranks absent from that call.
 
-    If no member of any group is absent, members whose device has only queued the call are counted
-    as absent.
+    If no rank is absent from any of these calls, ranks whose device has only queued a call count as
+    absent.
     """
     found: list[AwaitedRanks] = []
     for (group, channel), by_rank in evidence.lanes.items():
@@ -213,12 +213,15 @@ def find_deviations(
 ) -> dict[int, Deviation]:
     """Find ranks that leave the common order of calls and thereby make a rank wait.
 
-    Ranks with groups over the same dims run the same program, so most of them make their calls
-    in the same order, such as all_reduce over tp, then all_reduce over dp. A rank that leaves this
-    order is reported only if the deviation explains a wait or a difference in a group. This is so
-    if the group is over the dims of the usual call, and the rank is absent from the call or differs
-    in it. It is also so if the group is over the dims of the rank's own call, and the rank takes
-    part in it. Ranks are not reported if all members of the group deviate together.
+    Ranks with groups over the same dims run the same program, so most of these ranks make their
+    calls in the same order, such as all_reduce over tp, then all_reduce over dp. A rank that leaves
+    this order is reported only if its deviation explains a wait or a difference in a group. There
+    are two cases:
+
+    * The group spans the dims of the usual call, and the rank is absent from the group's call or
+      differs in it. If all ranks of the group deviate together, they are not reported.
+    * The group spans the dims of the rank's own call, and the rank takes part in the group's call.
+      No other rank may deviate in the same way.
 
     Args:
         evidence: The calls.
@@ -282,7 +285,7 @@ def _compare_orders(evidence: Evidence, with_messages: bool) -> Iterator[Deviati
 
 
 def _from_a_common_start(calls: Mapping[int, list[LoggedCall]]) -> dict[int, list[LoggedCall]]:
-    """Return the calls. If old calls are lost, begin with the first one that all ranks recorded."""
+    """Return the calls. If old calls are lost, begin at the first call that all ranks recorded."""
     places: dict[int, dict[tuple[str, int], int]] = {}
     for rank, own in calls.items():
         collectives = [(place, call) for place, call in enumerate(own) if not call.channel]
@@ -305,7 +308,7 @@ class Finding:
         kind: "absent", "no dump", "unreadable", "order", "circle", "shape", "dtype" or "stuck".
         culprits: The ranks to blame. Empty if the dumps are inconclusive.
         involved: All ranks that the fault concerns.
-        waiting: The ranks that wait because of the fault, directly or through others.
+        waiting: The ranks that wait because of the fault, directly or through other ranks.
         says: A description.
     """
 
@@ -317,14 +320,14 @@ class Finding:
 
 
 class Verdict:
-    """The ranks of a job that the others wait for. `str()` returns a description.
+    """Finds the ranks that other ranks of a job wait for. `str()` returns a description.
 
     Args:
         evidence: The calls, as `read_folder` returns them.
 
     Attributes:
         evidence: The calls.
-        waits: The calls that have not ended, with the members that have not entered them.
+        waits: The calls that have not ended, with the ranks that have not entered each call.
         findings: The faults, the most severe first.
 
     Example:
@@ -429,7 +432,7 @@ class Verdict:
         if siblings:
             says += f"; so do {_ranks(siblings)} in the other {one.group.title} groups"
         if not odd:
-            says += "; the dumps do not show which is intended"
+            says += "; the dumps do not show which call is intended"
         kinds = zip(("order", "shape", "dtype"), one.terms, other.terms, strict=True)
         kind = next(kind for kind, mine, theirs in kinds if mine != theirs)
         if kind == "order":
@@ -499,7 +502,7 @@ class Verdict:
             yield self._found("stuck", says, wait.calls)
         elif missing:
             says = f"{_ranks(missing, 'has', 'have')} no dump that can be read; "
-            says += "the calls of the others agree and have ended"
+            says += "the calls of the other ranks agree and have ended"
             yield self._found("no dump", says, missing)
 
 

@@ -1,4 +1,4 @@
-"""A page of torch's debug server: the ranks with coordinates, their calls, and the verdict."""
+"""Implements a page of torch's debug server with the ranks, their calls and the verdict."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _RANKS = ("rank", "coordinates", "host", "last call", "state", "line")
 
 
 class GridPage(DebugHandler):
-    """The page "/grid" of torch's debug server, made by `Watch.debug_page`."""
+    """The page "/grid" of torch's debug server. `Watch.debug_page` creates the page."""
 
     def routes(self) -> list[Route]:
         """Return the path of the page."""
@@ -89,7 +89,7 @@ class GridPage(DebugHandler):
             for call in itertools.chain.from_iterable(record.lanes.values()):
                 calls = earlier.lanes.get((call.group, call.channel), [])
                 if all(one.number != call.number or one.state == "finished" for one in calls):
-                    call.state = "finished"  # it started within the last second
+                    call.state = "finished"  # not pending, because it has just started
         return Verdict(now)
 
     def _read(self) -> Evidence:

@@ -1,8 +1,8 @@
-"""The calls that the ranks of a job recorded, in one form for dumps and simulations.
+"""Represents the recorded calls of a job's ranks, in one form for dumps and simulations.
 
-Dumps have the format of torch's flight recorder, which `grid.watch` writes too. A dump is untrusted
-data: only pickles of plain values are read, and the type of each number and text is checked before
-it is used.
+Dumps have the format of torch's flight recorder. `grid.watch` writes this format, too. A dump is
+untrusted data: only pickles of plain values are read, and the type of each number and text is
+checked before the value is used.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class LoggedGroup:
     Attributes:
         name: The name of the group in torch.
         ranks: The ranks of the group.
-        title: The dims of the group, as in "cp+dp of expert". Without dims, "WORLD" or "group 7".
-            "" in a simulation.
+        title: The dims of the group, as in "cp+dp of expert". A group without dims is called
+            "WORLD" or "group 7". In a simulation, the title may be "".
     """
 
     name: str
@@ -50,20 +50,21 @@ class LoggedCall:
     """One collective, send or receive of one rank, or one creation of a group.
 
     Attributes:
-        op: The name in torch.distributed, such as "all_reduce".
+        op: The name of the call in torch.distributed, such as "all_reduce".
         group: The group.
-        number: The position in its lane, from 1. A lane is all collectives of one group, or all
-            calls of one channel.
-        order: The position among all calls of the rank.
+        number: The position of the call in its lane, counted from 1. A lane consists of all
+            collectives of one group, or of all calls of one channel.
+        order: The position of the call among all calls of the rank.
         state: "queued", "started" or "finished".
-        terms: The values that must be equal on all members, such as op, sizes and dtypes.
+        terms: The values that must be equal on all ranks of the group, such as op, sizes and
+            dtypes.
         shapes: The shapes of the first tensors.
         dtypes: The dtypes of these tensors.
         where: The file and line of the user's code that makes the call, or "" if unknown.
         peer: The other rank of a send or receive.
         channel: "" for a collective, "send 0->1" for a message, "recv anybody" for a receive
             without a source.
-        source: The simulated call, in a simulation.
+        source: The simulated call, or None outside simulations.
     """
 
     op: str
@@ -106,7 +107,7 @@ Lane = tuple[LoggedGroup, str]
 
 @attrs.define(eq=False)
 class RankLog:
-    """The calls of one rank, and what its dump says about its process.
+    """The calls of one rank, and facts about its process from its dump.
 
     Attributes:
         rank: The rank.
@@ -270,7 +271,7 @@ def read_dumps(
     Args:
         dumps: The rank and the name of each dump, and a function that loads it.
         layout: The layout of the job. Default: the layout in the dumps.
-        source: What the dumps are read from, for errors.
+        source: The name of the folder or server that the dumps are read from, for errors.
         hint: Advice that is added to the error if there is no readable dump.
 
     Raises:
@@ -303,12 +304,12 @@ def read_dumps(
 def _world_size(
     records: Mapping[int, RankLog], unreadable: Mapping[int, str], layout: RankLayout | None
 ) -> int:
-    """Return the number of ranks from WORLD, else from the layout, else from the largest rank."""
+    """Return the size of WORLD. If it is unknown, use the layout, or else the largest rank."""
     groups = [(group, one.file) for one in records.values() for group in one.groups]
     worlds = {group.ranks: file for group, file in groups if group.title == WORLD}
     if len(worlds) > 1:
         files = " and ".join(sorted(worlds.values())[:2])
-        raise ToolError(f"{files} are of two jobs; keep the dumps of one job in the folder")
+        raise ToolError(f"{files} belong to two jobs; keep the dumps of only one job in the folder")
     known = max([*records, *unreadable]) + 1
     size = len(next(iter(worlds), ())) or (known if layout is None else layout.size)
     if layout is not None and (layout.size != size or known > size):
@@ -427,7 +428,7 @@ def _read_dump(record: RankLog, fields: Mapping[str, Any], layout: RankLayout | 
 
 
 def _dims_of(ranks: Sequence[int], layout: RankLayout | None) -> str:
-    """Return the dims over which these ranks are a group of the layout, or "" if there are none."""
+    """Return the dims over which these ranks form a group of the layout, or "" if they do not."""
     if layout is None or not all(rank in layout for rank in ranks):
         return ""
     coords = [layout.coords(rank) for rank in ranks]

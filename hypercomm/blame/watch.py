@@ -1,4 +1,4 @@
-"""`grid.watch`: records this process's collectives, and writes a file when none makes progress.
+"""Implements `grid.watch`, which records collectives and writes a file if none makes progress.
 
 While a watch is active, it replaces the communicating methods of torch's ProcessGroup class with
 methods that record the call first. It records every call from Python, including the calls of FSDP
@@ -107,10 +107,11 @@ class Watch:
     """Records the collectives of this rank until `stop()`. `grid.watch` creates it.
 
     Args:
-        seconds: The file is written when no call has started or ended for so many seconds.
+        seconds: The file is written when no call has started or ended for this many seconds.
         folder: The folder of the file.
-        layouts: Returns a mapping of view names to layouts. The layout of the grid has the name "".
-        pgs: Returns the existing groups.
+        layouts: A function that returns a mapping of view names to layouts. The layout of the grid
+            has the name "".
+        pgs: A function that returns the existing groups.
         rank: The rank of this process.
 
     Attributes:
@@ -118,7 +119,8 @@ class Watch:
         file: The file that is written.
 
     Raises:
-        ToolError: The seconds or the folder cannot be used, or this process already has a watch.
+        ToolError: `seconds` is not a valid number, the folder cannot be used, or this process
+            already has a watch.
         NotInitializedError: torch.distributed is not initialised.
     """
 
@@ -135,8 +137,8 @@ class Watch:
     ) -> None:
         if not is_positive(seconds, 1e6):
             raise ToolError(
-                f"seconds must be a number above 0 and at most 1e6, got {short_repr(seconds)}; "
-                f"write the seconds as a number, such as 60"
+                f"seconds= must be a number above 0 and at most 1e6, got {short_repr(seconds)}; "
+                f"pass a number, as in seconds=60"
             )
         self._seconds = seconds
         self._layouts = layouts
@@ -159,7 +161,9 @@ class Watch:
         """Replace the methods of ProcessGroup. Raise if another watch has replaced them."""
         if Watch._current is not None:
             known = Watch._current.file
-            raise ToolError(f"this process has a watch, which writes {known}; call stop() first")
+            raise ToolError(
+                f"this process already has a watch, which writes {known}; call its stop() first"
+            )
         folder = self.file.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -202,7 +206,7 @@ class Watch:
     def debug_page(self) -> DebugHandler:
         """Return a page for torch's debug server that judges the calls of all ranks.
 
-        As `hypercomm blame` does, the page "/grid" shows which rank the others wait for. It also
+        Like `hypercomm blame`, the page "/grid" shows which rank the other ranks wait for. It also
         shows every call in which ranks wait, and each rank with its coordinates and its last call.
         The server reads the calls twice, a second apart. It treats calls that changed in between
         as ended. Every rank must have a watch, and must call this method before it starts the
@@ -224,8 +228,8 @@ class Watch:
             from hypercomm.blame.debug_page import GridPage, serve
         except ImportError as error:
             raise ToolError(
-                f"torch's debug server cannot show this page: {error}; it needs torch 2.13 or "
-                f"newer, with aiohttp, jinja2 and tabulate"
+                f"torch's debug server cannot show this page: {error}; the page needs torch 2.13 "
+                f"or newer, with aiohttp, jinja2 and tabulate"
             ) from error
         serve(_current_record)
         return GridPage()
@@ -315,13 +319,13 @@ class Watch:
         draft = self.file.with_suffix(".part")
         try:
             draft.write_text(json.dumps(self.record(why, error)))
-            draft.replace(self.file)  # atomic, so no reader sees a part of it
+            draft.replace(self.file)  # atomic, so no reader sees an incomplete file
         except Exception as failure:  # noqa: BLE001 - the program continues without a record
             logger.warning("the watch cannot write %s: %s", self.file, failure)
 
     def record(self, why: str = "is watched", error: BaseException | None = None) -> dict[str, Any]:
         """Return the calls so far in the format of torch's flight recorder."""
-        with self._lock:  # other threads keep calling
+        with self._lock:  # other threads may record calls
             self._poll()
             groups = dict(self._groups)
             entries = [dict(entry) for entry in self._entries]
@@ -329,7 +333,7 @@ class Watch:
         if error is not None and entries:
             _reopen(entries[-1], error)
         for group in filter(None, [dist.group.WORLD, *self._pgs()]):
-            with contextlib.suppress(KeyError, ValueError, RuntimeError):  # destroyed by its user
+            with contextlib.suppress(KeyError, ValueError, RuntimeError):  # a destroyed group
                 counts.setdefault(groups.setdefault(group, _Group(group)).name, {})
         stack = sys._current_frames()[threading.main_thread().ident or 0]
         return {

@@ -1,7 +1,7 @@
 """The command line: plan, draw, place and compare layouts, check groups, and explain hangs.
 
 Only `main` turns errors into messages and exit codes. The exit code is 0 for success, 1 if a check
-failed, 2 for a wrong call, and 130 for Ctrl-C. One rank of a launched job prints the error.
+failed, 2 for a wrong call, and 130 for Ctrl-C. In a launched job, only rank 0 prints an error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hypercomm.errors import HyperCommError, LaunchError
 _GRACE_S = 3.0
 """The time that rank 0 has to print an error before another rank exits.
 
-Launchers end all ranks when one exits.
+Launchers end all ranks when one rank exits.
 """
 
 
@@ -80,7 +80,7 @@ _USUAL_NAMES = {
     "--nproc": "--world-size",
     "--ranks": "--world-size",
 }
-"""The options of this command line that replace those of launchers and of other commands."""
+"""Maps options of launchers and of other commands to the options of this command line."""
 
 
 class _LazyGroup(click.Group):
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
     Args:
-        argv: The arguments; default: the arguments of the process.
+        argv: The arguments. Default: the arguments of the process.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:

@@ -266,7 +266,7 @@ class CheckResult:
             rank, reason = self.failed
             key, step = self._at.get(rank, (None, ""))
             place = self._place_of(rank, key) + (f", in {step}" if step else "")
-            verdict = f"failed after {len(rows)} of {requested}: {place}: {reason}"
+            verdict = f"failed after {len(rows)} of {requested} checks: {place}: {reason}"
         out.print(verdict, markup=False, soft_wrap=True)
         return 0 if ok else 1
 
@@ -281,7 +281,7 @@ class CheckResult:
     def _row(self, key: Key, found: Mapping[int, Figures]) -> dict[str, Any]:
         """Return the table row of the groups over some dims.
 
-        The creation time is the longest of all ranks. The bandwidth is the slowest rank's.
+        The creation time is the longest of all ranks. The bandwidth is the lowest of all ranks.
         """
         groups = self.request.views.layout_of(key.view).groups(*key.dims)
         slowest = min(sorted(found), key=lambda rank: found[rank]["bandwidth"])

@@ -1,4 +1,4 @@
-"""`hypercomm diff`: how a change of layout affects groups and ranks."""
+"""`hypercomm diff`: show how a change of layout affects groups and ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def read(before: str, after: str, world_size: int | None = None) -> tuple[RankLa
     Args:
         before: The sizes before the change, as in tp=2,cp=2,dp=2.
         after: The sizes after the change.
-        world_size: The number of ranks of both layouts, if given.
+        world_size: The number of ranks of both layouts, or None.
 
     Raises:
         LayoutError: A text cannot be read, or both layouts have an unspecified size and no world

@@ -32,7 +32,7 @@ _NO_SPLIT = "gloo cannot split; a split needs a WORLD bound to a device"
 """The reason why a group cannot be split off a WORLD that is not bound to a device."""
 
 _FAMILIES = ("CUDA_", "GLOO_", "HYPERCOMM_", "NCCL_", "OMPI_COMM_", "TORCH")
-"""Prefixes of the environment variables that are shown. Others may hold a secret."""
+"""Prefixes of the environment variables that are shown. Other variables may contain a secret."""
 
 
 @attrs.define
@@ -52,12 +52,12 @@ class Report:
     strategies: dict[str, str | None] = attrs.field(factory=dict)
 
 
-@click.command(short_help="Show versions, what works here, and why the rest does not.")
+@click.command(short_help="Show what is installed and what works.")
 @options.as_json
 def doctor(*, as_json: bool) -> int:
-    """Show versions, backends, the launcher, and the result of each way of creating groups.
+    """Show versions, backends, the launcher, and which strategies can create groups.
 
-    Creates groups of this process alone. The exit code is 1 if none can be created.
+    Creates groups that contain only this process. The exit code is 1 if no group can be created.
     """
     with Console(stderr=True).status("trying torch"):
         found = report()

@@ -22,8 +22,8 @@ from hypercomm.layout.parsing import (
 from hypercomm.layout.text import short_repr
 from hypercomm.layout.views import Views
 
-_ARGUMENT = re.compile(r"\b[a-z_]+(?:=(?:\[.*?\]|\S+))? \((--[^()]+)\)")
-"""A Python argument and, in parentheses, the option of the command line with the same purpose."""
+_ARGUMENT = re.compile(r"\b[a-z_]+(?:=(?:\[.*?\]|\S*))? \((--[^()]+)\)")
+"""Matches a Python argument, and the equivalent option of the command line in parentheses."""
 
 
 def _joined(_: object, __: object, texts: tuple[str, ...]) -> str:
@@ -52,7 +52,7 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON inste
 def in_options(message: str) -> str:
     """Return a message with the options of the command line in place of Python's arguments.
 
-    >>> in_options("overlapped (--overlap) needs traffic (--traffic), as in on=[..., 8] (--on 8)")
+    >>> in_options("overlapped= (--overlap) needs traffic= (--traffic), as in on=[..., 8] (--on 8)")
     '--overlap needs --traffic, as in --on 8'
     """
     return _ARGUMENT.sub(r"\1", message)
@@ -66,9 +66,9 @@ def read_sizes(
     Args:
         text: The sizes, as in "tp=2,dp=-1".
         ranks: The number of ranks, or None if it is unknown.
-        room: A clause for error messages that says where the number of ranks comes from. Default:
-            one such as "the world has 8".
-        option: The command's option that sets the number of ranks, if it has such an option.
+        room: A clause for error messages that names the source of the number of ranks. Default: a
+            clause such as "the world has 8".
+        option: The command's option that sets the number of ranks, or "" if there is none.
 
     Raises:
         LayoutError: The text cannot be read, or the number of ranks is needed and unknown.
@@ -128,7 +128,7 @@ def combinations_of(layout: RankLayout) -> list[tuple[str, ...]]:
 
 
 def read_views(layout: RankLayout, texts: Sequence[str]) -> Views:
-    """Read views such as "expert:ep=2,rest=-1". If the second view has no name, it is "view2".
+    """Read views such as "expert:ep=2,rest=-1". A second view without a name is called "view2".
 
     Dims that make the same groups in the layout and in the view are shared.
 

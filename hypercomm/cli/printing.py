@@ -1,4 +1,4 @@
-"""Output of the commands: tables and JSON. In a pipe, trailing spaces are removed."""
+"""Prints the tables and the JSON of the commands. In a pipe, trailing spaces are removed."""
 
 from __future__ import annotations
 

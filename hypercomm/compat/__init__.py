@@ -1,4 +1,4 @@
-"""The interfaces of other packages, implemented with grids, for programs that use the packages."""
+"""Implements the interfaces of other packages with grids, for programs that use these packages."""
 
 from hypercomm.lazy import attributes
 

@@ -17,16 +17,16 @@ def install(homes: Mapping[str, str], packages: Sequence[str], loaded: str) -> b
     """Make import paths resolve to modules of hypercomm, from their next import on.
 
     Args:
-        homes: For each import path, the module of hypercomm that it resolves to.
+        homes: Maps each import path to the module of hypercomm that the path resolves to.
         packages: The packages that contain these paths, outermost first. Packages that are not
-            installed are created empty.
+            installed are created as empty modules.
         loaded: The package that must not have been imported yet.
 
     Returns:
         True, or False if an earlier call has already installed these paths.
 
     Raises:
-        StateError: `loaded` was imported before. Nothing was changed.
+        StateError: The package `loaded` has already been imported. Nothing was changed.
     """
     if any(isinstance(finder, _Aliases) and finder.homes == homes for finder in sys.meta_path):
         return False
@@ -64,11 +64,11 @@ class _Aliases(MetaPathFinder, Loader):
         if fullname not in self.homes:
             return None
         spec = ModuleSpec(fullname, self)
-        # All other finders are asked, including those of editable installs.
+        # Ask all other finders, because an editable install has a finder, too.
         others = (finder for finder in sys.meta_path if finder is not self)
         found = (finder.find_spec(fullname, path, target) for finder in others)
         theirs = next(filter(None, found), None)
-        if theirs is not None:  # submodules, such as ezpz.tp.layers, stay importable
+        if theirs is not None:  # keeps submodules importable, such as ezpz.tp.layers
             spec.submodule_search_locations = theirs.submodule_search_locations
         return spec
 
@@ -76,7 +76,7 @@ class _Aliases(MetaPathFinder, Loader):
         module = importlib.import_module(self.homes[spec.name])
         spec.loader_state = module.__spec__
         own = list(getattr(module, "__path__", []))
-        if own:  # without a `__path__`, importlib sets it from the spec
+        if own:  # if a module has no `__path__`, importlib sets one from the spec
             theirs = spec.submodule_search_locations or []
             module.__path__ = list(dict.fromkeys([*own, *theirs]))
         return module

@@ -1,6 +1,6 @@
-"""DeepSpeed on a grid: an `mpu` for a grid, and a `ProcessTopology` for a layout.
+"""Provides DeepSpeed with an `mpu` for a grid, and with a `ProcessTopology` for a layout.
 
-DeepSpeed is imported only to make a topology.
+Only `process_topology` imports DeepSpeed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from hypercomm.transfers.mapping import roles_of
 __all__ = ["Mpu", "process_topology", "topology_axes"]
 
 Dims = str | Iterable[str] | None
-"""The dim or dims of one kind of parallelism (a role, such as dp), or None for no dims."""
+"""The dim or dims of one kind of parallelism (a role, such as dp). None stands for no dims."""
 
 _ALONE = "deepspeed.alone"
-"""The name of the groups of one rank each, for roles without dims."""
+"""The name of the groups for roles without dims. Each of these groups has one rank."""
 
 
 _TP = ("tp",)
@@ -109,17 +109,17 @@ def _read_roles(layout: RankLayout, given: Mapping[str, Dims]) -> dict[str, tupl
 
 
 class Mpu:
-    """The process groups of a grid, as the methods that DeepSpeed calls on an `mpu` return them.
+    """An `mpu` for DeepSpeed, whose methods return the process groups of a grid.
 
-    Every rank of the grid must make an `Mpu`, at the same position among its creations of groups.
-    Groups that the grid lacks are created. If the creation fails, none of them exist. The grid owns
-    the groups. The methods look the groups up in the grid. They raise if the grid is destroyed, and
-    they raise RankOutsideError on ranks outside the grid. Model parallel is tp x pp. ZeRO shards
-    and reduces over sp x dp, but divides the sum by the size of dp. Therefore, each sp rank must
-    return only its part of the loss.
+    An `Mpu` creates the groups that the grid lacks. If the creation fails, none of these groups
+    exist. All ranks of the grid must create the `Mpu` and other process groups in the same order.
+    The grid owns the groups. The methods look the groups up in the grid. They raise if
+    the grid is destroyed, and they raise RankOutsideError on ranks outside the grid. The model
+    parallel groups span tp x pp. ZeRO shards and reduces over sp x dp, but divides the sum by the
+    size of dp. Therefore, each sp rank must return only its part of the loss.
 
-    DeepSpeed derives some groups itself. For the groups of its MoE layers, tp must be the fastest
-    varying dim and pp the slowest. ZeRO-3 shards over dp alone, unless the sequence data parallel
+    DeepSpeed derives some groups itself. For the groups of its MoE layers, tp must vary fastest,
+    and pp must vary slowest. ZeRO-3 shards over dp alone, unless the sequence data parallel
     group is passed to `deepspeed.zero.Init(data_parallel_group=...)`.
 
     Args:
@@ -187,7 +187,7 @@ class Mpu:
         return group
 
     def _key(self, parts: tuple[str, ...]) -> tuple[tuple[str, ...], str | None]:
-        """Return the dims and the name of a group. Without dims, each rank is its own group."""
+        """Return the dims and the name of a group. Without dims, each rank has its own group."""
         names = {name for part in parts for name in self.roles[part]}
         dims = tuple(name for name in self.grid.dim_names if name in names)
         return (dims, None) if dims else (tuple(self.grid.dim_names[:1]), _ALONE)
@@ -304,7 +304,7 @@ def process_topology(
     over the same ranks, two groups exist for these ranks.
 
     Args:
-        layout: A layout, or a grid, of the whole world.
+        layout: A layout or a grid of the whole world.
         pp: The dim, or neighbouring dims, of DeepSpeed's axis "pipe".
         dp: The dim, or neighbouring dims, of the axis "data".
         tp: The dim, or neighbouring dims, of the axis "model".

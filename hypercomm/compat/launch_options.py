@@ -1,4 +1,4 @@
-"""The names of sizes in launch files, patterns of frameworks' files, and options that are ignored.
+"""Tables for launch files: names of sizes, patterns of frameworks' files, and rules for sizes.
 
 Sources of the names: Megatron-LM, `megatron/training/arguments.py`; torchtitan, `config/`;
 accelerate, `parallelism_config.py`; DeepSpeed 0.19.8, `__init__.py` and `runtime/`; verl,
@@ -71,7 +71,7 @@ _PREFIX = re.compile(r"(vllm|sglang|rollout|encoder|teacher|critic|parallelism_c
 """A flag of one module of the program, such as `--vllm-tensor-parallel-size`."""
 
 _PARTS = {"vllm": "rollout", "sglang": "rollout", "parallelism_config": "parallelism"}
-"""For each prefix that differs from the name of its module, the name of the module."""
+"""Maps a prefix to the name of its module, if the two differ."""
 
 _TRANSPARENT = re.compile(
     r"\d+|actor_rollout_ref|cluster|colocated|config|distributed|engine|env|expert_parallel|"
@@ -106,7 +106,7 @@ def module_and_size(path: Sequence[str]) -> tuple[str, str]:
 
 
 OWN = {"fsdp"}
-"""The sizes that a module does not inherit from another one."""
+"""The sizes that a module does not inherit from another module."""
 
 
 class Framework(NamedTuple):
@@ -118,8 +118,8 @@ class Framework(NamedTuple):
         kind: The kind of its modules, for `framework_layouts`.
         serving: The kind of its inference engines.
         modules: The modules that exist even if none of their sizes is given.
-        parents: For a module, the module whose sizes are its defaults.
-        defaults: The default sizes that differ from those of other frameworks.
+        parents: Maps a module to the module that provides its default sizes.
+        defaults: The default sizes that other frameworks do not share.
     """
 
     name: str
@@ -160,7 +160,7 @@ FRAMEWORKS = (
     Framework("DeepSpeed", r"\bsequence_parallel_size\b", "deepspeed"),
     Framework("Megatron-LM", r"(?m)\b(?:TP|PP)(?:_SIZE)?=", "megatron"),
 )
-"""A file belongs to the first framework whose `mark` it contains."""
+"""A file belongs to the first framework whose `mark` matches a part of the file."""
 
 
 class Rule(NamedTuple):

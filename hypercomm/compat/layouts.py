@@ -1,6 +1,6 @@
-"""The layouts of other frameworks, from sizes alone and without torch.
+"""Computes the layouts of other frameworks from their sizes, without torch.
 
-`megatron_grids`, `torchtitan_grids` and the reader of launch files use them.
+`megatron_grids`, `torchtitan_grids` and the reader of launch files use these layouts.
 
 Sources of the rules for sizes: `megatron.core.parallel_state`; `ParallelDims` of torchtitan 0.3.0;
 accelerate, `parallelism_config.py`; DeepSpeed 0.19.8, `deepspeed/utils/groups.py` and
@@ -33,7 +33,11 @@ EXPERT = "expert"
 """The name of the view with the dims of the expert layers."""
 
 GTP = "gtp_remat"
-"""The dim of generalized tensor parallelism, whose peers share a weight and gather it for use."""
+"""The dim of generalized tensor parallelism (GTP).
+
+The ranks along this dim are called GTP peers. They share each weight, and gather the weight for
+each use.
+"""
 
 DIMS = ("tp", "pp", "dp", "ep", "cp", GTP)
 """The dims that an order may name. Megatron appends omitted dims in this order."""
@@ -63,7 +67,7 @@ EXPERT_SIZES = {
 SIZES = tuple(dict.fromkeys([*DENSE_SIZES.values(), *EXPERT_SIZES.values()]))
 
 _EXPERT_DIMS = {"tp": "expt_tp", "dp": "expt_dp", GTP: f"expt_{GTP}"}
-"""This module's names for the expert dims that have the name of a dense dim in Megatron."""
+"""This module's names of expert dims. Megatron gives these dims the names of dense dims."""
 
 NAMES = {argument: dim for dim, argument in DENSE_SIZES.items()} | {
     argument: _EXPERT_DIMS.get(dim, dim) for dim, argument in EXPERT_SIZES.items()
@@ -85,16 +89,16 @@ def megatron_layouts(
 
     Args:
         sizes: The sizes of tp, cp, pp, ep, expt_tp, gtp_remat and expt_gtp_remat. A missing size
-            is 1, except that expt_tp has the size of tp.
-        order: The order of the dims, the first one varying fastest.
-        world_size: The number of ranks. The size of dp is inferred from it.
-        anchor: The dim after which gtp_remat is inserted if the order does not name it.
-        names: The names of Megatron's arguments in error messages.
+            is 1, but a missing expt_tp has the size of tp.
+        order: The order of the dims. The first dim varies fastest.
+        world_size: The number of ranks. The size of dp is inferred from this number.
+        anchor: The dim after which gtp_remat is inserted if the order omits gtp_remat.
+        names: Maps each of Megatron's arguments to its name in error messages.
 
     Raises:
         LayoutError: A size is not a positive int, or the order cannot be read.
         WorldSizeError: The sizes do not divide the world.
-        ConfigurationError, UnknownDimError: The order omits a dim or names an unknown one, or
+        ConfigurationError, UnknownDimError: The order omits a dim or names an unknown dim, or
             dense and expert layers have different pipelines.
 
     Example:
@@ -127,17 +131,17 @@ def layouts_of(
     """Check Megatron's sizes, and return the dense and the expert layout.
 
     Args:
-        sizes: All of `SIZES`. expert_tensor_parallel_size may be None.
+        sizes: Maps each argument in `SIZES` to its value. expert_tensor_parallel_size may be None.
         order: The order of the dims.
         world_size: The number of ranks.
-        names: The names of sizes in error messages. Default: the names of the arguments.
+        names: Maps arguments to their names in error messages. Default: the arguments themselves.
         rank_offset: The smallest rank.
-        anchor: The dim after which gtp_remat is inserted in the dense layers.
+        anchor: The dim after which gtp_remat is inserted into the order of the dense layers.
 
     Raises:
         LayoutError: A size is not a positive int, or the order cannot be read.
         WorldSizeError: The sizes do not divide the world.
-        ConfigurationError, UnknownDimError: The order omits a dim or names an unknown one, or
+        ConfigurationError, UnknownDimError: The order omits a dim or names an unknown dim, or
             dense and expert layers have different pipelines.
     """
     dense = _with_dp(sizes, DENSE_SIZES, names or {}, world_size)
@@ -178,7 +182,7 @@ def _with_dp(
 def _check_pipelines(layouts: Layouts, order: str) -> None:
     """Raise unless dense and expert layers have the same pipelines, as Megatron requires.
 
-    Unless pp is last in the order or has size 1, the data parallel sizes must also be equal.
+    If pp is larger than 1 and not last in the order, the data parallel sizes must be equal, too.
     """
     dense, expert = layouts
     is_last = order.lower().endswith("pp") or dense.size_of("pp") == 1
@@ -186,9 +190,9 @@ def _check_pipelines(layouts: Layouts, order: str) -> None:
     if dense.groups("pp") != expert.groups("pp") or not have_same_dp:
         inner = dense.size_of("tp", "cp", GTP, default=1)
         raise ConfigurationError(
-            f"with order {order!r}, {dense} and the experts' {expert} must have the same "
-            f"pipelines and data parallel size; put pp last in the order, or choose sizes of "
-            f"tp, ep and {GTP} for the experts that multiply to {inner}"
+            f"with {order=}, the dense layout {dense} and the expert layout {expert} must have the "
+            f"same pipelines and the same data parallel size; put pp last in the order, or choose "
+            f"expert sizes of tp, ep and {GTP} whose product is {inner}"
         )
 
 
@@ -198,10 +202,10 @@ def order_layout(
     """Return a layout with Megatron's sizes, in the given order, which may omit dims of size 1.
 
     Args:
-        order: The dims, the first one varying fastest.
+        order: The dims. The first dim varies fastest.
         sizes: The size of each dim. The dim gtp_remat exists only if it has a size here.
         rank_offset: The smallest rank.
-        anchor: The dim after which gtp_remat is inserted if the order does not name it. Default:
+        anchor: The dim after which gtp_remat is inserted if the order omits gtp_remat. Default:
             gtp_remat is not inserted.
 
     Raises:
@@ -216,10 +220,10 @@ def order_layout(
     names = parse_order(named.lower() if isinstance(named, str) else named)
     for name in names:
         if name not in DIMS:
-            raise UnknownDimError(f"unknown dim {name!r} in order {order!r}; Megatron has {DIMS}")
+            raise UnknownDimError(f"unknown dim {name!r} in {order=}; Megatron has the dims {DIMS}")
     for name, size in sizes.items():
         if size > 1 and name not in names:
-            where = f"order {order!r} does not name it; add it to the order"
+            where = f"{order=} does not name this dim; add it to the order"
             raise ConfigurationError(f"dim {name!r} has size {size}, but {where}")
     ordered = [name for name in dict.fromkeys((*names, *DIMS)) if name in sizes]
     return RankLayout({name: sizes[name] for name in ordered}, rank_offset=rank_offset)
@@ -228,7 +232,8 @@ def order_layout(
 def inject_gtp(order_str: str, after: str = "tp") -> str:
     """Return an order with `gtp_remat` inserted after the dim `after`.
 
-    If the order does not name `after`, `gtp_remat` is inserted after tp, or as the first dim.
+    If the order omits `after`, `gtp_remat` is inserted after tp. If it omits tp, too, `gtp_remat`
+    is inserted as the first dim.
 
     >>> inject_gtp("tp-cp-ep-dp-pp"), inject_gtp("tp-cp-ep-dp-pp", after="ep"), inject_gtp("dp-pp")
     ('tp-gtp_remat-cp-ep-dp-pp', 'tp-cp-ep-gtp_remat-dp-pp', 'gtp_remat-dp-pp')
@@ -310,11 +315,11 @@ class Kind:
 
     Attributes:
         dims: The dims of the layout.
-        rest: The dim whose size is inferred from the number of ranks unless it is given.
-        views: The dims of each further factorisation, by name. A size that is not given is inferred
-            from the number of ranks.
+        rest: The dim whose size is inferred from the number of ranks unless the size is given.
+        views: Maps the name of each further factorisation of the ranks to its dims. A size that is
+            not given is inferred from the number of ranks.
         defaults: The default sizes that are not 1.
-        is_exact: Whether the sizes must multiply to the world size, unless all are 1.
+        is_exact: Whether the sizes must multiply to the world size, unless all sizes are 1.
     """
 
     dims: tuple[str, ...]
@@ -367,7 +372,7 @@ ENGINES = ("vllm", "sglang")
 """The kinds of inference engines."""
 
 MESH = "mesh"
-"""The kind of layouts for launch files that contain the shape of a DeviceMesh."""
+"""The kind of a layout that a launch file gives as the shape of a DeviceMesh."""
 
 _ORDERS = {False: "tp-cp-ep-dp-pp", True: "tp-cp-ep-pp-dp"}
 
@@ -380,7 +385,7 @@ def framework_layouts(kind: str, sizes: Mapping[str, Any], world_size: int | Non
         sizes: The given sizes, by dim. The mapping may also contain "order" and "pp_before_dp" for
             Megatron, "dp_attention" for SGLang, "expert_parallel" for vLLM, the texts "mesh" and
             "mesh_names", and "engine", the number of GPUs of an inference engine.
-        world_size: The number of ranks, or None. An inference engine does not need it.
+        world_size: The number of ranks, or None. Inference engines do not need this number.
 
     Raises:
         HyperCommError: The sizes do not fit the world. The error names the nearest sizes that fit.
@@ -465,7 +470,7 @@ def _is_whole(row: Kind, sizes: Mapping[str, int]) -> bool:
 
 
 def _of_engine(kind: str, given: Mapping[str, int]) -> dict[str, int]:
-    """Add the sizes that an inference engine infers.
+    """Return the given sizes, and the sizes that an inference engine infers.
 
     tp is inferred from the number of GPUs. For vLLM, dp is inferred from the expert parallel size.
     """

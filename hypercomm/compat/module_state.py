@@ -1,7 +1,8 @@
-"""The globals of a legacy module, which programs read, write and delete from outside.
+"""Keeps the globals of a legacy module in states, so that several states can exist.
 
-A state contains the values. For each global, the module has a property that reads and writes the
-value in the current state. A `with use(state):` block changes the current state.
+Programs read, write and delete the globals as attributes of the module. For each global, the module
+has a property that reads and writes the value in the current state. A `with use(state):` block
+changes the current state.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class ModuleState:
     A subclass must define a method `initialize` that creates groups.
 
     Attributes:
-        empty: For each global, a function that returns its empty value.
+        empty: Maps each global to a function that returns the empty value of the global.
         values: The value of each global.
         grid: The grid that the state created, or None in an empty state.
         current: The current state of the module.
@@ -94,7 +95,8 @@ class ModuleState:
         if taken := list(filter(self.values.get, names)):
             raise StateError(
                 f"{self.current.name} is already initialized: {taken[0]} is set; call {destroy}() "
-                f"first, or create a second state with {type(self).__name__}.create() and use()"
+                f"first, or create a second state with {type(self).__name__}.create(), and enter "
+                f"use(state)"
             )
         return found
 
@@ -128,7 +130,7 @@ class ModuleState:
         self.fill({name: value})
 
     def delete(self, name: str) -> None:
-        """Delete a global, for `del module.name`, which `mock.patch` needs."""
+        """Delete a global, for `del module.name`. `mock.patch` needs this."""
         self.read(name)
         self.fill({name: None})
         del self.values[name]
@@ -142,7 +144,9 @@ State = TypeVar("State", bound=ModuleState)
 
 
 class CurrentState(Generic[State]):
-    """The state that a module's functions act on: the state of a `use` block, or the default one.
+    """Selects the state that a module's functions act on.
+
+    This is the state of the innermost `use` block, or the default state outside all blocks.
 
     A block changes the current state only for the thread or asyncio task that entered the block. A
     state is alive from its initialisation until it is destroyed.
@@ -171,7 +175,7 @@ class CurrentState(Generic[State]):
 
     @contextlib.contextmanager
     def fresh(self) -> Iterator[None]:
-        """Replace the default state by an empty one within a block, as in a new process."""
+        """Replace the default state by an empty state in a `with` block, as in a new process."""
         kept = vars(self).copy()
         token = self._scoped.set(None)
         self._begin()
@@ -185,7 +189,7 @@ class CurrentState(Generic[State]):
         """Return the current state. Warn once if it is the default and other states are alive.
 
         Raises:
-            StateError: A warning is due, and one of the states is strict.
+            StateError: The same condition holds, and one of the states is strict.
         """
         state = self.alone or self._scoped.get()
         if state is None:
@@ -197,9 +201,9 @@ class CurrentState(Generic[State]):
     def _ambiguous(self) -> None:
         others = "; ".join(str(state) for state in self._alive if state is not self.default)
         problem = (
-            f"{self.name} has {len(self._alive)} states alive, and a call outside a "
-            f"`with use(state):` block acts on the default one ({self.default}), not on: {others}; "
-            f"put the call into such a block"
+            f"{self.name} has {len(self._alive)} states alive, and a call outside all "
+            f"`with use(state):` blocks acts on the default state ({self.default}), not on: "
+            f"{others}; move the call into a block"
         )
         if any(state.strict for state in self._alive):
             raise StateError(problem)
@@ -209,7 +213,7 @@ class CurrentState(Generic[State]):
 
     @contextlib.contextmanager
     def use(self, state: State) -> Iterator[State]:
-        """Make `state` the current one within a `with` block."""
+        """Make `state` the current state within a `with` block."""
         if not isinstance(state, ModuleState):
             raise StateError(f"use() needs a state, got {state!r}")
         self._count(1)
@@ -240,7 +244,7 @@ class CurrentState(Generic[State]):
     def bind(self, module: ModuleType, names: Iterable[str]) -> None:
         """Give a module attributes that read and write the globals of the current state."""
         members: dict[str, Any] = {name: _global(name, self.get) for name in names}
-        # cloudpickle pickles a module together with the functions that use the module.
+        # cloudpickle pickles the module together with functions that use it.
         members["__reduce__"] = lambda module: (importlib.import_module, (module.__name__,))
         members["__getattr__"] = _raise_unknown
         module.__class__ = type("LegacyModule", (ModuleType,), members)
@@ -264,7 +268,7 @@ def _raise_unknown(module: ModuleType, name: str) -> None:
 
 
 def name_functions(namespace: Mapping[str, Any], module: str, within: str = "") -> None:
-    """Rename functions that other functions returned to their names in a namespace.
+    """Give each function that another function created the name that it has in a namespace.
 
     Args:
         namespace: The namespace of a module or of a class.

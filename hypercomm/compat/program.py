@@ -14,14 +14,14 @@ from hypercomm.errors import StateError
 
 
 def run(install: Callable[[], None], name: str) -> None:
-    """Call `install`, and run the program that the command line names as `__main__`.
+    """Call `install`, and run the program in the command line as the module `__main__`.
 
     `sys.argv`, `sys.path`, the exit code and the traceback are the same as if `python` ran the
     program directly.
 
     Args:
         install: The function that replaces the modules.
-        name: The module that `python -m` runs.
+        name: The name of the module that `python -m` runs, for messages.
     """
     usage = f"usage: python -m {name} (SCRIPT | -m MODULE) [arguments]"
     arguments = sys.argv[1:]
@@ -33,7 +33,7 @@ def run(install: Callable[[], None], name: str) -> None:
     if not is_module:
         if not Path(program).is_file():
             _fail(f"{name}: no script {program!r}")
-        if not getattr(sys.flags, "safe_path", False):  # Python 3.11
+        if not getattr(sys.flags, "safe_path", False):  # exists since Python 3.11
             sys.path[0] = str(Path(program).resolve().parent)
     try:
         install()

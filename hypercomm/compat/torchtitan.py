@@ -1,4 +1,4 @@
-"""torchtitan's meshes, as views of one grid.
+"""Makes torchtitan's meshes from the views of one grid.
 
 Sources, of torchtitan 0.3.0: `ParallelDims.build_mesh` in `torchtitan.distributed.parallel_dims`
 for the names of the meshes, and for the names and sizes of their dims; `torchtitan.config` for the
@@ -82,8 +82,8 @@ def torchtitan_grids(
 ) -> GridSet:
     """Return a set with the grid "training", whose views are the meshes of a torchtitan model.
 
-    The grid has the dims tp, cp, dp_shard, dp_replicate and pp, the first one varying fastest. Some
-    dims of its views combine dims of the grid:
+    The grid has the dims tp, cp, dp_shard, dp_replicate and pp. The dim tp varies fastest. Some
+    dims of the views combine dims of the grid:
 
     * batch in "dataloading" and dp in "spmd" combine dp_replicate and dp_shard;
     * loss in "loss" combines dp_replicate, dp_shard and cp;
@@ -107,13 +107,13 @@ def torchtitan_grids(
         pipeline_parallel_degree: torchtitan's name of `pp`.
         expert_parallel_degree: torchtitan's name of `ep`.
         world_size: Number of ranks of the job. Default: see `HyperCommGrid`.
-        name: Distinguishes this set from others. See `GridSet`.
+        name: A name that distinguishes this set from other sets. See `GridSet`.
         backend: Backend of the groups. `HyperCommGrid` documents this and the next five arguments.
-        creation: How groups are created.
+        creation: The strategy that creates the groups.
         share: Whether several keys may use one group.
-        lazy_init: When the members of a group connect.
+        lazy_init: Whether the ranks of a group connect at their first message.
         verify: Whether ranks check that all of them create the same groups in the same order.
-        enable_reconfigure: Whether a reshape that changes the members of a group keeps the group.
+        enable_reconfigure: Whether a reshape may change the ranks of a group and keep the group.
 
     Raises:
         LayoutError: A size is not a positive int.
@@ -163,8 +163,8 @@ def torchtitan_meshes(
 
     Returns:
         The meshes by name: "dataloading", "dense" and "sparse" with torchtitan's dims, and "loss"
-        with the only dim "loss". With "spmd_types", there is also "spmd_dense_for_fwdbwd", and if
-        ep is larger than 1, "spmd_sparse_for_fwdbwd".
+        with the only dim "loss". With "spmd_types", there is also "spmd_dense_for_fwdbwd". If ep is
+        larger than 1, there is also "spmd_sparse_for_fwdbwd".
 
     Raises:
         UnknownDimError: `grids` lacks a grid or view that `torchtitan_grids` makes.
@@ -189,7 +189,7 @@ def torchtitan_meshes(
     for view, dims in wanted.values():
         for dim in dims:
             holder = None if dim in grid.dim_names else view
-            share: Share | None = "identical" if dim in ("batch", "dp") else None  # equal groups
+            share: Share | None = "identical" if dim in ("batch", "dp") else None  # same ranks
             requests.setdefault(dim, GroupRequest(dim, view=holder, share=share))
     grid.create_pgs(requests.values())
     return {

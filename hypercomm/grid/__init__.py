@@ -1,3 +1,3 @@
-"""HyperCommGrid: owns a hyperrectangle of ranks, its views, and the process groups over both."""
+"""HyperCommGrid: a grid of ranks that owns its views and its process groups."""
 
 from hypercomm.grid.grid import HyperCommGrid as HyperCommGrid

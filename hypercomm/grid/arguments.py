@@ -1,4 +1,4 @@
-"""The arguments of a grid and of its groups: types, and checks that several calls use."""
+"""Types of the arguments of grids and groups, and checks that several calls use."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GivenSizes = str | Mapping[str, int] | Iterable[int]
 """Sizes of dims: as text "tp=2,dp=-1", as a mapping of names to sizes, or as ints."""
 
 Sizes = GivenSizes | RankLayout | HasLayout | None
-"""The sizes of a grid's dims, or a layout. None reads the environment's HYPERCOMM_LAYOUT."""
+"""The sizes of a grid's dims, or a layout. None means the sizes in HYPERCOMM_LAYOUT."""
 
 Cover = Literal["any", "exact"]
 CREATIONS = ("auto", *STRATEGIES)
@@ -69,7 +69,7 @@ class GridOptions:
         if self.lazy_init and self.enable_reconfigure:
             raise GroupOptionsError(
                 "lazy_init=True cannot work with enable_reconfigure=True, which connects all "
-                "members of a group; leave one of them out"
+                "members of a group; omit one of the two arguments"
             )
         if self.name is not None:
             check_name(self.name)
@@ -85,11 +85,11 @@ class GridOptions:
 
 
 def check_choices(creation: object, share: object) -> None:
-    """Raise unless the values of `creation` and `share` exist; None means the grid's value."""
+    """Raise unless `creation` and `share` have known values. None means the grid's value."""
     if creation not in (None, "auto"):
-        check_choice("creation", creation, CREATIONS)
+        check_choice("creation=", creation, CREATIONS)
     if share not in (None, "never"):
-        check_choice("share", share, SHARES)
+        check_choice("share=", share, SHARES)
 
 
 def check_name(name: object) -> None:
@@ -101,7 +101,7 @@ def check_name(name: object) -> None:
 
 
 def hints_at_keywords(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a function propose the nearest keyword argument for an unknown one, as Python 3.13 does.
+    """Make a function suggest a similar name for an unknown keyword, as Python 3.13 does.
 
     Example:
         >>> @hints_at_keywords
@@ -133,8 +133,7 @@ def check_dims(call: str, dims: Mapping[str, object], keywords: Iterable[str]) -
     """Raise for a keyword that is not the size of a dim.
 
     Raises:
-        TypeError: It is a misspelt argument, or an unknown one.
-        LayoutError: It is a size that is not an int.
+        TypeError: The keyword is a misspelt or unknown argument.
 
     Example:
         >>> check_dims("HyperCommGrid", {"nam": "a"}, ["name"])
@@ -146,7 +145,7 @@ def check_dims(call: str, dims: Mapping[str, object], keywords: Iterable[str]) -
         if name == "mesh_dim_names":
             raise TypeError(
                 f"mesh_dim_names is an argument of init_device_mesh; {call}([4, 2], ['tp', 'dp']) "
-                f"names the fastest dim first, where a DeviceMesh names it last"
+                f"names the fastest varying dim first, but a DeviceMesh names it last"
             )
         is_number = isinstance(size, Real) or hasattr(size, "__index__")
         hint = did_you_mean(name, keywords)
@@ -160,12 +159,13 @@ def check_dims(call: str, dims: Mapping[str, object], keywords: Iterable[str]) -
 def check_cover(
     layout: RankLayout, world_size: int, cover: Cover | None, *, is_written: bool
 ) -> None:
-    """Raise or warn if a layout leaves ranks of the world out.
+    """Raise or warn if a layout leaves out ranks of the world.
 
     Args:
         layout: The layout of the grid.
         world_size: The number of ranks of the world.
-        cover: "exact" raises. "any" does nothing. None warns if `is_written` is True.
+        cover: With "exact", this function raises. With "any", it does nothing. With None, it warns
+            if `is_written` is True.
         is_written: Whether the sizes were given as text, by name or by keyword, and the grid begins
             at rank 0.
 
@@ -173,16 +173,16 @@ def check_cover(
         WorldSizeError: Ranks are left out, and `cover` is "exact".
     """
     if cover is not None:
-        check_choice("cover", cover, ("any", "exact"))
+        check_choice("cover=", cover, ("any", "exact"))
     if layout.size == world_size or cover == "any" or not (cover or is_written):
         return
     left = format_ranks(sorted({*range(world_size)} - {*layout.ranks}))
-    out = f"{layout} leaves out ranks {left} of the world's {world_size}; make a size larger, or -1"
+    out = f"{layout} leaves out ranks {left} of a world of {world_size}; make a size larger, or -1"
     if cover == "exact":
         raise WorldSizeError(f"cover='exact', but {out}")
     warnings.warn(
         f"the grid {out}, or give cover='any': on the ranks that are left out, create_pg returns "
-        f"None, which torch's collectives take for WORLD",
+        f"None, which torch's collectives interpret as WORLD",
         stacklevel=3,
     )
 
@@ -202,6 +202,6 @@ def read_target(
     if others := sorted({*target.ranks} ^ {*kept.ranks}):
         raise WorldSizeError(
             f"target {target} and {what} must have the same ranks, but only one of them has ranks "
-            f"{format_ranks(others)}; give the sizes as text, and ranks= for other ranks"
+            f"{format_ranks(others)}; give the sizes as text, and give other ranks as ranks="
         )
     return target

@@ -30,11 +30,14 @@ CALL = "connect()"
 
 @attrs.frozen
 class Connection:
-    """One communicator, or one edge of a pipeline, that the calling rank has connected.
+    """A communicator, or an edge of a pipeline, that the calling rank has connected.
+
+    An edge is a pair of neighbouring stages, whose two ranks exchange messages.
 
     Attributes:
         title: The keys of the process group, such as "tp, tp (twin)", or "pp edge" for an edge.
-        ranks: The members, or the two ends of the edge, which is connected both ways.
+        ranks: The ranks of the group, or the two ranks of the edge. An edge is connected in both
+            directions.
         backend: The backend, such as "gloo". A group with several backends has one connection for
             each of them.
         seconds: The duration in seconds; 0 for a group of one rank.
@@ -49,13 +52,13 @@ class Connection:
 def connect(
     entries: Iterable[Entry], along: Sequence[str], scope: Scope, timeout: timedelta | None
 ) -> list[Connection]:
-    """Connect the groups of a grid that exist, as `HyperCommGrid.connect` documents.
+    """Connect the existing groups of a grid. See `HyperCommGrid.connect`.
 
     Args:
         entries: The groups of the grid, or of a view of it.
         along: The dims whose neighbours are connected.
         scope: All ranks of the grid.
-        timeout: The limit of the whole call; default: the timeout of WORLD.
+        timeout: The limit for the call. Default: the timeout of WORLD.
     """
     limit_s = limit_of(timeout, scope.world)
     with refusing(scope):
@@ -92,7 +95,7 @@ def connect(
 
 @attrs.frozen
 class _Item:
-    """One communicator, or one edge, that the calling rank connects. `row.seconds` is still 0."""
+    """A communicator or an edge that the calling rank will connect. `row.seconds` is still 0."""
 
     group: ProcessGroup
     device: str
@@ -100,7 +103,7 @@ class _Item:
     is_edge: bool = False
 
     def connect(self, rank: int) -> Connection:
-        """Communicate, and return the row with the seconds that it took.
+        """Communicate, and return the row with the duration in seconds.
 
         Raises:
             ConnectionFailedError: A collective failed.
@@ -141,9 +144,9 @@ def _in_order(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def _items_of(groups: Iterable[Entry], along: Iterable[str], world: World) -> list[_Item]:
-    """Return what the calling rank connects, in order.
+    """Return the communicators and edges that the calling rank connects, in order.
 
-    Keys that share a group make one item, at the position of the first of them.
+    Keys that share a group have one item, at the position of the first of these keys.
     """
     keys: dict[ProcessGroup, dict[str, GroupSpec]] = {}
     for entry in groups:
@@ -165,15 +168,16 @@ def _items_of(groups: Iterable[Entry], along: Iterable[str], world: World) -> li
 
 
 def _edges(ranks: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return the edges of a pipeline, every second edge first, so that these connect in parallel.
+    """Return the edges of a pipeline, in an order that lets many edges connect in parallel.
 
-    Interleaved schedules send from the last stage to the first, so there is an edge between them.
+    Edges that share a rank cannot connect in parallel, so every second edge is first. Interleaved
+    schedules send from the last stage to the first, so there is an edge between these stages.
 
     >>> _edges((0, 2, 4, 6))
     [(0, 2), (4, 6), (2, 4), (6, 0)]
     """
     edges = list(zip(ranks, (*ranks[1:], ranks[0]), strict=True))
-    if len(ranks) < 3:  # two ranks share one edge
+    if len(ranks) < 3:  # two ranks have only one edge
         edges = edges[: len(ranks) - 1]
     return edges[::2] + edges[1::2]
 

@@ -35,8 +35,8 @@ _lock = threading.Lock()
 
 _SORTED = (
     "; torch sorts the ranks of the groups that it makes for a mesh: give the mesh ascending "
-    "ranks, or preserve_rank_order=True (torch 2.15), or make the mesh with grid.device_mesh() of "
-    "a grid over a layout with ranks=, whose groups keep the order"
+    "ranks, pass preserve_rank_order=True (torch 2.15), or make the mesh with grid.device_mesh() "
+    "of a grid whose layout has ranks=, because its groups keep the order"
 )
 
 
@@ -56,13 +56,13 @@ def as_mesh(
     Args:
         layout: The layout of the grid or view.
         table: The process groups of the grid.
-        group_over: Returns the calling rank's process group over some dims.
+        group_over: A function that returns the calling rank's process group over some dims.
         spans: The result of `read_dims`.
         device_type: The type of the devices.
-        flatten: Maps further names to the adjacent dims that each of them joins.
+        flatten: Maps each further name to the adjacent dims that it joins.
     """
     joint = read_flatten(tuple(spans), flatten)
-    here = layout.coords(table.rank())  # raises on a rank outside
+    here = layout.coords(table.rank())  # raises if the rank is not in the layout
     groups = [group_over(names) for names in spans.values()]
     used = [name for names in spans.values() for name in names]
     others = {name: at for name, at in here.items() if name not in used}
@@ -72,7 +72,7 @@ def as_mesh(
     mesh = torchdist.mesh_of(groups, device_type, torch.from_numpy(ranks), tuple(spans))
     setattr(mesh, _IN_ORDER, True)
     if not _is_ascending(ranks):
-        torchdist.keep_mesh_order(mesh)  # torch would sort the ranks of its slices
+        torchdist.keep_mesh_order(mesh)  # torch would sort the ranks of the mesh's slices
     named = dict(zip(spans, groups, strict=True))
     for name, parts in joint.items():
         named[name] = group_over(tuple(dim for part in parts for dim in spans[part]))
@@ -108,11 +108,11 @@ class _Made:
 
 
 def _check_equal_meshes(mesh: DeviceMesh, groups: Mapping[str, ProcessGroup]) -> None:
-    """Raise if torch would confuse two equal dims with different groups; else register the mesh.
+    """Raise if torch would confuse equal dims with different groups, else register the mesh.
 
-    DTensor caches the result of an operation together with the first mesh that used it, and reuses
-    the result for all equal meshes. Results on a second mesh would then be tensors of the first
-    mesh, and would use the groups of the first mesh.
+    DTensor caches the result of an operation with the first mesh that used the operation, and
+    reuses the result for all equal meshes. Results on a second mesh would then be tensors of the
+    first mesh, and would use the groups of the first mesh.
     """
     flat = {name: ref(one) for name, one in torchdist.flattened(mesh).items()}
     new = _Made(ref(mesh), flat, {name: ref(group) for name, group in groups.items()})
@@ -131,9 +131,9 @@ def _check_equal_meshes(mesh: DeviceMesh, groups: Mapping[str, ProcessGroup]) ->
                 raise LayoutError(
                     f"dim {name!r} of {mesh} equals a dim of another mesh, but has different "
                     f"process groups; DTensor does not distinguish equal dims, so it could use the "
-                    f"wrong groups; use another name, let the meshes share groups (shared_dims= "
-                    f"of a view; else share='identical', and share_with= between grids), or "
-                    f"destroy the other grid first"
+                    f"wrong groups; use another name, let the meshes share groups (with "
+                    f"shared_dims= of a view, or with share='identical', which also needs "
+                    f"share_with= between grids), or destroy the other grid first"
                 )
 
 
@@ -150,8 +150,9 @@ def read_dims(
         dims: The dims of the mesh, as for `HyperCommGrid.device_mesh`.
 
     Raises:
-        UnknownDimError, LayoutError: See `RankLayout.order_dims`; or a dim is used twice.
-        LayoutError: The dims that make up one mesh dim are not in the order of process groups.
+        UnknownDimError, LayoutError: See `RankLayout.order_dims`.
+        LayoutError: A dim is used twice, or the dims that form one mesh dim are not in the reverse
+            order of the layout.
 
     Example:
         >>> layout = RankLayout([2, 2, 2], ["tp", "cp", "dp"])
@@ -164,7 +165,7 @@ def read_dims(
         as_dims(item if isinstance(item, str) else as_ordered(item, "a dim of a mesh"))
         for item in dims or tuple(reversed(dim_names))
     ]
-    order(read)  # raises for an unknown dim, and one that is used twice
+    order(read)  # raises if a dim is unknown or is used twice
     for names in read:
         ordered = tuple(reversed(order(names)))
         if names != ordered:
@@ -182,7 +183,7 @@ def read_dims(
 def read_flatten(
     labels: tuple[str, ...], flatten: Mapping[str, Sequence[str]] | None
 ) -> dict[str, tuple[str, ...]]:
-    """Return the dims of a mesh that each name of `flatten` stands for.
+    """Return the dims of a mesh that each name in `flatten` joins.
 
     Raises:
         LayoutError: `flatten` does not map new names to adjacent dims of the mesh.
@@ -196,8 +197,8 @@ def read_flatten(
         first = labels.index(parts[0]) if parts and parts[0] in labels else 0
         if not parts or name in labels or parts != labels[first : first + len(parts)]:
             raise LayoutError(
-                f"flatten must map new names to adjacent dims of the mesh {labels}, in this order, "
-                f"got {name!r}: {parts}"
+                f"flatten= must map new names to adjacent dims of the mesh {labels}, in this "
+                f"order, got {name!r}: {parts}"
             )
     return read
 

@@ -1,9 +1,9 @@
 """GridDims: some dims of a grid, as the calling rank sees them, and the edges of a pipeline.
 
-`PipelineEdges` has a process group for each pair of neighbouring stages and each direction. The
-groups of one direction have three keys in the grid: the even edges (stage 0 to 1, 2 to 3, ...),
-the odd edges (1 to 2, 3 to 4, ...), and the edge from the last stage to the first. The edges of one
-key have no rank in common.
+An edge leads from one stage of a pipeline to a neighbouring stage. `PipelineEdges` has a process
+group for each edge. The groups of one direction have three keys in the grid: the even edges (stage
+0 to 1, 2 to 3, ...), the odd edges (1 to 2, 3 to 4, ...), and the edge from the last stage to the
+first. The edges of one key have no rank in common.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Size(int):
 class GridDims:
     """Some dims of a grid, as the calling rank sees them: `grid["tp"]`, `grid["dp", "cp"]`.
 
-    Only `group` and the methods that communicate over it contact other ranks. An object stays
-    correct after the grid was reshaped.
+    Only `group` and the methods that communicate over it contact other ranks. An object remains
+    valid after the grid is reshaped.
 
     Attributes:
         dims: The dims, in the grid's order.
@@ -93,7 +93,7 @@ class GridDims:
         self, view: HasGroups, table: Callable[[], GroupTable], dims: tuple[str, ...]
     ) -> None:
         self._view = view
-        self._table = table  # a reshape replaces it
+        self._table = table  # a function, because a reshape replaces the table
         self.dims = dims
         self._known: tuple[RankLayout, int, Membership] | None = None
         """The layout and the rank of the last lookup, and the result."""
@@ -117,16 +117,16 @@ class GridDims:
 
     @property
     def is_first(self) -> bool:
-        """Whether the calling rank is the first of its group."""
+        """Whether the calling rank is the first rank of its group."""
         return self.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the calling rank is the last of its group."""
+        """Whether the calling rank is the last rank of its group."""
         return self.rank == len(self.ranks) - 1
 
     def next(self, *, periodic: bool = False) -> int | None:
-        """Return the global rank of the next member, or None on the last one.
+        """Return the global rank of the next group member, or None on the last member.
 
         Pass the result as `dst=` to `torch.distributed.send`, unless it is None.
 
@@ -136,7 +136,7 @@ class GridDims:
         return self._neighbour(1, periodic)
 
     def prev(self, *, periodic: bool = False) -> int | None:
-        """Return the global rank of the previous member, or None on the first one.
+        """Return the global rank of the previous group member, or None on the first member.
 
         Args:
             periodic: Whether the last rank precedes the first one, as in a ring.
@@ -163,16 +163,16 @@ class GridDims:
 
     @property
     def group(self) -> ProcessGroup:
-        """The calling rank's process group. The first use creates it.
+        """The calling rank's process group, which is created on first access.
 
-        The ranks that must call `HyperCommGrid.create_pg` must also make the first use.
+        All ranks that `HyperCommGrid.create_pg` requires must make this first access.
 
         Raises:
             NotInitializedError: torch.distributed is not initialised, or was destroyed.
             HyperCommError: See `HyperCommGrid.create_pg`.
         """
         if self._table().world is None:
-            torchdist.world_group()  # raises: WORLD was destroyed
+            torchdist.world_group()  # raises, because WORLD was destroyed
         _ = self._place  # raises on a rank outside of the grid
         dims = "+".join(self.dims)  # text is looked up faster than a tuple
         try:
@@ -196,9 +196,9 @@ class GridDims:
     @overload
     def sum(self, value: Tensor) -> Tensor: ...
     def sum(self, value: float | Tensor) -> float | Tensor:
-        """Return the sum of a number or a tensor over the group. Every member must call this.
+        """Return the sum of a number or a tensor over the group. Every group member must call this.
 
-        Use it for metrics: gradients do not flow through it.
+        Use this method for metrics. Gradients do not flow through the sum.
 
         Args:
             value: The value of this rank; a tensor is not changed.
@@ -230,7 +230,7 @@ class GridDims:
         return self.sum(value) / self.size
 
     def barrier(self) -> None:
-        """Wait for all ranks of the group; raises as `sum` does."""
+        """Wait for all ranks of the group. Raises the errors of `sum`."""
         dist.barrier(group=self._live_group())
 
     def _live_group(self) -> ProcessGroup:
@@ -239,8 +239,8 @@ class GridDims:
         world = self._table().world
         if self.size > 1 and not (world is not None and world.has_store):
             raise SimulationError(
-                f"each group of {'+'.join(self.dims)} has {self.size} ranks, and in a fake world "
-                f"only this one exists: nothing can be summed or awaited; use "
+                f"each group of {'+'.join(self.dims)} has {self.size} ranks, but in a fake world "
+                f"only this rank exists, so nothing can be summed or awaited; use "
                 f"hypercomm.testing.simulate or run_ranks"
             )
         return group
@@ -259,22 +259,23 @@ class GridDims:
 
 @attrs.frozen(repr=False)
 class PipelineEdges:
-    """The edges of a pipeline at the calling rank's stage, each a process group of two ranks.
+    """The edges of a pipeline at the calling rank's stage. Each is a process group of two ranks.
 
-    `HyperCommGrid.edges` returns one. The groups have keys such as "pp (edge forward even)". They
-    are always created with creation "local" and never shared, so a transfer never waits for a
-    transfer in the other direction or to another stage.
+    `HyperCommGrid.edges` returns this object. An edge leads from one stage to a neighbouring
+    stage. The groups have keys such as "pp (edge forward even)", where even edges begin at
+    stages 0, 2, 4, ... The groups are always created with creation "local" and never shared, so a
+    transfer never waits for a transfer in the other direction or to another stage.
 
     The first use of an edge creates this edge and the edge of the other direction, and waits until
-    the neighbour uses one of the two. With `wrap`, a rank creates even edges first, then odd edges,
-    then the edge from the last stage to the first, because otherwise ranks could wait for each
+    the neighbour uses one of these two edges. With `wrap`, a rank creates even edges first, then
+    odd edges, then the edge from the last stage to the first. Otherwise ranks could wait for each
     other in a ring. The first use may therefore wait for both neighbours, which may wait for their
     neighbours. To avoid these waits, call `create` first. In a grid with `verify`, the first use
-    calls `create`. An object stays correct after the grid was reshaped. The two ranks of an edge
+    calls `create`. An object remains valid after the grid is reshaped. The two ranks of an edge
     must send and receive in the same order.
 
     Attributes:
-        wrap: Whether the first stage follows the last one.
+        wrap: Whether the first stage follows the last stage.
 
     Raises:
         RankOutsideError: A property is read on a rank outside the grid.
@@ -318,8 +319,8 @@ class PipelineEdges:
         """Create all missing edges. The two ranks of an edge create it together.
 
         Call this on every rank of the grid, before `connect`, `verify` or `reshape`, which compare
-        the groups of all ranks. Edges are created one by one, so a failure leaves the earlier ones.
-        Raises the errors of `create_pg`.
+        the groups of all ranks. Edges are created one by one, so the earlier edges
+        remain after a failure. Raises the errors of `create_pg`.
         """
         self._create(self._kinds())
 
@@ -331,7 +332,7 @@ class PipelineEdges:
         view = self._view
         dims = "+".join(self._at.dims)
         name = f"edge {direction} {kind}"
-        if self._table().is_verified:  # all ranks make the same creations, whichever edge they use
+        if self._table().is_verified:  # all ranks must create the same groups
             self.create()
         try:
             return view.get_pg(dims, name=name)
@@ -343,9 +344,9 @@ class PipelineEdges:
         return view.get_pg(dims, name=name)
 
     def _create(self, kinds: list[str]) -> None:
-        """Create the calling rank's edges of some kinds.
+        """Create the calling rank's edges of some kinds: "even", "odd" or "wrap".
 
-        A kind in which the rank has no edge is registered too.
+        The keys of a kind are registered even if the rank has no edge of this kind.
         """
         for kind in kinds:
             for direction in ("forward", "backward"):
@@ -379,7 +380,7 @@ class PipelineEdges:
 
 
 def _pairs(kind: str, groups: RankGroups) -> RankGroups:
-    """Return the edges of a kind. Pipelines that a reshape has made too short have none.
+    """Return the edges of a kind. There are none if a reshape has made the pipelines too short.
 
     >>> from hypercomm import RankLayout
     >>> pp = RankLayout("pp=5").groups("pp")

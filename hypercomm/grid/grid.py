@@ -1,7 +1,7 @@
-"""HyperCommGrid: owns a hyperrectangle of ranks, and the process groups created from it.
+"""HyperCommGrid: a grid of ranks that owns its process groups.
 
-It extends `GridView`, which answers questions and creates groups, by what only an owner does:
-register views, reshape and destroy.
+The class extends `GridView`, which answers questions about ranks and creates groups. It adds the
+methods of an owner, for example to register views, to reshape and to destroy.
 """
 
 from __future__ import annotations
@@ -58,45 +58,48 @@ class HyperCommGrid(GridView):
 
     The first dim varies fastest, as in Megatron's `order` and opposite to DeviceMesh. The grid
     owns the groups that it creates: `destroy()`, or the end of its `with` block, destroys exactly
-    these.
+    these groups.
 
     Args:
         shape: The sizes in any form: text "tp=2,dp=-1", a mapping {"tp": 2, "dp": -1}, sizes [2, 4]
-            with `dim_names`, keywords tp=2, dp=4, a `RankLayout`, or another grid. One may be -1:
-            it fills the world from `rank_offset` on. Default: the environment's HYPERCOMM_LAYOUT.
-        dim_names: Name of each dim, in the order of `shape`, if `shape` has no names.
+            with `dim_names`, keywords tp=2, dp=4, a `RankLayout`, or another grid. One size may be
+            -1. It is inferred so that the grid fills the world from `rank_offset` on. Default: the
+            environment variable HYPERCOMM_LAYOUT.
+        dim_names: The name of each dim, in the order of `shape`, if `shape` has no names.
         rank_offset: The smallest rank, if the grid does not start at rank 0.
-        backend: Backend of the groups; default: WORLD's backend.
-        name: Distinguishes this grid from others. It must be the same on every rank. Ranks must
-            make overlapping grids with equal names in the same order; give different names to
-            grids that ranks make in different orders, for example in threads.
-        cover: "exact" rejects a grid that leaves out ranks of the world, "any" allows it. Default:
-            warn about ranks that are left out if the sizes are given as text, as a mapping or as
-            keywords, without `rank_offset`.
-        creation: How groups are created. "local": each rank creates only its own groups. "split":
-            every rank of the world splits WORLD once, which needs a WORLD that is bound to a
-            device. "enumerate": every rank creates every group, as `torch.distributed` does.
-            "auto": the first of these that works; split comes first only if the grid has all
-            ranks of the world.
+        backend: The backend of the groups. Default: the backend of WORLD.
+        name: A name that distinguishes this grid from others. It must be the same on every rank.
+            Ranks must make overlapping grids with equal names in the same order. Give different
+            names to grids that ranks make in different orders, for example in threads.
+        cover: "exact" rejects a grid that leaves out ranks of the world, and "any" accepts it.
+            Default: warn about ranks that are left out if the sizes are given as text, as a
+            mapping or as keywords, without `rank_offset`.
+        creation: The strategy that creates groups. "local": each rank creates only its own groups.
+            "split": every rank of the world splits WORLD once, which needs a WORLD that is bound to
+            a device. "enumerate": every rank creates every group, as `torch.distributed` does.
+            "auto": the first of these strategies that works, but if the grid has all ranks of the
+            world, "split" is tried first.
         share: "identical" lets keys with the same ranks, backend and options use the same group.
         share_with: Another grid whose groups may also serve the keys of this grid, under
             `share="identical"`. The last grid that uses such a group destroys it.
-        world_size: Number of ranks of the job; default: the world size of torch.distributed, else
-            of the launcher's environment, such as WORLD_SIZE.
-        lazy_init: True connects each pair of ranks of a gloo or NCCL group at their first message,
-            False at the creation. The creation waits for all members in both cases. Default: the
-            environment's TORCH_GLOO_LAZY_INIT for gloo, torch's default for NCCL.
-        verify: True compares each creation, and its position in the sequence of creations, on all
-            ranks, at the cost of one store operation. Default: the environment's HYPERCOMM_VERIFY.
+        world_size: The number of ranks of the job. Default: the world size of torch.distributed, or
+            else the world size in the launcher's environment, such as WORLD_SIZE.
+        lazy_init: True connects each pair of ranks of a gloo or NCCL group at their first message.
+            False connects all pairs at the creation. In both cases, the creation waits for all
+            group members. Default: the environment variable TORCH_GLOO_LAZY_INIT for gloo, and
+            torch's default for NCCL.
+        verify: True compares on all ranks which groups they create, and in which order, at the cost
+            of one store operation per creation. Default: the environment variable HYPERCOMM_VERIFY.
         enable_reconfigure: True creates groups that stay when `reshape(ranks=)` gives the grid
-            other ranks, so modules that hold them, such as DistributedDataParallel, continue to
-            work. For gloo and NCCL; experimental in torch 2.14, and missing in earlier releases.
-        world: The world whose ranks the grid numbers, from `join_world`; default: WORLD's ranks.
+            other ranks, so modules that hold these groups, such as DistributedDataParallel,
+            continue to work. Only gloo and NCCL support this option. It is experimental in torch
+            2.14, and missing in earlier releases.
+        world: A world from `join_world`, whose ranks the grid numbers. Default: WORLD.
         dims: Sizes by name, in place of `shape` and `dim_names`.
 
     Raises:
         LayoutError: See `RankLayout`.
-        WorldSizeError: The grid does not fit the world, or leaves ranks out with `cover="exact"`.
+        WorldSizeError: The grid does not fit the world, or leaves out ranks with `cover="exact"`.
         NotInitializedError: The world size is not known.
         GroupOptionsError: The backend is unknown, or another option is wrong.
 
@@ -139,7 +142,7 @@ class HyperCommGrid(GridView):
             check_cover(layout, total, cover, is_written=is_written and not rank_offset)
         options = GridOptions(backend, name, creation, share, lazy_init, verify, enable_reconfigure)
         if share_with is not None and not isinstance(share_with, HyperCommGrid):
-            raise GroupOptionsError(f"share_with must be a HyperCommGrid, got {share_with!r}")
+            raise GroupOptionsError(f"share_with= must be a HyperCommGrid, got {share_with!r}")
         lender = None if share_with is None else state_of(share_with)
         table = GroupTable(
             GridAgreement(layout, name, backend),
@@ -155,18 +158,18 @@ class HyperCommGrid(GridView):
     def from_device_mesh(cls, mesh: DeviceMesh, *, name: str | None = None) -> Self:
         """Make a grid from a torch DeviceMesh, which stays the owner of its process groups.
 
-        The grid has the mesh's dims in reverse order, so that the first varies fastest, and the
-        mesh's groups under their names. `destroy` destroys the groups that the grid created, but
-        neither the mesh's groups nor WORLD. The mesh's groups serve no other keys, even with
-        `share="identical"`. This call creates no process group and does not communicate.
+        The grid has the mesh's dims in reverse order, so that the first dim varies fastest. It has
+        the mesh's groups under the names of the dims. `destroy` destroys the groups that the grid
+        created, but neither the mesh's groups nor WORLD. The mesh's groups serve no other keys,
+        even with `share="identical"`. This call creates no process group and does not communicate.
 
         Args:
             mesh: A mesh with dim names, or a slice of one such as `mesh["dp"]`.
             name: See the class.
 
         Raises:
-            LayoutError: The mesh has no dim names, or a name that a grid cannot have; or its ranks
-                do not ascend, and torch has sorted the ranks of its groups.
+            LayoutError: The mesh has no dim names, or has a name that a grid cannot have. Or the
+                ranks of the mesh do not ascend, and torch has sorted the ranks of its groups.
 
         Example:
             >>> from torch.distributed.device_mesh import init_device_mesh
@@ -198,19 +201,19 @@ class HyperCommGrid(GridView):
 
         `create_pg`, `get_pg`, `ensure_pg`, `destroy_pg`, `edges`, `explain` and `get_rank_enum`
         accept the view's dims with `view=name`. `view(name)` returns a `GridView`. Every rank of
-        the grid must register the same views. They are compared when groups are created in them:
-        if two ranks of a group differ, its members raise PlanMismatchError.
+        the grid must register the same views. The views are compared when groups are created in
+        them: if two ranks of a group differ, all ranks of the group raise PlanMismatchError.
 
         Args:
             name: The name of the view.
-            shape: Size of each dim, in ranks, in any form that the class takes; one may be -1.
-            dim_names: Name of each dim, in the order of `shape`, if `shape` has no names.
+            shape: The size of each dim, in any form that the class accepts. One size may be -1.
+            dim_names: The name of each dim, in the order of `shape`, if `shape` has no names.
             shared_dims: Dims that the grid also has, with the same groups. Such a dim has one
                 process group, which the grid and the view share.
 
         Raises:
-            LayoutError: The name is taken, the sizes do not multiply to the ranks of the grid, or
-                a shared dim has other groups in the view. The message shows both.
+            LayoutError: The name is taken, the sizes do not multiply to the size of the grid, or a
+                shared dim has other groups in the view than in the grid.
             UnknownDimError: A shared dim is missing in the grid or in the view.
 
         Example:
@@ -225,13 +228,13 @@ class HyperCommGrid(GridView):
         self._state.views.register(name, shape, dim_names, shared_dims)
 
     def view(self, name: str) -> GridView:
-        """Return a view as an object with the interface of a grid; the grid stays the owner.
+        """Return a view as an object with the interface of a grid, which still owns all groups.
 
         Args:
             name: The name of the view, or "base" for the grid's own dims.
 
         Raises:
-            UnknownDimError: There is no such view. The message lists the existing views.
+            UnknownDimError: The grid has no such view. The message lists its views.
         """
         is_base = isinstance(name, str) and name == BASE
         return GridView(self._state, None if is_base else self._state.views[name].name)
@@ -239,12 +242,12 @@ class HyperCommGrid(GridView):
     # ---- process groups, also of a view named by `view=` ----------------------------------------
 
     def get_rank_enum(self, dims: Dims, *more: Dims, view: str | None = None) -> list[list[int]]:
-        """Return all groups over some dims, members in the order of the layout.
+        """Return all groups over some dims, with their members in the order of the layout.
 
         Args:
             dims: One name, or several in any order.
             more: Further dims.
-            view: The view whose dims these are; default: the grid's own dims.
+            view: The view whose dims these are. Default: the grid's own dims.
 
         Example:
             >>> from hypercomm import HyperCommGrid
@@ -270,29 +273,29 @@ class HyperCommGrid(GridView):
         creation: StrategyName | None = None,
         lazy_init: bool | None = None,
     ) -> ProcessGroup | None:
-        """Create the process groups over some dims, and return the calling rank's.
+        """Create the process groups over some dims, and return the calling rank's group.
 
         Call this on every rank of the grid, in the same order. With "split" and "enumerate", every
         rank of the world must call it. With "local" and without `verify`, it is enough that the
-        members of a group call it, in any order in which ranks do not wait for each other in a
-        circle.
+        members of a group call it. They may then create groups in different orders, unless ranks
+        would wait for each other in a circle.
 
         Args:
             dims: One name, or several in any order: "dp+cp", ["dp", "cp"], or as further arguments.
             more: Further dims.
-            name: Distinguishes a further group over the same dims, such as a duplicate for gloo.
-            view: The view whose dims these are; default: the grid's own dims. Over dims that
+            name: The name of a further group over the same dims, such as a duplicate for gloo.
+            view: The view whose dims these are. Default: the grid's own dims. Over dims that
                 the view shares with the grid, the view uses the groups of the grid.
-            backend: Backend of this group; default: the backend of the grid.
-            timeout: Timeout of the collectives of this group, and of the creation; default: the
+            backend: The backend of this group. Default: the backend of the grid.
+            timeout: The timeout of the collectives of this group, and of the creation. Default: the
                 timeout of WORLD.
-            pg_options: Options of the backend, such as `ProcessGroupNCCL.Options`.
-            group_desc: A description that torch's logs show; default: the dims.
+            pg_options: The options of the backend, such as `ProcessGroupNCCL.Options`.
+            group_desc: A description that torch's logs show. Default: the dims.
             share: Overrides the grid's `share`.
-            derive: Groups to create instead of the groups over `dims`; needs a name. Either
-                disjoint lists of ranks, which may differ in size, as [[0, 4], [1, 2, 3]], or a
+            derive: The groups to create instead of the groups over `dims`. Requires `name`. Pass
+                disjoint lists of ranks, which may differ in size, such as [[0, 4], [1, 2, 3]], or a
                 function that takes the groups over `dims` and returns lists or `RankGroups`. For
-                example, the ends of each pipeline are
+                example, the function for the ends of each pipeline is
                 `lambda groups: groups.pick(lambda ranks: (ranks[0], ranks[-1]))`.
             creation: Overrides the grid's `creation`.
             lazy_init: Overrides the grid's `lazy_init`.
@@ -302,18 +305,18 @@ class HyperCommGrid(GridView):
             that torch's collectives interpret None as WORLD.
 
         Raises:
-            GroupExistsError: A group for this key was created before (a KeyError).
+            GroupExistsError: A group for this key already exists. This is a KeyError.
             UnknownDimError, LayoutError: See `RankLayout.order_dims`.
-            UnknownDimError: There is no such view.
+            UnknownDimError: The grid has no such view.
             GroupOptionsError: An option is wrong, or would be ignored.
-            GroupCreationTimeout: Members did not arrive in time. The message names them. All
+            GroupCreationTimeout: Members did not arrive in time. The message names the members. All
                 ranks may retry.
-            LateRankError: The other members timed out before this one arrived.
-            PlanMismatchError: Another rank has a different grid, or another member (with
-                `verify`, any other rank of the grid) creates a different group. The message
-                shows both.
+            LateRankError: The other members timed out before this rank arrived.
+            PlanMismatchError: Another rank has a different grid, or another member creates a
+                different group. With `verify`, all ranks of the grid are compared. The message
+                shows the difference.
             CreationError: The grid's creation strategy cannot work here, another rank failed,
-                members could not connect, or the job's store is gone.
+                members could not connect, or the job's store is lost.
             NotInitializedError: torch.distributed is not initialised.
             GridDestroyedError: The grid was destroyed, or was made in the parent process before a
                 fork.
@@ -343,7 +346,7 @@ class HyperCommGrid(GridView):
             The group, or None on a rank that is in none of the groups.
 
         Raises:
-            GroupMissingError: It was not created (a KeyError).
+            GroupMissingError: The group does not exist. This is a KeyError.
             UnknownDimError, LayoutError: See `RankLayout.order_dims`.
             GridDestroyedError: The grid was destroyed.
         """
@@ -370,7 +373,7 @@ class HyperCommGrid(GridView):
         Takes the arguments of `create_pg`, and raises its errors except GroupExistsError.
 
         Raises:
-            GroupOptionsError: The options or derived groups differ from those of the first call.
+            GroupOptionsError: The options or derived groups are not the same as in the first call.
         """
         return self._state.ensure(
             GroupRequest(
@@ -393,13 +396,14 @@ class HyperCommGrid(GridView):
     ) -> None:
         """Destroy one process group that the grid created.
 
-        The members of the group must call this. They may create the key again, and must create and
-        destroy it in the same order. `verify`, `connect` and `reshape` compare the groups of all
-        ranks afterwards. A process group that other keys share is destroyed together with the last
-        of these keys. A group that the grid does not own is not destroyed.
+        All members of the group must call this. They may create the group again, and must create
+        and destroy it in the same order. `verify`, `connect` and `reshape` compare the groups of
+        all ranks, so before these calls, all ranks of the grid must destroy the same keys. A
+        process group that several keys share is destroyed together with the last of these keys. A
+        group that the grid does not own is not destroyed.
 
         Raises:
-            GroupMissingError: It was not created (a KeyError).
+            GroupMissingError: The group does not exist. This is a KeyError.
             UnknownDimError, LayoutError: See `create_pg`.
 
         Example:
@@ -416,22 +420,22 @@ class HyperCommGrid(GridView):
     def edges(
         self, dims: Dims = "pp", *more: Dims, wrap: bool = False, view: str | None = None
     ) -> PipelineEdges:
-        """Return the edges of a pipeline: a process group per pair of neighbours and direction.
+        """Return the edges of a pipeline: a process group from each stage to each neighbour.
 
         NCCL runs the transfers of a group one after the other, so a stage that waits for a
-        gradient cannot send activations over the same group. This call creates nothing. The first
-        use of an edge creates it and waits only for the neighbour. With `wrap` or `verify` the
-        first use may wait for further ranks; `create()` creates all edges together.
+        gradient cannot send activations over the same group. This call creates no group. The first
+        use of an edge creates its group and waits only for the neighbour. With `wrap` or `verify`,
+        the first use may wait for further ranks. `create()` creates the groups of all edges.
 
         Args:
             dims: The dims of the pipeline.
             more: Further dims.
-            wrap: Whether the last stage sends to the first one, as in interleaved schedules.
-            view: The view whose dims these are; default: the grid's own dims.
+            wrap: Whether the last stage sends to the first stage, as in interleaved schedules.
+            view: The view whose dims these are. Default: the grid's own dims.
 
         Raises:
             UnknownDimError, LayoutError: See `RankLayout.order_dims`.
-            UnknownDimError: There is no such view.
+            UnknownDimError: The grid has no such view.
 
         Example:
             >>> from hypercomm import HyperCommGrid
@@ -467,8 +471,8 @@ class HyperCommGrid(GridView):
     ) -> Explanation:
         """Return how the process groups over some dims were created, or would be, and why.
 
-        Creates nothing, and does not communicate. For a key that exists, the result describes its
-        creation and the other arguments are ignored.
+        The call creates no group and does not communicate. For a key that exists, the result
+        describes the creation of its group, and the other arguments are ignored.
 
         Example:
             >>> from hypercomm import HyperCommGrid
@@ -478,7 +482,7 @@ class HyperCommGrid(GridView):
             dp: 2 of 4 ranks, fake
               local: each rank creates only the groups that it is a member of
               not split: WORLD is not bound to a device: init_process_group(device_id=...) binds it
-              not enumerate: it would work too: every rank walks every group of the world
+              not enumerate: it would work too: every rank iterates over every group of the world
         """
         return self._state.explain(
             GroupRequest(
@@ -506,7 +510,7 @@ class HyperCommGrid(GridView):
         ranks: Iterable[int] | None = None,
         timeout: timedelta | None = None,
     ) -> Reshaped:
-        """Change the layout of a grid in a running job; keys that exist get new groups.
+        """Change the layout of a grid in a running job; existing keys get new groups.
 
         Every rank of the grid must call this. With creation "split" or "enumerate", the grid must
         have all ranks of the world. Process groups whose ranks and options match a key of the new
@@ -514,29 +518,29 @@ class HyperCommGrid(GridView):
         are destroyed. A failure therefore leaves the grid as it was. Keys over dims that no longer
         exist are destroyed.
 
-        With `ranks` the grid continues with these ranks of WORLD, which may be the survivors of a
-        loss, or more ranks than before. Only these ranks call this. A spare rank may call it too,
-        and is then outside of the grid. No group is kept, because a loss may have broken it, and
-        the old groups are aborted. With `enable_reconfigure` the groups stay and get other members.
-        The ranks agree through the job's store. If the process that serves the store is lost,
-        usually rank 0, the job must be restarted.
+        With `ranks`, the grid continues with the given ranks of WORLD, which may be the survivors
+        of a loss, or more ranks than before. Only these ranks must call this. A spare rank may call
+        this too, and is then outside the grid. No group is kept, because a loss may have broken
+        any group, and the old groups are aborted. With `enable_reconfigure`, however, the groups
+        stay and get other members. The ranks agree through the job's store. If the process that
+        serves the store is lost, usually rank 0, the job must be restarted.
 
         Args:
-            target: Sizes as text ("tp=4,dp=2") or by name, of which one may be -1; or a layout of
-                the same ranks.
-            views: New sizes of the views that change, as text, by the name of the view.
+            target: The new sizes, as text ("tp=4,dp=2") or by name, or a layout of the same ranks.
+                One size may be -1.
+            views: Maps the name of each view that changes to its new sizes, as text.
             ranks: The ranks to continue with, in the order of the target's numbering.
-            timeout: How long to wait for the other ranks; default: the timeout of WORLD.
+            timeout: How long to wait for the other ranks. Default: the timeout of WORLD.
 
         Returns:
-            The keys that were kept, created and destroyed on this rank; `print` shows them.
+            The keys that were kept, created and destroyed on this rank. `str()` lists these keys.
 
         Raises:
-            WorldSizeError: The target has other ranks than the grid, or than `ranks`.
+            WorldSizeError: The target does not have the ranks of the grid, or the given `ranks`.
             LayoutError: The target or the ranks cannot be read, or a view does not fit.
             UnknownDimError: `views` has a name that is not a view.
             PlanMismatchError: Another rank has a different target or grid. All ranks raise.
-            GroupCreationTimeout: A rank did not call this in time; see `error.missing`.
+            GroupCreationTimeout: A rank did not call this in time. See `error.missing`.
             CreationError: Another thread creates groups or reshapes the grid, a group could not be
                 created, or the other ranks timed out just before this rank arrived. In the last
                 case, repeat the call on all ranks.
@@ -560,7 +564,7 @@ class HyperCommGrid(GridView):
         check_timeout(timeout)
         world = table.world
         total = state.world_size if world is None or ranks is None else world.size
-        left = None if ranks is None else as_ranks(ranks, "ranks", total)
+        left = None if ranks is None else as_ranks(ranks, "ranks=", total)
         pending: BaseException | None = None
 
         has_switched = False
@@ -605,12 +609,12 @@ class HyperCommGrid(GridView):
     # ---- a running job --------------------------------------------------------------------------
 
     def watch(self, seconds: float, folder: str | os.PathLike[str] = "hypercomm_watch") -> Watch:
-        """Write a report for `hypercomm blame` when no collective makes progress for a while.
+        """Write a report for `hypercomm blame` if no collective makes progress for a while.
 
         Call this on every rank, between the same collectives, before or after the groups are
         created. The watch records every Python call of a communicating method of any ProcessGroup
         in this process, and keeps the last 500 calls. Recording takes 4 to 7 microseconds a call.
-        When no call has started or ended for `seconds`, a thread writes the calls and the stack of
+        If no call has started or ended for `seconds`, a thread writes the calls and the stack of
         the main thread to `hypercomm_watch_RANK.json`, in the format of torch's flight recorder.
         The file is removed when calls make progress again. The file is also written at the end of
         the `with` block, with the exception that ended the block, if any.
@@ -620,10 +624,11 @@ class HyperCommGrid(GridView):
 
         Args:
             seconds: Seconds without progress, less than the groups' timeout; for example 60.
-            folder: The folder of the file, created if missing. Best on a disk that hosts share.
+            folder: The folder of the file, which is created if it is missing. Prefer a disk that
+                all hosts share.
 
         Returns:
-            A `Watch`: a context manager, which `stop()` ends as well.
+            A `Watch`, which is a context manager. `stop()` ends it too.
 
         Raises:
             ToolError: The seconds or the folder cannot be used, or this process has a watch.
@@ -655,20 +660,20 @@ class HyperCommGrid(GridView):
         return Watch(seconds, folder, layouts, groups, (state.table.world or current()).rank)
 
     def survivors(self, timeout: timedelta, *, min_ranks: int = 1) -> tuple[int, ...]:
-        """Return the ranks of the grid that are alive after a loss, the same on all of them.
+        """Return the ranks of the grid that are alive after a loss, equal on all of these ranks.
 
         Every rank that is alive calls this after a collective has failed, and then
-        `reshape(target, ranks=...)`. First the call ends the grid's process groups, so that peers
-        that wait in them fail too. NCCL groups end immediately, gloo groups once the program holds
-        no other reference to them. Called in an `except` block, it clears the local variables of
-        the frames that the exception passed through, because they may hold such references. Groups
-        of a grid with `enable_reconfigure` stay, with the calling rank as their only member until
-        the `reshape`, and peers that wait in them fail immediately.
+        `reshape(target, ranks=...)`. First, the call ends the grid's process groups, so that peers
+        that wait in these groups fail too. NCCL groups end immediately. gloo groups end when the
+        program holds no other reference to them. In an `except` block, the call clears the local
+        variables of the frames that the exception passed through, because the variables may hold
+        such references. Groups of a grid with `enable_reconfigure` stay, with the calling rank as
+        their only member until the `reshape`. Peers that wait in such groups fail immediately.
 
         Args:
             timeout: How long to wait for ranks that do not arrive. It must be longer than the
                 timeout of the grid's groups, because other ranks may still wait in these groups.
-                This does not apply to groups that can be reconfigured. The ranks that arrived then
+                Groups that can be reconfigured have no such limit. The ranks that arrived then
                 confirm the result with each other. A rank that dies during the call extends the
                 wait by `timeout`.
             min_ranks: The smallest number of ranks that may continue.
@@ -696,7 +701,7 @@ class HyperCommGrid(GridView):
         table = self._state.table
         table.check_alive()
         check_duration(timeout)
-        self.coords()  # raises on a rank outside
+        self.coords()  # raises on a rank outside the grid
         table.check_outlasts(timeout)
         least = as_int(min_ranks, "min_ranks")
         self._state.forget_meshes()
@@ -710,10 +715,10 @@ class HyperCommGrid(GridView):
     # ---- life cycle -----------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Destroy the groups that the grid created, the last one first.
+        """Destroy the groups that the grid created, the last group first.
 
-        Each rank calls this after its last collective; the call waits for no other rank.
-        Groups that the grid did not create stay, WORLD included. Afterwards the grid still
+        Each rank calls this after its last collective. The call does not wait for other ranks.
+        Groups that the grid did not create stay, including WORLD. Afterwards, the grid still
         answers questions about ranks, but has no groups and creates none. A second call does
         nothing.
         """
@@ -741,12 +746,12 @@ class HyperCommGrid(GridView):
     def verify(self, timeout: timedelta | None = None) -> None:
         """Check that all ranks of the grid have the same process groups.
 
-        Every rank of the grid must call this, and waits for all others. Groups are compared in
+        Every rank of the grid must call this, and waits for all other ranks. Groups are compared in
         sorted order, so ranks may have created them in different orders. A rank performs about
         five store operations, whatever the number of groups.
 
         Args:
-            timeout: How long to wait; default: the timeout of WORLD.
+            timeout: How long to wait. Default: the timeout of WORLD.
 
         Raises:
             PlanMismatchError: Groups or grids differ. The message shows the difference.

@@ -44,40 +44,40 @@ _CREATE_PGS = "GridSet.create_pgs()"
 
 
 class GridSet(Mapping[str, HyperCommGrid]):
-    """Several named grids in one job: an encoder next to a language model, training and inference.
+    """Several named grids in one job, such as an encoder and a language model.
 
-    A mapping of names to grids. `GridSet.tile` places grids one after the other,
-    `GridSet.colocated` on the same ranks. The class itself takes layouts, which contain their
-    ranks, or sizes, whose ranks begin at 0.
+    A set is a mapping of names to grids. `GridSet.tile` places grids one after the other, and
+    `GridSet.colocated` places grids on the same ranks. The class itself takes layouts, which
+    contain their ranks, or sizes, whose ranks begin at 0.
     The set owns its grids and their process groups: `destroy()`, or the end of its `with` block,
-    destroys them. Every rank of the job makes the same set, and makes the same calls.
+    destroys the groups. Every rank of the job must make the same set and the same calls.
 
     Args:
         grids: Maps each name to a layout, to sizes (as text or by name) whose ranks begin at 0, or
             to a grid. The set becomes the owner of a grid that is given; the grid keeps its own
             arguments. Names may be keywords instead: GridSet(train="tp=4", infer="dp=4").
         requires: The placement to check before anything is created. "tiled": each rank of the
-            world is in exactly one grid; "disjoint": in at most one; "colocated": all grids have
-            the same ranks; "any": no check. Default: as "any", but if sizes were given as text
-            or mappings, warn about ranks of the world that are in no grid.
-        world_size: Number of ranks of the job; default: see `HyperCommGrid`.
-        world: The world whose ranks the grids number, from `join_world`. A grid that has the name
-            of a part of the world is placed on the ranks of that part.
-        name: Distinguishes this set from others with grids of the same names.
-        backend: See `HyperCommGrid`, also for the next five arguments. They apply to each grid that
-            the set makes.
-        creation: How groups are created.
+            world is in exactly one grid; "disjoint": each rank is in at most one grid;
+            "colocated": all grids have the same ranks; "any": no check. Default: no check, but if
+            sizes were given as text or mappings, warn about ranks of the world that are in no grid.
+        world_size: The number of ranks of the job. Default: see `HyperCommGrid`.
+        world: A world from `join_world`, whose ranks the grids number. A grid that has the name of
+            a part of the world is placed on the ranks of that part.
+        name: A name that distinguishes this set from others with grids of the same names.
+        backend: See `HyperCommGrid`. This and the next five arguments apply to each grid that the
+            set makes.
+        creation: The strategy that creates groups.
         share: Whether keys may use the same group. With "identical", grids on the same ranks share
             groups too.
-        lazy_init: When the members of a group connect.
-        verify: Whether ranks compare their creations.
+        lazy_init: Whether the members of a group connect only at their first message.
+        verify: Whether ranks compare the groups that they create.
         enable_reconfigure: Whether groups stay when a reshape changes their members.
-        named: The grids, if `grids` is not given.
+        named: The grids as keywords, if `grids` is not given.
 
     Raises:
-        LayoutError: There is no grid, a name is not a text, or `requires` is none of its choices.
+        LayoutError: There is no grid, a name is not a text, or `requires` has an unknown value.
         WorldSizeError: A grid does not fit the world, was made for a world of another size, or
-            the placement is not the required one. The message names the grids and their ranks.
+            the grids do not have the required placement. The message names the grids and ranks.
         GridDestroyedError: A grid that is given was destroyed.
         GroupOptionsError: An argument is wrong.
         NotInitializedError: The world size is not known.
@@ -148,9 +148,9 @@ class GridSet(Mapping[str, HyperCommGrid]):
         self.placement.require("any" if requires is None else requires)
         if requires is None and is_written and (spare := self._spare_ranks()):
             warnings.warn(
-                f"no grid of the set holds ranks {format_ranks(spare)} of the world's "
+                f"no grid of the set holds ranks {format_ranks(spare)} of a world of "
                 f"{self._world_size}; make a size larger, or -1, or give requires='any': on these "
-                f"ranks a group is None, which torch's collectives take for WORLD",
+                f"ranks a group is None, which torch's collectives interpret as WORLD",
                 stacklevel=2,
             )
         self._label = f"set {name}" if name else f"set of {', '.join(self._grids)}"
@@ -174,7 +174,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
         layout = read_layout(given, world_size=parts[label])
         if layout.size != parts[label]:
             raise WorldSizeError(
-                f"{layout} has {layout.size} ranks, and part {label!r} of the world has "
+                f"{layout} has {layout.size} ranks, but part {label!r} of the world has "
                 f"{parts[label]}"
             )
         before = [*parts].index(label)
@@ -188,7 +188,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
         if size != self._world_size:
             raise WorldSizeError(
                 f"grid {label!r} ({grid.layout}) was made for a world of {size} ranks, but the "
-                f"world of this set has {self._world_size}; give grid and set the same world_size"
+                f"world of this set has {self._world_size}; give both the same world_size="
             )
         return grid
 
@@ -208,25 +208,25 @@ class GridSet(Mapping[str, HyperCommGrid]):
         enable_reconfigure: bool = False,
         **grids: Any,
     ) -> Self:
-        """Make a set of grids that lie one after the other, in the order given.
+        """Make a set of grids on consecutive ranks, in the order given.
 
         Args:
-            world_size: Number of ranks of the job; default: see `HyperCommGrid`.
-            requires: "disjoint" allows ranks of the world to be left over.
-            name: Distinguishes this set from others.
-            backend: See the class, also for the next five arguments.
-            creation: How groups are created.
+            world_size: The number of ranks of the job. Default: see `HyperCommGrid`.
+            requires: The required placement. "disjoint" allows ranks that are in no grid.
+            name: A name that distinguishes this set from others.
+            backend: See `GridSet`, also for the next five arguments.
+            creation: The strategy that creates groups.
             share: Whether keys may use the same group.
-            lazy_init: When the members of a group connect.
-            verify: Whether ranks compare their creations.
+            lazy_init: Whether the members of a group connect only at their first message.
+            verify: Whether ranks compare the groups that they create.
             enable_reconfigure: Whether groups stay when a reshape changes their members.
-            grids: Maps the name of each grid to its sizes as text, or to a layout without gaps. In
-                the whole set, one size may be unspecified (-1, or a dim alone). It is inferred from
-                the ranks that the other grids leave. If a grid has the name of an argument, call
-                the class instead.
+            grids: Maps the name of each grid to its sizes as text, or to a layout without gaps. One
+                size in the set may be unspecified (-1, or a dim name without a size). It is
+                inferred from the ranks that the other grids leave. If a grid has the name of an
+                argument, call the class instead.
 
         Raises:
-            LayoutError, WorldSizeError: As for the class; or no size fits.
+            LayoutError, WorldSizeError: See `GridSet`. Or no size fits.
 
         Example:
             >>> grids = GridSet.tile(24, encoder="tp=2,dp=4", llm="tp=4,dp,pp=2")
@@ -266,21 +266,22 @@ class GridSet(Mapping[str, HyperCommGrid]):
         """Make a set of grids that all have the same ranks.
 
         Args:
-            world_size: Number of ranks of the job; default: see `HyperCommGrid`.
-            name: Distinguishes this set from others.
-            backend: See the class, also for the next five arguments.
-            creation: How groups are created.
+            world_size: The number of ranks of the job. Default: see `HyperCommGrid`.
+            name: A name that distinguishes this set from others.
+            backend: See `GridSet`, also for the next five arguments.
+            creation: The strategy that creates groups.
             share: Whether keys may use the same group.
-            lazy_init: When the members of a group connect.
-            verify: Whether ranks compare their creations.
+            lazy_init: Whether the members of a group connect only at their first message.
+            verify: Whether ranks compare the groups that they create.
             enable_reconfigure: Whether groups stay when a reshape changes their members.
-            grids: The grids by name, as in `tile`. Each grid may have one unspecified size, which
-                is inferred from the first grid without one, or from the world if there is none. If
-                all sizes are given, ranks of the world may be left over; see
-                `placement.spare_ranks`.
+            grids: The grids by name, as in `tile`. Each grid may have one unspecified size. It is
+                inferred from the first grid whose sizes are all given, or from the world if there
+                is no such grid. If all sizes are given, some ranks of the world may be in no grid;
+                see `placement.spare_ranks`.
 
         Raises:
-            LayoutError, WorldSizeError: As for the class, or sizes differ.
+            LayoutError, WorldSizeError: See `GridSet`. Or the grids differ in their numbers of
+                ranks.
 
         Example:
             >>> grids = GridSet.colocated(8, training="tp=2,dp=4", inference="tp=4,dp")
@@ -321,7 +322,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
     def __len__(self) -> int:
         return len(self._grids)
 
-    __eq__ = object.__eq__  # an owner, not a value
+    __eq__ = object.__eq__  # a set owns groups, so it is not a value like other mappings
     __hash__ = object.__hash__
 
     @property
@@ -341,7 +342,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
         return MappingProxyType({name: grid.layout for name, grid in self.items()})
 
     def grids_of(self, rank: int | None = None) -> tuple[str, ...]:
-        """Return the names of the grids that a rank, by default the calling one, is in.
+        """Return the names of the grids that contain a rank, by default the calling rank.
 
         Raises:
             RankOutsideError: `rank` is not an int.
@@ -356,7 +357,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
 
     @property
     def placement(self) -> Placement:
-        """How the grids lie now: `placement.kind`, `overlaps` and `spare_ranks`."""
+        """The current placement of the grids: its `kind`, `overlaps` and `spare_ranks`."""
         return Placement(self.layouts, self._world_size)
 
     # ---- transfers between grids ----------------------------------------------------------------
@@ -364,7 +365,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
     def mapping(
         self, source: str, target: str, along: str | None = "dp", **roles: Any
     ) -> RankMapping:
-        """Return the messages between the ranks of two grids; arguments as for `RankMapping`.
+        """Return the messages between the ranks of two grids. See `RankMapping`.
 
         Example:
             >>> grids = GridSet.tile(6, encoder="tp=2,dp=1", llm="tp=1,dp=4")
@@ -389,7 +390,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
 
         Args:
             source: The grid that has the tensor.
-            target: The grid that receives it.
+            target: The grid that receives the tensor.
             tensor: See `hypercomm.transfer`, also for the next four arguments.
             groups: The process group of the transfer.
             out: The tensor to receive into.
@@ -398,7 +399,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
             roles: Arguments of `RankMapping`: `along`, `batch_axis`, `shards`, ...
 
         Returns:
-            The received tensor on a rank of the target, else None.
+            The received tensor on a rank of the target, or None on other ranks.
 
         Raises:
             UnknownDimError: The set has no such grid.
@@ -427,27 +428,28 @@ class GridSet(Mapping[str, HyperCommGrid]):
         timeout: timedelta | None = None,
         share: Share | None = None,
     ) -> dict[str, list[ProcessGroup | None]]:
-        """Create process groups of several grids, all or none.
+        """Create process groups of several grids in one call: all of them or none.
 
         Every rank of these grids must call this with the same requests. If one of the grids has
         creation "split" or "enumerate", every rank of the world must call it. Grids are processed
         in the order of the set, whatever the order of `requests`, and the groups of each grid are
         created in the order given. The ranks of these grids agree once, at the end. If one rank
-        fails, all ranks destroy the groups that the call has created, and raise. They may retry.
+        fails, all ranks destroy the groups that the call has created, and raise. All may retry.
 
         Args:
-            requests: For the name of each grid, the requests that its `create_pgs` takes.
-            backend: The backend of requests that give none.
-            timeout: The timeout of requests that give none. The longest timeout of all requests
+            requests: Maps the name of each grid to the requests for its `create_pgs`.
+            backend: The backend of requests without a backend.
+            timeout: The timeout of requests without a timeout. The longest timeout of all requests
                 limits the whole call.
-            share: The `share` of requests that give none.
+            share: The `share` of requests without `share`.
 
         Returns:
-            For each name, the process group of each request, or None on a rank that is in none of
-            its groups.
+            A mapping from each name to the process group of each request, which is None on a rank
+            that is in none of the groups.
 
         Raises:
-            UnknownDimError: The set has no such grid (a KeyError). The message lists its grids.
+            UnknownDimError: The set has no such grid. This is a KeyError. The message lists the
+                grids.
             PlanMismatchError: Another rank has other requests. The message shows the difference.
             GroupCreationTimeout: A rank did not call this in time. The message names it.
             HyperCommError: See `HyperCommGrid.create_pgs`. Nothing was created.
@@ -491,25 +493,25 @@ class GridSet(Mapping[str, HyperCommGrid]):
     # ---- life cycle -----------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Destroy the groups of all grids, the last grid first; may be called twice.
+        """Destroy the groups of all grids, the last grid first. A second call does nothing.
 
         Raises:
-            Exception: The error of the last grid that failed, after all have been destroyed.
+            Exception: The error of the last grid that failed, after all grids have been destroyed.
         """
         self._for_each(HyperCommGrid.destroy)
 
     def abort(self) -> None:
-        """Abort the groups of all grids without waiting, as `HyperCommGrid.abort`."""
+        """Abort the groups of all grids without waiting. See `HyperCommGrid.abort`."""
         self._for_each(HyperCommGrid.abort)
 
     def _for_each(self, end: Callable[[HyperCommGrid], None]) -> None:
-        with contextlib.ExitStack() as stack:  # calls all of them, the last one first
+        with contextlib.ExitStack() as stack:  # calls `end` for all grids, the last one first
             for grid in self.values():
                 stack.callback(end, grid)
 
     def __enter__(self) -> Self:
         for grid in self.values():
-            grid.__enter__()  # raises for a destroyed grid
+            grid.__enter__()  # raises if the grid was destroyed
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -531,7 +533,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
     def __reduce_ex__(self, _: SupportsIndex, /) -> NoReturn:
         raise TypeError(
             f"{self!r} cannot be pickled or copied: its grids own live process groups; send "
-            f"dict(grids.layouts), which are values, and build the set there: GridSet(layouts)"
+            f"dict(grids.layouts) instead, and build the set from it there: GridSet(layouts)"
         )
 
 
@@ -543,7 +545,7 @@ def _check_named(call: str, grids: Mapping[str, Any]) -> None:
     """Raise for a keyword that is probably an argument, and not the name of a grid.
 
     Raises:
-        TypeError: A keyword without sizes has the name of an argument, or a similar name.
+        TypeError: A keyword that has no sizes is named like an argument, or nearly so.
     """
     for name, value in grids.items():
         if isinstance(value, (RankLayout, Mapping)) or hasattr(value, "layout"):

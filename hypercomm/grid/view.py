@@ -1,6 +1,6 @@
-"""GridView: one factorisation of a grid's ranks, its process groups, and questions about it.
+"""GridView: one factorisation of a grid's ranks, with methods about its ranks and groups.
 
-`HyperCommGrid` is the view that owns the state; `HyperCommGrid.view` returns others.
+`HyperCommGrid` is the view that owns the state. `HyperCommGrid.view` returns other views.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class GridState:
         views: The layout and its views. `reshape` replaces this object.
         table: The process groups. `reshape` replaces this object.
         options: The options of the grid, which are the defaults of its methods.
-        world_size: Number of ranks of the job.
+        world_size: The number of ranks of the job.
         lender: The state of the grid given as `share_with`.
         gave_meshes: Whether a DeviceMesh uses groups of the grid.
     """
@@ -71,8 +71,8 @@ class GridState:
         leaked = ", ".join(map(str, self.table.leaked()))
         if leaked:
             warnings.warn(
-                f"a HyperCommGrid ({self.views.base}) was collected while its process groups "
-                f"live: {leaked}; call its destroy(), or use it in a with block",
+                f"a HyperCommGrid ({self.views.base}) was garbage collected before its process "
+                f"groups were destroyed: {leaked}; call its destroy(), or use it in a with block",
                 ResourceWarning,
                 stacklevel=2,
             )
@@ -90,7 +90,7 @@ class GridState:
         if name is not None:
             check_name(name)
         if view is None:
-            with contextlib.suppress(UnknownDimError):  # else `find` names the dims' view
+            with contextlib.suppress(UnknownDimError):  # else `find` names a view that has the dims
                 return GroupKey(self.views.base.order_dims(dims), name), None
         found, ordered = self.views.find(dims, view)
         key = GroupKey(ordered, name, None if found is None else found.name)
@@ -114,7 +114,7 @@ class GridState:
         timeout: timedelta | None = None,
         share: Share | None = None,
     ) -> list[tuple[GroupTable, BoundRequest]]:
-        """Bind the requests of `create_pgs`. The other arguments are defaults of the requests."""
+        """Bind the requests of `create_pgs`. The other arguments are defaults for the requests."""
         self.table.check_alive()
         defaults = {"view": view, "backend": backend, "timeout": timeout, "share": share}
         bound = []
@@ -135,7 +135,7 @@ class GridState:
         return create(self.table, self.table.resolve(self.bind(request)))
 
     def ensure(self, request: GroupRequest) -> ProcessGroup | None:
-        """Create the groups of a request on the first call; return the same one afterwards."""
+        """Create the groups of a request on the first call. Return the same group afterwards."""
         return ensure(self.table, self.table.resolve(self.bind(request)))
 
     def get(self, dims: Dims, name: str | None, view: str | None) -> ProcessGroup | None:
@@ -154,7 +154,7 @@ class GridState:
         return self.table.explain(self.bind(request))
 
     def live(self, view: str | None) -> dict[GroupKey, Entry]:
-        """Return the existing groups of a view, also over shared dims. None returns all groups."""
+        """Return the groups of a view, also over shared dims. If it is None, return all groups."""
         live = self.table.live()
         if view is None:
             return live
@@ -172,7 +172,7 @@ class GridState:
 
 
 class GridView:
-    """One view of a grid: its dims, questions about ranks, and process groups.
+    """One view of a grid, with methods about its dims, ranks and process groups.
 
     `HyperCommGrid.view` returns a view. The grid itself is the view of the dims that it was made
     with. The process groups belong to the grid, which destroys them.
@@ -227,7 +227,7 @@ class GridView:
 
     @property
     def size(self) -> Size:
-        """The number of ranks in the grid; `size()` works too."""
+        """The number of ranks in the grid. `size()` works too."""
         return Size(self.layout.size)
 
     @property
@@ -260,7 +260,7 @@ class GridView:
         """Return the coordinates of a rank.
 
         Args:
-            rank: The rank; default: the calling rank.
+            rank: The rank. Default: the calling rank.
 
         Raises:
             RankOutsideError: The rank is not in the grid; see `is_current_rank_in_grid`.
@@ -282,21 +282,21 @@ class GridView:
 
         Args:
             dims: One name, or several in any order.
-            rank: The rank; default: the calling rank.
+            rank: The rank. Default: the calling rank.
 
         Raises:
             RankOutsideError: The rank is not in the grid.
-            UnknownDimError, LayoutError: See `RankLayout.order_dims`. The error names the view
-                that has the dims, if one does.
+            UnknownDimError, LayoutError: See `RankLayout.order_dims`. The error names a view that
+                has the dims, if there is one.
         """
         return self.layout.membership(self._state.table.rank(rank), self._order(dims)).ranks
 
     def get_rank_enum(self, dims: Dims, *more: Dims) -> list[list[int]]:
-        """Return all groups over some dims of this view, members in the order of the layout."""
+        """Return all groups over some dims of this view. See `HyperCommGrid.get_rank_enum`."""
         return self._state.views.groups(joined(dims, more), self._view).to_lists()
 
     def _gen_rank_enum(self, dims: Iterable[str]) -> list[list[int]]:
-        """Return all groups, members in the order of `dims`, the last one varying fastest.
+        """Return all groups, with members in the order of `dims`, the last dim varying fastest.
 
         Example:
             >>> from hypercomm import HyperCommGrid
@@ -312,7 +312,7 @@ class GridView:
         return ordered, "-".join(ordered)
 
     def _order(self, dims: Dims) -> tuple[str, ...]:
-        """Return dims in the order of this view; an error names the view that has them."""
+        """Return dims in the order of this view. An error names a view that has the dims."""
         return self._state.views.ordered(dims, self._view)
 
     # ---- dims -----------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ class GridView:
         key = dims if isinstance(dims, str) else self._order(dims)
         if key not in self._dims:
             state = self._state
-            view = GridView(state, self._view)  # a reference to `self` would make a cycle
+            view = GridView(state, self._view)  # a reference to `self` would be cyclic
             self._dims[key] = GridDims(view, lambda: state.table, self._order(dims))
         return self._dims[key]
 
@@ -364,7 +364,7 @@ class GridView:
         creation: StrategyName | None = None,
         lazy_init: bool | None = None,
     ) -> ProcessGroup | None:
-        """Create the process groups over some dims of this view, as `HyperCommGrid.create_pg`."""
+        """Create the process groups over some dims of this view. See `HyperCommGrid.create_pg`."""
         return self._state.create(
             GroupRequest(
                 joined(dims, more),
@@ -382,7 +382,7 @@ class GridView:
         )
 
     def get_pg(self, dims: Dims, *more: Dims, name: str | None = None) -> ProcessGroup | None:
-        """Return a process group that was created before, as `HyperCommGrid.get_pg`."""
+        """Return a process group that was created before. See `HyperCommGrid.get_pg`."""
         return self._state.get(joined(dims, more), name, self._view)
 
     @hints_at_keywords
@@ -400,7 +400,7 @@ class GridView:
         creation: StrategyName | None = None,
         lazy_init: bool | None = None,
     ) -> ProcessGroup | None:
-        """Create a process group on the first call, as `HyperCommGrid.ensure_pg`."""
+        """Create a process group on the first call. See `HyperCommGrid.ensure_pg`."""
         return self._state.ensure(
             GroupRequest(
                 joined(dims, more),
@@ -428,24 +428,24 @@ class GridView:
     ) -> list[ProcessGroup | None]:
         """Create several process groups in one call, in the order given: all of them or none.
 
-        Every rank of the grid must call this with the same list; ranks outside may call it. With
-        the strategies "split" and "enumerate", every rank of the world must call this. The lists
-        are compared before anything is created. If the creation of one group fails, all
-        ranks of the grid destroy the groups that the call has created.
+        Every rank of the grid must call this with the same list. Ranks outside the grid may call
+        this too. With the strategies "split" and "enumerate", every rank of the world must call
+        this. The lists are compared before any group is created. If the creation of one group
+        fails, all ranks of the grid destroy the groups that the call has created.
 
         Args:
-            requests: For each group its dims, a `GroupRequest`, or a mapping with the same names:
+            requests: For each group, its dims, a `GroupRequest`, or a mapping with the same names:
                 `["tp", ["dp", "cp"], GroupRequest("dp", name="gloo", backend="gloo")]`.
-            backend: The backend of requests that give none.
-            timeout: The timeout of requests that give none. The longest timeout of all requests
+            backend: The backend of requests without a backend.
+            timeout: The timeout of requests without a timeout. The longest timeout of all requests
                 limits the whole call.
-            share: The `share` of requests that give none.
+            share: The `share` of requests without `share`.
 
         Returns:
             The process group of each request, or None, as `create_pg` returns it.
 
         Raises:
-            GroupExistsError: A key occurs twice, or exists. Nothing was created.
+            GroupExistsError: A key occurs twice, or already exists. No group was created.
             PlanMismatchError: Another rank's list differs. The message shows the difference.
             LayoutError, GroupOptionsError, CreationError: See `create_pg`.
 
@@ -472,11 +472,11 @@ class GridView:
         return [entry.communicator.pg for entry in create_all(scope, "create_pgs()", find)]
 
     def destroy_pg(self, dims: Dims, *more: Dims, name: str | None = None) -> None:
-        """Destroy one process group that the grid created, as `HyperCommGrid.destroy_pg`."""
+        """Destroy one process group that the grid created. See `HyperCommGrid.destroy_pg`."""
         self._state.remove(joined(dims, more), name, self._view)
 
     def edges(self, dims: Dims = "pp", *more: Dims, wrap: bool = False) -> PipelineEdges:
-        """Return the edges of a pipeline of this view, as `HyperCommGrid.edges`."""
+        """Return the edges of a pipeline of this view. See `HyperCommGrid.edges`."""
         state = self._state
         view = GridView(state, self._view)  # a reference to `self` would keep the grid alive
         return PipelineEdges(self[joined(dims, more)], view, lambda: state.table, wrap)
@@ -496,7 +496,7 @@ class GridView:
         creation: StrategyName | None = None,
         lazy_init: bool | None = None,
     ) -> Explanation:
-        """Return how process groups were created, or would be, as `HyperCommGrid.explain`."""
+        """Return how process groups were created, or would be. See `HyperCommGrid.explain`."""
         return self._state.explain(
             GroupRequest(
                 joined(dims, more),
@@ -556,29 +556,30 @@ class GridView:
     ) -> DeviceMesh:
         """Return a torch DeviceMesh over the grid's process groups; missing groups are created.
 
-        If a group is missing, the ranks that `HyperCommGrid.create_pg` needs must call this.
+        If a group is missing, all ranks that `HyperCommGrid.create_pg` requires must call this.
 
-        The LAST dim of a DeviceMesh varies fastest, and the FIRST dim of a grid, so the grid
-        tp=2,dp=4 is the mesh (dp, tp). FSDP2, DTensor and `parallelize_module` accept the mesh. The
-        grid stays the owner of the groups. torch cannot combine two meshes, so pass slices of one
-        mesh, `mesh["dp"]` and `mesh["tp"]`, to libraries that work together. DTensor cannot
-        distinguish meshes with equal ranks and dim names, so this call raises for a second mesh
-        with other groups. Meshes that `init_device_mesh` made are not compared.
+        In a DeviceMesh, the LAST dim varies fastest. In a grid, the FIRST dim varies fastest, so
+        the grid tp=2,dp=4 becomes the mesh (dp, tp). FSDP2, DTensor and `parallelize_module` accept
+        the mesh. The grid stays the owner of the groups. torch cannot combine two meshes, so pass
+        slices of one mesh, `mesh["dp"]` and `mesh["tp"]`, to libraries that work together. DTensor
+        cannot distinguish meshes with equal ranks and dim names, so this call raises for a second
+        mesh with other groups. Meshes that `init_device_mesh` made are not compared.
 
         Args:
-            dims: Each dim of the mesh, in the mesh's order: a name, or several names whose groups
-                become one dim, as ("dp", "cp") becomes "dp_cp". Default: all, the slowest first.
-            device_type: "cpu", "cuda", ...; default: the device type of the first dim's groups.
-            flatten: Adjacent dims of the mesh that get a joint name:
+            dims: The dims of the mesh, in the mesh's order. Each dim is a name, or several names
+                that become one dim: ("dp", "cp") becomes "dp_cp". Default: all dims of the grid,
+                the slowest varying dim first.
+            device_type: "cpu", "cuda", ... Default: the device type of the first dim's groups.
+            flatten: Maps joint names to adjacent dims of the mesh. For example,
                 {"dp_shard_cp": ["dp_shard", "cp"]} makes `mesh["dp_shard_cp"]` the group over both.
 
         Returns:
-            The mesh of the ranks that have the calling rank's coordinates in all other dims.
+            The mesh of the ranks that have the calling rank's coordinates along all other dims.
 
         Raises:
             RankOutsideError: The calling rank is not in the grid.
             LayoutError: The names of a joint dim are not in the order of the mesh, as in
-                ("cp", "dp"); or DTensor would confuse a dim with an equal dim of another mesh that
+                ("cp", "dp"). Or DTensor would confuse a dim with an equal dim of another mesh that
                 has other groups. Use another name, destroy the other grid first, or let the two
                 meshes share groups.
             UnknownDimError, LayoutError: See `RankLayout.order_dims`.
@@ -600,7 +601,7 @@ class GridView:
         spans = read_dims(self.layout.dim_names, self._order, dims)
 
         def group_over(names: tuple[str, ...]) -> ProcessGroup:
-            return self[names].group  # the first use creates it
+            return self[names].group  # created on first access
 
         mesh = as_mesh(self.layout, self._state.table, group_over, spans, device_type, flatten)
         self._state.gave_meshes = True
@@ -611,37 +612,38 @@ class GridView:
     def connect(
         self, *, pipelines: Dims | None = None, timeout: timedelta | None = None
     ) -> list[Connection]:
-        """Connect all process groups that exist, before the first step needs them.
+        """Connect all existing process groups before the first training step needs them.
 
         NCCL, and gloo with `lazy_init`, connect the members of a group at its first collective,
         which then hangs if a rank is missing. Every rank of the grid must call this while no
-        communication is pending in the groups; ranks outside need not. First the ranks wait for
-        each other and compare their groups, in sorted order. Then the members of each group
-        all-reduce one element, and neighbours in a pipeline exchange one element, including the
-        last stage and the first. A group that keys share is connected once.
+        communication is pending in the groups. Ranks outside the grid need not call this. First,
+        the ranks wait for each other and compare their groups, in sorted order. Then the members of
+        each group all-reduce one element, and neighbours in a pipeline exchange one element,
+        including the last stage and the first. A group that several keys share is connected once.
 
-        If ranks are missing at the start, nothing has been communicated, and all ranks may call
-        this again. After a timeout in a group, that group is broken, because torch cannot undo a
+        If ranks are missing at the start, no group has communicated, and all ranks may call this
+        again. After a timeout in a group, that group is broken, because torch cannot undo a
         collective: destroy it with `destroy_pg`, and create it again. `destroy_pg` of a gloo group
         may then wait until the group's timeout.
 
         Args:
-            pipelines: Dims along which neighbours are connected, in the groups over each of these
-                dims alone. () connects no neighbours. Default: "pp", also in views.
-            timeout: The timeout of the whole call; default: the timeout of WORLD.
+            pipelines: The dims along which neighbours are connected. Each dim connects neighbours
+                in the groups over this dim alone. () connects no neighbours. Default: "pp", also
+                in views.
+            timeout: The timeout of the whole call. Default: the timeout of WORLD.
 
         Returns:
-            A row for each group that the calling rank is in, and for each edge, with the duration
-            in seconds. It is zero for a group of one rank, and in a fake world.
+            A row for each group that the calling rank is in, and for each pair of neighbours. The
+            row has the duration in seconds, which is 0 for a group of one rank and in a fake world.
 
         Raises:
-            PlanMismatchError: Ranks have different groups. Nothing has been communicated.
-            GroupCreationTimeout: Ranks did not arrive in time. The message names them and their
-                groups.
+            PlanMismatchError: Ranks have different groups. No group has communicated.
+            GroupCreationTimeout: Ranks did not arrive in time. The message names the ranks and
+                their groups.
             OutcomeUnknownError: The job's store is lost.
-            CreationError: Another thread makes such a call, a collective failed, or the other ranks
-                timed out just before this rank arrived. In the last case, repeat the call on all
-                ranks.
+            CreationError: Another thread connects or reshapes the grid, a collective failed, or the
+                other ranks timed out just before this rank arrived. In the last case, repeat the
+                call on all ranks.
             UnknownDimError, LayoutError, GroupOptionsError: An argument is wrong.
             GridDestroyedError: The grid was destroyed.
 
@@ -672,7 +674,7 @@ class GridView:
     # ---- training -------------------------------------------------------------------------------
 
     def seed(self, base: int, *dims: Dims) -> int:
-        """Return a seed that differs along some dims, and is equal along all others.
+        """Return a seed that differs along some dims, and is equal along all other dims.
 
         Args:
             base: The seed of the run, at least 0.
@@ -738,8 +740,8 @@ class GridView:
 
     def __reduce_ex__(self, _: SupportsIndex, /) -> NoReturn:
         raise TypeError(
-            f"{self!r} cannot be pickled or copied: it owns live process groups; send its layout, "
-            f"grid.layout, which is a value, and build the grid there: HyperCommGrid(layout)"
+            f"{self!r} cannot be pickled or copied: it owns live process groups; send "
+            f"grid.layout instead, and build the grid from it there: HyperCommGrid(layout)"
         )
 
 
@@ -749,7 +751,7 @@ def state_of(grid: GridView) -> GridState:
 
 
 def joined(dims: Dims, more: tuple[Dims, ...]) -> Dims:
-    """Return the dims of a call, which takes them as one argument or as several."""
+    """Return the dims of a call as one value. They may be one argument or several."""
     return (dims, *more) if more else dims
 
 

@@ -1,8 +1,9 @@
-"""Imported by the fork server of `run_ranks`: no traceback for a rank whose start was interrupted.
+"""Suppresses the traceback of a rank whose start was interrupted.
 
-The parent sends a new process the function to run. If Ctrl-C interrupts the parent before it has
-sent everything, the new process ends with an error of pickle. Nobody needs that traceback, because
-the parent reports the interruption. All other errors are printed.
+The fork server of `run_ranks` imports this module. The parent sends a new process the function to
+run. If Ctrl-C interrupts the parent before it has sent everything, the new process ends with an
+error of pickle. Nobody needs that traceback, because the parent reports the interruption. All other
+errors are printed.
 """
 
 from __future__ import annotations
@@ -24,4 +25,4 @@ def _print_unless_unfinished(
     sys.__excepthook__(kind, error, trace)
 
 
-sys.excepthook = _print_unless_unfinished  # until the rank has received everything
+sys.excepthook = _print_unless_unfinished  # until `_serve` of the rank resets the hook

@@ -35,11 +35,12 @@ _RENEW = "renew_world()"
 class Joined(FoundJob):
     """The job that this process takes part in.
 
-    A context manager: on exit it destroys the process group that `join` created, and no other.
+    As a context manager, it leaves the job on exit: it destroys the process group that `join`
+    created, and no other process group.
 
     Attributes:
-        launcher: The launcher: "torchrun", "srun", "Open MPI" or another one. "the call" if rank
-            and size were arguments, and "none" in a world of one rank.
+        launcher: The launcher, such as "torchrun", "srun" or "Open MPI". "the call" if rank and
+            size were arguments. "none" if no launcher was found and the world has one rank.
         rank: The rank of this process.
         size: The number of ranks.
         local_rank: The index of the rank on its host, or None if unknown.
@@ -93,11 +94,11 @@ def join(
     environment: Mapping[str, str] | None = None,
     need_launcher: bool = False,
 ) -> Joined:
-    """Initialise torch.distributed for the job that a launcher started this process for.
+    """Initialise torch.distributed for the job in which a launcher started this process.
 
     Reads the environment variables of torchrun, srun, Open MPI and MPICH, or RANK and WORLD_SIZE
-    set by hand. Without any of them, the world consists of this process alone, and no network is
-    used. If torch.distributed is already initialised, nothing changes, and the existing job is
+    set by hand. If none of these are set, the world consists of this process alone, and no network
+    is used. If torch.distributed is already initialised, nothing changes, and the existing job is
     returned. In this case `rank`, `size` and `backend` are compared with that job, and the other
     arguments are ignored.
 
@@ -108,7 +109,8 @@ def join(
         backend: The backend of WORLD. Default: gloo; with GPUs "cpu:gloo,cuda:nccl".
         device: The device of this rank, which becomes the current device. Default: the GPU with the
             index of the local rank, if the host has GPUs.
-        timeout: The limit for the other ranks to join, and for collectives. Default: torch's.
+        timeout: How long to wait for the other ranks to join, and the timeout of collectives.
+            Default: torch's default timeout.
         rank: The rank of this process. Requires `size`. Default: the rank from the launcher.
         size: The number of ranks.
         local_rank: The index of this rank on its host.
@@ -118,7 +120,7 @@ def join(
         need_launcher: Whether to raise an error instead of creating a world of one rank.
 
     Returns:
-        The job. As a context manager it leaves the job on exit.
+        The job. As a context manager, it leaves the job on exit.
 
     Raises:
         LaunchError: The variables of launchers are incomplete or contradict each other, an
@@ -139,10 +141,10 @@ def join(
     variables = os.environ if environment is None else environment
     if (rank is None) != (size is None):
         raise LaunchError(
-            f"rank={rank} and size={size}: give both, or neither to use the launcher's"
+            f"rank={rank} and size={size}: give both, or omit both to use the launcher's values"
         )
     if rank is not None and not 0 <= as_int(rank, "rank") < as_int(size, "size"):
-        raise LaunchError(f"rank={rank} and size={size}: the ranks are 0 to size - 1")
+        raise LaunchError(f"rank={rank} and size={size}: rank= must be from 0 to size - 1")
     if dist.is_initialized():
         return _live(rank, size, backend, variables)
     if rank is not None and size is not None:
@@ -202,7 +204,7 @@ def _live(
         raise LaunchError(
             f"torch.distributed is already initialised with rank={here[0]}, size={here[1]} and "
             f"backend={live!r}, but rank={rank}, size={size} and backend={backend!r} were given; "
-            f"leave them out, or call destroy_process_group() first"
+            f"omit these arguments, or call destroy_process_group() first"
         )
     address, port = torchdist.store_address() or (None, None)
     job = attrs.evolve(_launched(variables, *here), address=address, port=port)
@@ -270,7 +272,7 @@ def _choose(
     if chosen.type not in parts:
         raise LaunchError(
             f"device {str(chosen)!r} does not fit backend {backend!r}, which is for tensors on "
-            f"{' and '.join(sorted(parts))}; leave one of them out, or give a backend such as "
+            f"{' and '.join(sorted(parts))}; omit device= or backend=, or give a backend such as "
             f"'cpu:gloo,cuda:nccl'"
         )
     return backend, chosen
@@ -283,9 +285,9 @@ def _index_of_rank(kind: str, job: FoundJob) -> int:
     ranks = max(job.local_size or 0, (job.local_rank or 0) + 1)
     if ranks > count or job.local_rank is None:
         raise LaunchError(
-            f"rank {job.rank} has local rank {job.local_rank}, {ranks} ranks on this host need a "
-            f"device each, and the host has {count} of type {kind!r}; set LOCAL_RANK, give join() "
-            f"local_rank= or device=, or use fewer ranks or backend 'gloo'"
+            f"rank {job.rank} has local rank {job.local_rank}, and {ranks} ranks on this host need "
+            f"a device each, but the host has {count} of type {kind!r}; set LOCAL_RANK, give "
+            f"join() local_rank= or device=, or use fewer ranks or backend='gloo'"
         )
     return job.local_rank
 
@@ -321,32 +323,33 @@ class Renewed(Joined):
 def renew_world(
     ranks: Iterable[int], *, store: Any = None, timeout: timedelta | None = None
 ) -> Renewed:
-    """Create a new WORLD of some ranks of WORLD, such as the survivors of a failure.
+    """Replace WORLD by a new WORLD of some of its ranks, such as the survivors of a failure.
 
-    Use it for code that uses WORLD by default. Exactly the given ranks call this. They first wait
-    for each other in the job's store, so nothing has changed if a rank does not join. Then each
-    destroys the old WORLD with all its process groups, and initialises the new WORLD with the same
-    backend and timeout. The ranks are numbered in the order of `ranks`. Grids continue with
-    `grid.reshape(target, ranks=...)`, which takes ranks of the new WORLD.
+    Use it for code that uses WORLD by default. Exactly the given ranks must call this. First, they
+    wait for each other in the job's store, so nothing has changed if a rank does not join. Then
+    each rank destroys the old WORLD with all its process groups, and initialises the new WORLD with
+    the same backend and timeout. The ranks are numbered in the order of `ranks`. Grids continue
+    with `grid.reshape(target, ranks=...)`, which takes ranks of the new WORLD.
 
     With `store`, the ranks do not wait for each other before they destroy the old WORLD. The old
     WORLD is destroyed even if a rank is missing.
 
     Args:
-        ranks: Ranks of the old WORLD, in the order of the new one. All of these ranks must pass the
-            same list.
+        ranks: Ranks of the old WORLD, in the order of the new WORLD. All of these ranks must pass
+            the same list.
         store: A new store of torch, such as a FileStore, for the new WORLD. Use it if the process
             that serves the job's store (rank 0, or torchrun's agent) is lost. Default: the job's
             store.
-        timeout: The limit for the other ranks to join in the job's store. Default: the timeout of
+        timeout: How long to wait for the other ranks in the job's store. Default: the timeout of
             WORLD.
 
     Returns:
-        The new job, with the new rank of each process. It is a context manager, as for `join`.
+        The new job, with the new rank of each process. As a context manager, it leaves the job on
+        exit.
 
     Raises:
         RankOutsideError: `ranks` does not contain the calling rank.
-        LayoutError: `ranks` are not ranks of WORLD.
+        LayoutError: `ranks` is not a list of distinct ranks of WORLD.
         LaunchError: The world is a fake one, or the new WORLD could not be created. In the second
             case the old WORLD no longer exists: restart the job.
         GroupCreationTimeout: A rank did not join in time. `error.missing` lists the missing ranks.
@@ -363,7 +366,7 @@ def renew_world(
     """
     check_timeout(timeout)
     old = current()
-    given = as_ranks(ranks, "ranks", old.size)
+    given = as_ranks(ranks, "ranks=", old.size)
     if not torchdist.has_ranks() or torchdist.is_other_world():
         raise LaunchError("this is a fake or simulated world: its other ranks do not exist")
     if store is None and not old.has_store:
@@ -373,7 +376,7 @@ def renew_world(
             f"ranks={format_ranks(sorted(given))} does not include this process (rank {old.rank}); "
             f"only ranks of the new WORLD call renew_world(): end this process"
         )
-    if store is None:  # every list uses the same key of the store, so a different list is an error
+    if store is None:  # ranks with different lists meet at the same key, which raises an error
         key = _wait_for(old, given, timeout)
         store = torchdist.default_store()
     else:

@@ -92,7 +92,7 @@ class _Job:
 
 @attrs.frozen(eq=False)
 class _Rank:
-    """What the parent knows about a rank. `stack` is the file that receives the rank's stack."""
+    """A rank as the parent sees it. `stack` is the file that receives the rank's stack."""
 
     number: int
     process: ForkServerProcess
@@ -116,17 +116,19 @@ def run_ranks(
     the caller is interrupted, all ranks are ended before this returns. The fork server that starts
     the ranks is kept for the next call, and ends with the calling process.
 
-    Functions, arguments and results are pickled with cloudpickle: lambdas, closures, methods and
-    functions of a notebook cell work. For unsupported objects, cloudpickle raises its error.
+    Functions, arguments and results are pickled with cloudpickle, so lambdas, closures, methods and
+    functions of a notebook cell work. For unsupported objects, cloudpickle raises its own error.
 
     Args:
         function: The function that each rank runs.
         nprocs: The number of ranks.
         args: Arguments of `function`, equal on every rank.
-        backend: Backend of the job. If it contains "nccl", rank i uses device i.
-        timeout: The time for all ranks to return, in seconds. After this time, they are ended.
-        group_timeout: Timeout of the job's default process group, a timedelta. Default: torch's.
-        on_message: Called in this process with (rank, value) for each `report(value)` of a rank.
+        backend: The backend of the job. If it contains "nccl", rank i uses device i.
+        timeout: The time for all ranks to return, in seconds. After this time, the ranks are ended.
+        group_timeout: The timeout of the job's default process group, a timedelta. Default: torch's
+            default timeout.
+        on_message: A function that this process calls with (rank, value) for each `report(value)`
+            of a rank.
 
     Raises:
         RankFailedError: A rank raised, died, or did not return in time. The error names the first
@@ -185,7 +187,7 @@ def report(value: object) -> None:
 
 
 def dumps(value: object, kind: Any = None) -> bytes:
-    """Pickle a value with cloudpickle. Functions keep their file names, for tracebacks.
+    """Pickle a value with cloudpickle. Functions keep their file names for tracebacks.
 
     Args:
         value: The value. Functions that the receiver cannot import are pickled as code.
@@ -204,7 +206,8 @@ def dumps(value: object, kind: Any = None) -> bytes:
     reducers = dict(kind.dispatch_table)
 
     def reduce_code(code: types.CodeType) -> Any:
-        make, arguments, *more = reducers[types.CodeType](code)  # cloudpickle 3.1.3 drops the file
+        # cloudpickle 3.1.3 replaces the file name by "<dynamic-code>".
+        make, arguments, *more = reducers[types.CodeType](code)
         kept = (code.co_filename if one == "<dynamic-code>" else one for one in arguments)
         return make, tuple(kept), *more
 
@@ -236,10 +239,10 @@ def _start_fork_server() -> None:
 
 def _start_it() -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(preloads)
-    resource_tracker.ensure_running()  # its start unblocks signals, so it comes first
+    resource_tracker.ensure_running()  # its start unblocks signals, so SIGINT is blocked later
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    # Numerical libraries would start threads, and a process with threads should not fork. The
-    # server inherits the environment, which all threads share, so only these variables change.
+    # The server inherits these variables, so that numerical libraries start no threads in it: a
+    # process with threads should not fork. They are restored, because this process uses them too.
     kept = {name: os.environ.get(name) for name in _LIBRARIES}
     try:
         os.environ.update(dict.fromkeys(_LIBRARIES, "1"))
@@ -269,7 +272,7 @@ def _start(job: _Job, number: int, listener: socket.socket | None) -> _Rank:
 def _results(
     ranks: list[_Rank], timeout: float, on_message: Callable[[int, Any], None] | None
 ) -> list[Any]:
-    """Receive messages until all ranks have returned, one has failed, or the time is over."""
+    """Receive messages until all ranks have returned, a rank has failed, or the time is over."""
     deadline = time.monotonic() + timeout
     returned: dict[int, Any] = {}
     failures: list[tuple[float, int, str]] = []  # the time, the rank, the reason
@@ -314,7 +317,7 @@ def _receive(rank: _Rank) -> tuple[str, Any]:
     if code is not None and code < 0:
         names = {one.value: one.name for one in signal.Signals}  # real-time signals have no name
         reason = f"killed by signal {-code} ({names.get(-code) or signal.strsignal(-code)})"
-    return "failed", (0.0, reason)  # sorts first, as it causes errors on other ranks
+    return "failed", (0.0, reason)  # sorts first, because a dead rank causes errors on others
 
 
 def _stacks(late: Sequence[_Rank]) -> str:
@@ -324,7 +327,7 @@ def _stacks(late: Sequence[_Rank]) -> str:
     for rank in late:
         rank.stack.seek(0)
         text = rank.stack.read().decode(errors="replace")
-        main = re.split(r"^Thread 0x.*\n", text, flags=re.MULTILINE)[-1]  # the last thread
+        main = re.split(r"^Thread 0x.*\n", text, flags=re.MULTILINE)[-1]  # the main thread
         frames = re.split(r"^  File .* in _serve$", main, flags=re.MULTILINE)[0].rstrip()
         places.setdefault(frames or "  (it does not respond)", []).append(rank.number)
     return "\n".join(f"ranks {ranks} are at\n{place}" for place, ranks in places.items())
@@ -332,7 +335,7 @@ def _stacks(late: Sequence[_Rank]) -> str:
 
 def _release(ranks: list[_Rank]) -> None:
     for rank in ranks:
-        with contextlib.suppress(OSError):  # it has died
+        with contextlib.suppress(OSError):  # the rank has died
             rank.link.send_bytes(b"all returned")
     deadline = time.monotonic() + _LEAVING_S
     for rank in ranks:
@@ -342,8 +345,8 @@ def _release(ranks: list[_Rank]) -> None:
 def _end(ranks: list[_Rank]) -> None:
     for rank in ranks:
         rank.process.kill()
-        with contextlib.suppress(ProcessLookupError):  # it has ended, or leads no group yet
-            os.killpg(rank.process.pid or 0, signal.SIGKILL)  # processes that the rank started
+        with contextlib.suppress(ProcessLookupError):  # the rank has ended, or leads no group yet
+            os.killpg(rank.process.pid or 0, signal.SIGKILL)  # ends processes that the rank started
     for rank in ranks:
         rank.process.join()
         rank.process.close()
@@ -376,7 +379,7 @@ def _serve(
     listener: socket.socket | None,
 ) -> None:
     """Join the job, run the function, send its result, and wait for the other ranks."""
-    sys.excepthook = sys.__excepthook__  # the fork server replaced it
+    sys.excepthook = sys.__excepthook__  # the fork server replaced the hook
     os.setpgid(0, 0)  # so that processes that this rank starts end with it
     gc.freeze()  # without this call, the first full collection copies the pages of torch
     stdout, stderr, stack = (file.fileno() for file in files)
@@ -446,7 +449,8 @@ def _join(job: _Job, rank: int, listener: socket.socket | None) -> None:
         dist.init_process_group(
             job.backend, store=store, rank=rank, world_size=job.nprocs, timeout=job.group_timeout
         )
-    # gloo cannot connect to a rank that has left, and a function may leave the job immediately.
+    # gloo cannot connect to a rank that has left, and a function may leave the job immediately, so
+    # each rank waits here until all ranks have joined.
     if store.add(_JOINED, 1) == job.nprocs:
         store.set(_ALL_JOINED, "")
     store.wait([_ALL_JOINED])

@@ -1,10 +1,10 @@
 """`join_world` joins processes of several jobs in one world, such as trainers and servers.
 
 The processes connect to a store of torch. They pass the store itself, or an address at which one of
-them serves it. When all ranks have joined, an *incarnation* of the world begins. Its number is the
-number of the round in which the ranks agreed. All keys and names of the incarnation contain it. A
-rank that joins again begins the next incarnation. If several processes join as one rank, the rank
-belongs to the last of these processes, whose claim is in the store.
+the processes serves the store. When all ranks have joined, an *incarnation* of the world begins.
+Its number is the number of the round in which the ranks agreed, and is part of all keys and names
+of the incarnation. A rank that joins again begins the next incarnation. If several processes join
+as one rank, the rank belongs to the last of these processes, whose claim is in the store.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 _ROOT = "hypercomm/worlds"
 
 _LAST_S = 5.0
-"""How long the process that serves the store waits for the other ranks to leave, in seconds."""
+"""The seconds for which the process that serves the store waits for other ranks to leave."""
 
 _PART = re.compile(r"[\w.-]+")
 
@@ -76,7 +76,7 @@ class _Life:
     """The mutable state of a world that this process has joined.
 
     Attributes:
-        store: The current store. It is replaced when another process serves the address.
+        store: The current store. It is replaced if another process serves the address.
         serves: Whether this process serves the store.
         pg: The process group of all ranks, or None if this process is not in the world.
         incarnation: The number of earlier incarnations, including failed ones.
@@ -90,14 +90,14 @@ class _Life:
 
 @attrs.frozen(eq=False, slots=False)
 class JoinedWorld(World):
-    """A world that `join_world` has joined. As a context manager it leaves the world on exit.
+    """A world that `join_world` has joined. As a context manager, it leaves the world on exit.
 
     Attributes:
         part: The part of this process.
         address: The address of the store, or "" if a store was given.
         device: The device that was passed to `join_world`, which made it the current device. None
             if no device was passed.
-        lobby: This rank's memory of the rounds in which ranks join the world.
+        lobby: This rank's record of the rounds in which ranks join the world.
     """
 
     part: str = ""
@@ -120,7 +120,7 @@ class JoinedWorld(World):
 
     @property
     def serves(self) -> bool:
-        """Whether this process serves the store. If so, it waits briefly after a failure."""
+        """Whether this process serves the store. If so, the process waits after a failure."""
         return self._life.serves
 
     @property
@@ -156,13 +156,12 @@ class JoinedWorld(World):
         is_later = number.isdecimal() and rank.isdecimal() and int(number) >= self.incarnation
         if not is_later:  # the key is from an earlier incarnation
             if record.outcome == _REPLACED:
-                # This round was begun by an old process, whose rank has since been taken over by a
-                # newer one.
+                # An old process began this round, and a newer process has taken over its rank.
                 return ""
             who = record.first.name
         elif not (yield from self._has_joined(record, int(rank))):
             who = record.first.name  # the process that has claimed the rank may have ended
-        return f"{who} has joined world {self.name!r} again; call its rejoin() on all other ranks"
+        return f"{who} has joined world {self.name!r} again; call rejoin() on all other ranks"
 
     def _has_joined(self, record: Record, rank: int) -> Steps[bool]:
         """Return whether a rank has joined the round of a record."""
@@ -180,12 +179,12 @@ class JoinedWorld(World):
     def rejoin(self, timeout: timedelta | None = None) -> None:
         """Join the next incarnation after a part has restarted.
 
-        Every rank that did not restart calls this. The process groups of the previous incarnation
-        are aborted first. Grids of the world remain, without process groups: `create_pg`,
-        `ensure_pg` and `grid[dims].group` create new ones.
+        Every rank that did not restart must call this. First, the process groups of the previous
+        incarnation are aborted. Grids of the world remain, but have no process groups. `create_pg`,
+        `ensure_pg` and `grid[dims].group` create new groups.
 
         Args:
-            timeout: The limit for all ranks to join. Default: the timeout of the world.
+            timeout: How long to wait for all ranks to join. Default: the timeout of the world.
 
         Raises:
             GroupCreationTimeout: Ranks have not joined in time. `error.missing` lists them.
@@ -215,7 +214,7 @@ class JoinedWorld(World):
         The process that serves the store waits up to 5 s until the other ranks have left too. At
         the end of a `with` block that raises, it does not wait.
         """
-        if self._life.pg is None:  # it has left, or a rejoin() has failed
+        if self._life.pg is None:  # the process has left, or a rejoin() has failed
             _served.pop(self.address, None)
             return
         self._check_not_default()
@@ -275,8 +274,9 @@ class JoinedWorld(World):
     def as_default(self) -> Iterator[None]:
         """Make the world torch's default process group within a `with` block, in all threads.
 
-        For functions of torch that use the default process group, such as `distribute_tensor`,
-        FSDP2 and checkpoints. Collectives and operations on existing DTensors work without it.
+        Use it for functions of torch that use the default process group, such as
+        `distribute_tensor`, FSDP2 and checkpoints. Collectives and operations on existing DTensors
+        work outside of this block.
 
         Example:
             >>> parts = {"engine": 1}
@@ -293,7 +293,7 @@ class JoinedWorld(World):
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
-            self._life.serves = False  # leave() does not wait
+            self._life.serves = False  # so leave() does not wait
         self.leave()
 
 
@@ -328,26 +328,26 @@ def join_world(
         parts: Maps the name of each part to its number of ranks, in the order of the ranks.
         part: The part of this process.
         rank: The rank of this process in its part.
-        timeout: The limit for the other ranks to join, and the default timeout of later calls and
-            of process groups.
+        timeout: How long to wait for the other ranks to join. It is also the default timeout of
+            later calls and of process groups.
         backend: The backend of process groups.
-        device: The device of this process, which becomes the current one. NCCL connects on it.
+        device: The device of this process, which becomes the current device and is used by NCCL.
         serve: True if this process must serve the address, False if it must not. Default: it may.
 
     Returns:
-        The world. As a context manager it leaves the world on exit.
+        The world. As a context manager, it leaves the world on exit.
 
     Raises:
         LayoutError: A part, its size or the name is not valid.
         RankOutsideError: The part has no such rank.
         GroupOptionsError: The backend cannot run here, or the timeout is not positive.
-        LaunchError: No process serves the address, another program uses it, or it cannot be served
-            here.
+        LaunchError: No process serves the address, another program uses the address, or this
+            process cannot serve it.
         PlanMismatchError: Processes have different parts, backends or versions. The message
             shows the first difference.
         GroupCreationTimeout: Ranks have not joined in time. `error.missing` lists them.
         CreationError: A rank failed, or the store is lost.
-        ValueError: torch may raise it if this process is in a world of this name already.
+        ValueError: torch may raise this error if this process is already in a world of this name.
         WorldRestartedError: Another process has joined as this rank.
 
     Example:
@@ -415,7 +415,7 @@ def _read_parts(parts: object, part: str, rank: int) -> tuple[dict[str, int], in
     """Return the size of each part, and the rank of this process in the world."""
     if not isinstance(parts, Mapping) or not parts:
         raise LayoutError(
-            f"parts must be sizes by name, such as {{'engine': 4}}, got {short_repr(parts)}"
+            f"parts= must map names to sizes, such as {{'engine': 4}}, got {short_repr(parts)}"
         )
     for one in parts:
         if not isinstance(one, str) or not _PART.fullmatch(one):
@@ -471,8 +471,8 @@ def _reach(address: str, serve: bool | None, limit_s: float) -> tuple[Any, bool]
         text = "" if isinstance(error, LateError) else f": {str(error).splitlines()[0]}"
         raise LaunchError(
             f"no store of torch answers at {address} within {limit_s:.1f} s{text}; a process on "
-            f"{host!r} serves it when it calls join_world(), unless all pass serve=False"
-            + (f"; this process does not serve it: {reason}" if reason else "")
+            f"{host!r} serves a store there when it calls join_world(), unless all pass serve=False"
+            + (f"; this process does not: {reason}" if reason else "")
         ) from error
 
 
@@ -545,7 +545,7 @@ def _enter(world: JoinedWorld, limit_s: float, *, is_new: bool) -> None:
 
 
 def _create(world: JoinedWorld, turn: Round) -> ProcessGroup:
-    """Create the process group of all ranks. Members connect at their first message."""
+    """Create the process group of all ranks. Ranks connect at their first message."""
     title = f"world {world.name}"
     name = f"{_ROOT}/{world.name}/{turn.number}/all"
     return torchdist.new_group(
@@ -572,11 +572,11 @@ def _delete_former(world: JoinedWorld) -> None:
             world.store.delete_key(key)
 
 
-# ---- the contents of the store, sans-I/O --------------------------------------------------------
+# ---- the contents of the store, without I/O -----------------------------------------------------
 
 
 def _read_pair(root: str) -> Steps[tuple[Record | None, str]]:
-    """Read the record of the rounds of joining, and the key that names a rank that rejoined."""
+    """Read the record of the last join round, and the key that names a rank that rejoined."""
     record = yield from protocol.read_record(root)
     return record, (yield Read(f"{root}/again")) or ""
 
@@ -588,7 +588,7 @@ def _claim(world: JoinedWorld, facts: str, *, is_new: bool) -> Steps[int | None]
     ranks join the next one.
 
     Returns:
-        The last round whose failure this rank can ignore, or None if that has not changed.
+        The last round whose failure this rank can ignore, or None if that round has not changed.
 
     Raises:
         WorldRestartedError: Another process has joined as this rank.
@@ -607,7 +607,7 @@ def _claim(world: JoinedWorld, facts: str, *, is_new: bool) -> Steps[int | None]
             holder = Claim.decode(_claim_key(world), held)
             raise WorldRestartedError(
                 f"another process has joined world {world.name!r} as {me}: process {holder.pid} on "
-                f"host {holder.host}; end this one"
+                f"host {holder.host}; end this process"
             )
         return None
     if record is None or held is None:

@@ -1,6 +1,7 @@
 """Functions that check arguments.
 
-Each returns the argument in canonical form, or raises an error that names the argument.
+Each function raises an error that names the argument if its value is wrong. The functions `as_...`
+return the value in canonical form.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ LARGEST_WORLD = 2**24
 """The largest world size, and the most ranks that are enumerated for a check or a comparison."""
 
 LARGEST_RANK = 2**31 - 1
-"""torch numbers ranks with a C int."""
+"""The largest rank, because torch numbers ranks with a C int."""
 
 _SEPARATORS = ",=+-"
 """Characters that have a meaning in the text forms. A dim name cannot contain them."""
@@ -49,7 +50,7 @@ def as_int(
 
     Args:
         value: The value.
-        what: The name of the value, with which the error begins.
+        what: The name of the value, which begins the error message.
         least: The smallest allowed value.
         most: The largest allowed value.
         error: The class of the error.
@@ -89,10 +90,10 @@ def check_choice(
     choices: Sequence[str],
     error: type[HyperCommError] = GroupOptionsError,
 ) -> None:
-    """Raise unless a value is one of some strings.
+    """Raise unless a value is one of the given strings.
 
     Raises:
-        HyperCommError: The value is none of the strings. The class of the error is `error`.
+        HyperCommError: The value is none of the strings. The error is of the class `error`.
 
     Example:
         >>> check_choice("cover", "any", ("any", "exact"))
@@ -180,7 +181,7 @@ def as_strings(value: object, what: str) -> tuple[str, ...]:
 
 
 def as_ranks(value: object, what: str, world_size: int = LARGEST_RANK + 1) -> tuple[int, ...]:
-    """Return one or more distinct ranks of a world, in the order given."""
+    """Return one or more distinct ranks of a world as a tuple, in the order given."""
     if isinstance(value, np.ndarray) and value.ndim == 1:
         value = value.tolist()
     every = f"every rank in {what}"
@@ -206,7 +207,7 @@ def as_sizes(value: object, what: str = "shape") -> tuple[int, ...]:
 
 
 def as_names(value: object, what: str = "dim name") -> tuple[str, ...]:
-    """Return names as a tuple. They must be distinct and must not contain `_SEPARATORS`."""
+    """Return names as a tuple. They must be distinct, without the characters `_SEPARATORS`."""
     plural = f"{what.replace(' ', '_')}s"
     names = as_ordered(value, plural)
     for name in names:
@@ -214,7 +215,7 @@ def as_names(value: object, what: str = "dim name") -> tuple[str, ...]:
             wrong = f"every {what} must be a non-empty string, got {short_repr(name)}"
         elif not name.isprintable() or {*name} & {*_SEPARATORS, " "}:
             allowed = f"must be printable, without white space and without any of {_SEPARATORS!r}"
-            wrong = f"{what} {short_repr(name)} {allowed}"
+            wrong = f"every {what} {allowed}, got {short_repr(name)}"
         elif names.count(name) > 1:
             wrong = f"duplicate {plural}: {name!r} is listed twice"
         else:

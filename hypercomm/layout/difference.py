@@ -1,4 +1,4 @@
-"""Differences between two layouts: groups that are kept, gone or new, and ranks that move.
+"""Compares two layouts: finds groups that are kept, gone or new, and counts ranks that move.
 
 Two groups are the same if they have the same ranks in the same order, whatever their dims are.
 """
@@ -22,7 +22,7 @@ from hypercomm.layout.layout import RankLayout
 from hypercomm.layout.text import aligned, format_ranks, format_sizes, short_repr
 
 MOST_DIMS = 12
-"""The most dims larger than 1 that are compared. They have 4,095 combinations."""
+"""The largest number of dims larger than 1 in a comparison. They have 4,095 combinations."""
 
 COLUMNS = ("before", "after", "groups x size", "result")
 """The column titles for `GroupsChange.cells`."""
@@ -32,16 +32,16 @@ _Dims = tuple[str, ...]
 
 @attrs.frozen
 class GroupsChange:
-    """The change of the groups over some dims, as `difference` finds it.
+    """A change of the groups over some dims, which `difference` has found.
 
     Args:
-        before: The dims of these groups in the old layout, in the order of that layout. Empty for
-            new groups.
+        before: The dims of these groups in the old layout, in the order of that layout. Empty if
+            the groups are new.
         after: The dims of these groups in the new layout, in the order of that layout. Empty if
             the groups are gone.
         groups_before: The number of groups over these dims in the old layout.
         groups_after: The number of groups over these dims in the new layout.
-        size: The number of members of every group.
+        size: The number of ranks in each of these groups.
         kept: The number of these groups that are in both layouts.
 
     Example:
@@ -85,7 +85,7 @@ class GroupsChange:
 
 @attrs.frozen(repr=False)
 class LayoutDifference:
-    """The differences between two layouts, as `difference` finds them. `str()` is a table.
+    """The differences between two layouts. `str()` formats them as a table.
 
     Args:
         before: The layout before.
@@ -93,9 +93,8 @@ class LayoutDifference:
         changes: One change for each combination of dims whose groups have at least two ranks. The
             combinations of `before` come first, ordered by the number of dims and then as in the
             layout. Combinations whose groups are only in `after` come last. If the ranks of a
-            layout are a list, there may be several changes for one combination. Then some groups
-            over this combination are groups over one combination of dims in `after`, and other
-            groups are groups over another.
+            layout are a list, a combination may have several changes, because its groups may be
+            groups over different combinations of dims in `after`.
         groups_before: The number of groups of at least two ranks in `before`.
         groups_after: The number of groups of at least two ranks in `after`.
         groups_kept: The number of groups that are in both layouts.
@@ -188,8 +187,8 @@ def difference(before: RankLayout, after: RankLayout) -> LayoutDifference:
 
     Args:
         before: The layout before. At most `MOST_DIMS` of its dims may be larger than 1.
-        after: The layout after, with the same limit. Its ranks and dims may differ from those of
-            `before`.
+        after: The layout after, with the same limit. Its ranks and dims may differ from the
+            ranks and dims of `before`.
 
     Returns:
         The changes of all groups, and the number of ranks that move.
@@ -207,8 +206,8 @@ def difference(before: RankLayout, after: RankLayout) -> LayoutDifference:
         tp+cp   cp     1 x 4          kept
         tp=2,cp=2 to cp=4: 1 of 5 groups are kept, 4 gone, 0 new; 3 of 4 ranks change coordinates
     """
-    ours = _all_groups(before, "before")
-    theirs = _all_groups(after, "after")
+    ours = _all_groups(before, "layout 'before'")
+    theirs = _all_groups(after, "layout 'after'")
     kept = _count_kept(ours, theirs)
     kept_before = {here for here, _ in kept}
     kept_after = {there for _, there in kept}
@@ -241,7 +240,7 @@ def difference(before: RankLayout, after: RankLayout) -> LayoutDifference:
 
 
 def _all_groups(layout: RankLayout, what: str) -> dict[_Dims, RankGroups]:
-    """Return the groups over every combination of dims larger than 1, few dims first."""
+    """Return the groups over every combination of dims larger than 1, small ones first."""
     if not isinstance(layout, RankLayout):
         raise LayoutError(f"{what} must be a RankLayout, got {short_repr(layout)}")
     if layout.size > LARGEST_WORLD:
@@ -252,7 +251,7 @@ def _all_groups(layout: RankLayout, what: str) -> dict[_Dims, RankGroups]:
     if len(long) > MOST_DIMS:
         raise LayoutError(
             f"{what} has {len(long)} dims larger than 1, {long}; at most {MOST_DIMS} can be "
-            f"compared; join some with renumber()"
+            f"compared; join some of them with renumber()"
         )
     groups = {}
     for count in range(1, len(long) + 1):
@@ -282,7 +281,7 @@ def _count_kept(
 
 
 def _keys(groups: RankGroups) -> Iterator[bytes]:
-    """Yield the ranks of each group as bytes. A rank fits into 32 bits."""
+    """Yield the ranks of each group as bytes, with 32 bits for each rank."""
     return map(bytes, groups.to_array().astype(np.int32))
 
 
@@ -317,8 +316,9 @@ def _named(layout: RankLayout) -> str:
 class Lost:
     """The shards that are lost if a job continues without some ranks.
 
-    A state that is sharded over some dims and replicated along the others has a shard for each
-    combination of coordinates along the sharded dims. A shard is lost if no remaining rank has it.
+    If a state is sharded over some dims and replicated along the other dims, it has one shard for
+    each combination of coordinates along the sharded dims. A shard is lost if no remaining rank has
+    this shard.
 
     Args:
         before: The layout before.
@@ -344,7 +344,7 @@ class Lost:
     def shards(self, /, *dims: str) -> tuple[dict[str, int], ...]:
         """Return the shards over some dims that no remaining rank has.
 
-        A trainer loads these from its checkpoint. Every other shard is on a remaining rank.
+        A trainer loads these shards from its checkpoint. A remaining rank has each other shard.
 
         Args:
             dims: One or more dims, in any order.
@@ -355,7 +355,7 @@ class Lost:
 
         Raises:
             UnknownDimError: The layout does not have a dim of this name.
-            LayoutError: No dims are given, or one is given twice.
+            LayoutError: No dims are given, or a dim is given twice.
         """
         ordered = self.before.order_dims(dims)
         names = self.before.dim_names
@@ -370,8 +370,8 @@ class Lost:
     def words(self) -> str:
         """The lost ranks and shards as text, such as "3: tp=1,dp=1".
 
-        The shards are over as few dims as possible: over one dim if such a shard is lost, otherwise
-        over two dims, and so on.
+        The text lists lost shards over one dim. If there are none, it lists lost shards over two
+        dims, and so on.
         """
         ranks = format_ranks(self.ranks) or "none"
         dims = _long_dims(self.before)

@@ -1,4 +1,4 @@
-"""RankGroups: disjoint groups of ranks over some dims, from lists or from other groups.
+"""RankGroups: disjoint groups of ranks, made from dims of a layout, lists or other groups.
 
 For groups over dims, the cost of methods about one rank or one group does not depend on the number
 of groups. Methods that enumerate all groups are vectorised.
@@ -34,21 +34,21 @@ from hypercomm.layout.text import format_range, short_repr
 _STRIDE = operator.itemgetter(1)
 
 RankLists = Sequence[Sequence[int]]
-"""Groups as lists of ranks, of any sizes."""
+"""Groups as lists of ranks. The sizes of the lists may differ."""
 
 # ---- groups -------------------------------------------------------------------------------------
 
 
 class RankGroups(Sequence[tuple[int, ...]]):
-    """Disjoint groups of ranks, over some dims of a layout or from lists.
+    """Disjoint groups of ranks, made from dims of a layout or from lists.
 
-    It is a sequence of tuples: `len(groups)`, `groups[i]`, `for group in groups`. All groups over
-    dims have the same size. Their members are in the layout's order, which is ascending in a dense
-    layout (see `is_sorted`). The groups are ordered by the coordinates along the other dims, the
-    first of these dims varying fastest.
+    The object is a sequence of tuples: `len(groups)`, `groups[i]`, `for group in groups`. All
+    groups over dims have the same size. The ranks of a group are in the layout's order, which is
+    ascending by default (see `is_sorted`). The groups are ordered by the coordinates along the
+    other dims, the first of these dims varying fastest.
 
     Args:
-        groups: The ranks of each group, in order. Sizes may differ. A rank is in at most one group.
+        groups: The ranks of each group, in order. Sizes may differ. No rank may be in two groups.
 
     Raises:
         LayoutError: There is no group, a group is empty, a rank is not an int or is negative, or a
@@ -62,7 +62,7 @@ class RankGroups(Sequence[tuple[int, ...]]):
         >>> dp.of(3), dp.index_of(3), dp.position_of(3)
         ((1, 3, 5), 1, 1)
 
-        A short pipeline and a long one.
+        Groups from lists may differ in size, as a short and a long pipeline do.
 
         >>> pipelines = RankGroups([[0, 4], [1, 2, 3]])
         >>> pipelines.of(2), pipelines.sizes, pipelines.has_member(5)
@@ -103,7 +103,7 @@ class RankGroups(Sequence[tuple[int, ...]]):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The distinct sizes of the groups, ascending. Only groups from lists can have several."""
+        """The distinct sizes of the groups, ascending. Groups over dims have one size."""
         return tuple(np.unique(np.diff(self._bounds)).tolist())
 
     def _find(self, rank: int) -> tuple[int, int] | None:
@@ -125,7 +125,7 @@ class RankGroups(Sequence[tuple[int, ...]]):
         """Enumerate all groups as an array of shape (number of groups, group size).
 
         Raises:
-            LayoutError: The groups have several sizes. Use `to_lists` for these.
+            LayoutError: The groups have several sizes. Use `to_lists` instead.
         """
         return self._ranks.reshape(len(self), self.group_size)
 
@@ -133,7 +133,7 @@ class RankGroups(Sequence[tuple[int, ...]]):
 
     @property
     def group_size(self) -> int:
-        """The number of members of every group, or 0 if there is no group.
+        """The number of ranks in every group, or 0 if there is no group.
 
         Raises:
             LayoutError: The groups have several sizes.
@@ -147,7 +147,7 @@ class RankGroups(Sequence[tuple[int, ...]]):
 
     @property
     def is_sorted(self) -> bool:
-        """Whether the members of every group ascend, as in every dense layout.
+        """Whether the ranks of every group ascend, as in a layout without `strides` and `ranks`.
 
         Example:
             >>> from hypercomm import RankLayout
@@ -160,7 +160,7 @@ class RankGroups(Sequence[tuple[int, ...]]):
         return bool((np.diff(self.to_array(), axis=1) > 0).all())
 
     def locate(self, rank: int) -> tuple[int, int]:
-        """Return the index of the group that contains `rank`, and the position of `rank` in it.
+        """Return the index of the group that contains `rank`, and the position of `rank` there.
 
         Raises:
             RankOutsideError: `rank` is not in any group.
@@ -194,7 +194,7 @@ class RankGroups(Sequence[tuple[int, ...]]):
         return self._find(as_rank(rank)) is not None
 
     def chunks(self, size: int) -> RankGroups:
-        """Cut every group into consecutive groups of `size` members.
+        """Split every group into groups of `size` consecutive members.
 
         Raises:
             LayoutError: `size` does not divide the group size.
@@ -208,7 +208,7 @@ class RankGroups(Sequence[tuple[int, ...]]):
         return self.levels([size, max(1, self.group_size // size)])[0]
 
     def levels(self, sizes: Sequence[int]) -> tuple[RankGroups, ...]:
-        """Factorise every group into hierarchical sub-groups, one `RankGroups` for each level.
+        """Factorise every group into hierarchical groups, with one `RankGroups` for each level.
 
         A group of level 0 has `sizes[0]` consecutive members. A group of level 1 has `sizes[1]`
         members that are `sizes[0]` positions apart, and so on. Megatron's
@@ -230,7 +230,7 @@ class RankGroups(Sequence[tuple[int, ...]]):
         sizes = as_sizes(sizes, "level sizes")
         if math.prod(sizes) != self.group_size:
             raise LayoutError(
-                f"level sizes {sizes} must multiply to the {self.group_size} members of each group"
+                f"level sizes {sizes} must multiply to the size of each group, {self.group_size}"
             )
         steps = accumulate(sizes, operator.mul, initial=1)
         return tuple([self._every(size, step) for size, step in zip(sizes, steps, strict=False)])
@@ -250,8 +250,9 @@ class RankGroups(Sequence[tuple[int, ...]]):
                 It must return the same number of ranks for every group.
 
         Raises:
-            LayoutError: When a group is read, if `function` returns no rank, a rank that is not in
-                the group, or a different number of ranks than for the first group.
+            LayoutError: `function` returned no rank, a rank that is not in the group, or a
+                different number of ranks than for the first group. The error is raised when a
+                group is read.
 
         Example:
             >>> from hypercomm import RankLayout
@@ -318,7 +319,7 @@ class RankGroups(Sequence[tuple[int, ...]]):
 
 @attrs.frozen(repr=False, eq=False)
 class StridedGroups(RankGroups):
-    """Groups from strides.
+    """Groups that are computed from strides.
 
     The `outer` axes enumerate the groups. The `inner` axes enumerate the members of a group. All
     axes together are nested in some order (see `numbering.are_nested`).
@@ -353,7 +354,7 @@ class StridedGroups(RankGroups):
 
     @property
     def is_sorted(self) -> bool:
-        """Whether the members ascend. The axes are nested, so this depends only on the strides."""
+        """Whether the members ascend. As the axes are nested, the strides alone decide this."""
         return list(self.inner) == sorted(self.inner, key=_STRIDE)
 
     def __len__(self) -> int:
@@ -535,7 +536,7 @@ def _check_disjoint(groups: Sequence[tuple[int, ...]]) -> None:
                 raise LayoutError(
                     f"rank {rank} is in two groups, {short_repr(groups[first[rank]])} and "
                     f"{short_repr(group)}, but the groups of one key must be disjoint; if `lists` "
-                    f"are the lists of ranks, create a key for each of them in one call: "
+                    f"contains the lists of ranks, create one key for each list in one call: "
                     f"create_pgs([GroupRequest(grid.dim_names, name=f'path{{i}}', derive=[ranks]) "
                     f"for i, ranks in enumerate(lists)])"
                 )

@@ -1,4 +1,4 @@
-"""RankLayout: named mixed-radix numbering of ranks.
+"""RankLayout: a mixed-radix numbering of ranks with named dims.
 
 A rank is `rank_offset` plus the sum of coordinate times stride over the dims. The FIRST dim
 varies fastest, as in Megatron's `order`. In DeviceMesh, JAX and MPI, the last dim varies fastest.
@@ -69,30 +69,30 @@ from hypercomm.layout.text import did_you_mean, format_coords, format_sizes, sho
 
 @attrs.frozen(init=False, repr=False)
 class RankLayout:
-    """A named numbering of a hyperrectangle of ranks; the first dim varies fastest.
+    """A numbering of ranks by coordinates along named dims; the first dim varies fastest.
 
     A layout is a value: frozen, hashable, picklable, and equal to layouts with the same sizes,
     names and numbering. It needs no torch and no cluster.
 
     Args:
-        shape: The sizes: text "tp=2,dp=4", a mapping {"tp": 2, "dp": 4}, a list [2, 4] with
-            `dim_names`, or a layout. The first dim varies fastest.
-        dim_names: Name of each dim, in the order of `shape`.
+        shape: The sizes as text "tp=2,dp=4", as a mapping {"tp": 2, "dp": 4}, as a list [2, 4] with
+            `dim_names`, or as a layout. The first dim varies fastest.
+        dim_names: The name of each dim, in the order of `shape`.
         rank_offset: The smallest rank.
         strides: The difference between the ranks of neighbours along each dim, in the order of
             `shape`. Strides need not ascend. Default: the first dim has stride 1, and there are
             no gaps.
         ranks: The rank at each position, the first dim varying fastest, in place of `rank_offset`
-            and `strides`. Needed only if strides cannot express these ranks. The first method
-            call about one rank then reads the whole list.
+            and `strides`. It is needed only if strides cannot express these ranks. The first
+            method call about one rank then reads the full list.
         world_size: The number of ranks that the sizes must multiply to. A size of -1 is inferred
-            from it.
+            from the world size.
         dims: Sizes by name, in place of `shape` and `dim_names`.
 
     Raises:
         LayoutError: Arguments are empty or differ in length, a size or stride is not a positive
-            int, strides lead to the same rank for two coordinates, a name is empty, duplicate or
-            not printable, the offset is negative, `ranks` does not have one distinct rank for each
+            int, strides give two positions the same rank, a name is empty, duplicate or not
+            printable, the offset is negative, `ranks` does not have one distinct rank for each
             position, two arguments exclude each other, the text cannot be read, or a size is
             unspecified without a world size.
         WorldSizeError: The sizes do not multiply to `world_size`.
@@ -206,7 +206,7 @@ class RankLayout:
         if self.last_rank > LARGEST_RANK:
             raise LayoutError(
                 f"{self} at rank_offset {self.rank_offset} needs ranks up to "
-                f"{short_repr(self.last_rank)}; torch numbers them up to {LARGEST_RANK}"
+                f"{short_repr(self.last_rank)}; torch numbers ranks up to {LARGEST_RANK}"
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -220,8 +220,8 @@ class RankLayout:
     ) -> RankLayout:
         """Choose sizes that fill `world_size` ranks, for a job whose number of ranks changes.
 
-        The first dim gets the largest of its sizes that fits, then the second dim, and so on. A dim
-        with -1 gets the remaining factor.
+        The first dim gets the largest of its sizes that fits, then the second dim does, and so on.
+        A dim of size -1 gets the remaining factor.
 
         Args:
             world_size: The number of ranks that the sizes must multiply to.
@@ -261,7 +261,7 @@ class RankLayout:
             if known == total or (UNSPECIFIED in shape and total % known == 0):
                 return cls(fitting, rank_offset=rank_offset, world_size=total)
         smallest = math.prod([abs(min(choice)) for choice in choices.values()])
-        hint = "" if inferred else " and a further dim of size -1"
+        hint = "" if inferred else " with a further dim of size -1"
         raise WorldSizeError(
             f"no sizes of {short_repr(choices)} multiply to {total} ranks; allow more sizes, or "
             f"use {nearest_multiples(total, smallest)} ranks{hint}"
@@ -269,7 +269,7 @@ class RankLayout:
 
     @classmethod
     def from_json(cls, text: str) -> RankLayout:
-        """Make a layout from the text that `to_json` wrote.
+        """Make a layout from the text that `to_json` returned.
 
         Raises:
             LayoutError: The text is not the JSON form of a layout.
@@ -322,7 +322,7 @@ class RankLayout:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """All ranks, the first dim varying fastest. In a dense layout they ascend."""
+        """All ranks, the first dim varying fastest. Without `strides` and `ranks`, they ascend."""
         if self._is_dense:
             return self._map.row(self.size)
         return tuple(self._map.ranks_at(lattice(self._axes(self.dim_names))).tolist())
@@ -348,13 +348,13 @@ class RankLayout:
         """Return the size of a dim, or the product of the sizes of several dims.
 
         Args:
-            dims: Names, in any spelling and order.
+            dims: One name, several as in "dp+cp", or any iterables of names, in any order.
             default: The size of a dim that the layout does not have. Default: an unknown dim is an
                 error.
 
         Raises:
-            UnknownDimError: The layout does not have a dim, and `default` is not given.
-            LayoutError: No dims are given, or one is given twice.
+            UnknownDimError: The layout lacks one of the dims, and `default` is not given.
+            LayoutError: No dims are given, or a dim is given twice.
 
         Example:
             >>> from hypercomm import RankLayout
@@ -374,7 +374,7 @@ class RankLayout:
 
         Raises:
             UnknownDimError: The layout does not have a dim of this name.
-            LayoutError: No dims are given, or one is given twice.
+            LayoutError: No dims are given, or a dim is given twice.
 
         Example:
             >>> from hypercomm import RankLayout
@@ -412,7 +412,7 @@ class RankLayout:
         if missing:
             raise LayoutError(
                 f"rank() needs a coordinate for every dim, but {missing} are missing; "
-                f"ranks_where() takes fewer"
+                f"ranks_where() accepts fewer coordinates"
             )
         return self._map.rank_at(offset)
 
@@ -469,13 +469,13 @@ class RankLayout:
     def groups(self, /, *dims: Dims) -> RankGroups:
         """Return the disjoint groups whose members differ only in their coordinates along `dims`.
 
-        Members are in the layout's order, whatever the order of `dims`. They ascend in a dense
-        layout. Groups are ordered by the coordinates along the other dims, the first of these
-        dims varying fastest.
+        Members are in the layout's order, whatever the order of `dims`. They ascend in a layout
+        without `strides` and `ranks`. Groups are ordered by the coordinates along the other dims,
+        the first of these dims varying fastest.
 
         Raises:
             UnknownDimError: The layout does not have a dim of this name.
-            LayoutError: No dims are given, or one is given twice.
+            LayoutError: No dims are given, or a dim is given twice.
 
         Example:
             >>> layout = RankLayout("tp=2,cp=2,dp=2")
@@ -490,7 +490,7 @@ class RankLayout:
         Raises:
             RankOutsideError: The layout does not contain `rank`.
             UnknownDimError: The layout does not have a dim of this name.
-            LayoutError: No dims are given, or one is given twice.
+            LayoutError: No dims are given, or a dim is given twice.
 
         Example:
             >>> pp = RankLayout("tp=2,pp=3").membership(3, "pp")
@@ -505,7 +505,7 @@ class RankLayout:
         """Enumerate groups with members in the order of `dims`, the LAST dim varying fastest.
 
         Megatron's `_gen_rank_enum` orders ranks by this rule. If `dims` are in reversed layout
-        order, the result is `groups(*dims).to_array()`.
+        order, the result equals `groups(*dims).to_array()`.
 
         Returns:
             An array of shape (number of groups, group size).
@@ -544,7 +544,7 @@ class RankLayout:
         return self._of(tuple(sizes.values()), tuple(sizes), strides, numbering)
 
     def split(self, dim: str, /, **sizes: int) -> RankLayout:
-        """Factorise a dim into several, the first one varying fastest. Ranks keep their positions.
+        """Split a dim into several dims, the first one varying fastest. Ranks keep their positions.
 
         Raises:
             LayoutError: The sizes (one may be -1) do not multiply to the size of `dim`.
@@ -621,7 +621,7 @@ class RankLayout:
     def _check_dims(self, wanted: tuple[Any, ...]) -> tuple[str, ...]:
         """Return dims in the order given, after checking them."""
         if not wanted:
-            raise LayoutError(f"dims is empty; name at least one of {self.dim_names}")
+            raise LayoutError(f"no dims are given; name at least one of {self.dim_names}")
         for name in wanted:
             self._axis_of(name)
             if wanted.count(name) > 1:
@@ -669,7 +669,7 @@ _STRIDE = operator.itemgetter(2)
 
 @functools.lru_cache(maxsize=1024)
 def groups_over(layout: RankLayout, inner: tuple[str, ...]) -> RankGroups:
-    """Return the groups over some dims, which the caller gives in layout order."""
+    """Return the groups over some dims. The caller passes the dims in layout order."""
     outer_axes: list[Axis] = []
     inner_axes: list[Axis] = []
     for name, size, stride in zip(layout.dim_names, layout.shape, layout.strides, strict=True):
@@ -701,7 +701,7 @@ def _read_numbering(
         return None, Listing(tuple(_distinct_ranks(sizes, axes, offset).tolist()))
     if ranks is None:
         return None, Span(offset)
-    listing = Listing(as_ranks(ranks, "ranks"))
+    listing = Listing(as_ranks(ranks, "ranks="))
     if len(listing.ranks) != math.prod(sizes.values()):
         positions = f"shape has {short_repr(math.prod(sizes.values()))} positions"
         raise LayoutError(f"ranks= contains {len(listing.ranks)} ranks, but {positions}")
@@ -725,7 +725,7 @@ def _distinct_ranks(
     if math.prod(sizes.values()) > LARGEST_WORLD:
         raise LayoutError(
             f"strides {strides} may overlap, which cannot be checked for more than "
-            f"{LARGEST_WORLD:,} ranks; use strides of which each one is at least the size times "
+            f"{LARGEST_WORLD:,} ranks; make each stride at least as large as the size times "
             f"the stride of the dim with the next smaller stride"
         )
     ranks = first + lattice(axes)
@@ -761,7 +761,7 @@ def read_layout(
         dim_names: The names of the dims, if `sizes` does not contain them.
         rank_offset: The smallest rank.
         world_size: The number of ranks of the world. An unspecified size is inferred so that
-            the layout fills the ranks from `rank_offset` on. Default: it is unknown, so
+            the layout fills the ranks from `rank_offset` on. Default: the number is unknown, and
             all sizes must be given.
         dims: Sizes by name, in place of `sizes`.
 

@@ -1,4 +1,4 @@
-"""Offsets and ranks: axes of strides, and maps from offsets to ranks.
+"""Axes, which turn coordinates into offsets, and maps, which turn offsets into ranks.
 
 An offset is the sum of coordinate times stride over the dims. The rank of an offset is the first
 rank plus the offset (`Span`), or the rank at that position in a list (`Listing`).
@@ -85,7 +85,7 @@ def cut_axes(axes: Sequence[Axis], count: int) -> tuple[list[Axis], list[Axis]] 
 def are_nested(axes: Iterable[Axis]) -> bool:
     """Return whether each stride exceeds the largest offset of all axes with smaller strides.
 
-    If so, dividing an offset by the strides in descending order results in its coordinates.
+    If so, dividing an offset by the strides in descending order yields its coordinates.
 
     >>> are_nested([Axis(4, 2), Axis(1, 9), Axis(2, 1)]), are_nested([Axis(2, 1), Axis(3, 1)])
     (True, False)
@@ -139,7 +139,7 @@ def canonical_strides(shape: Sequence[int], given: Sequence[int]) -> tuple[int, 
 
 
 def strides_of(shape: Sequence[int], ranks: NDArray[np.int64]) -> tuple[int, ...] | None:
-    """Return the strides that produce these distinct ranks from a shape, or None if none do.
+    """Return strides with which a shape enumerates these distinct ranks, or None if none exist.
 
     >>> strides_of((2, 2), np.array([3, 4, 7, 8])), strides_of((4,), np.array([3, 4, 7, 8]))
     ((1, 4), None)

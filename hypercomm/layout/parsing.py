@@ -1,4 +1,4 @@
-"""Functions that read sizes "tp=2,dp=4", orders "tp-cp-dp" and dims "tp,dp+cp".
+"""Functions that read text: sizes as "tp=2,dp=4", orders as "tp-cp-dp" and dims as "tp,dp+cp".
 
 `read_sizes` reads sizes in every form, and `infer_sizes` infers an unspecified size.
 """
@@ -23,7 +23,7 @@ VARIABLE = "HYPERCOMM_LAYOUT"
 """The environment variable with the sizes of a job's layout."""
 
 Dims = str | Iterable["Dims"]
-"""Dims in any spelling: "tp", "dp+cp", ["dp", "cp"]."""
+"""Dims as a name, as text or as an iterable: "tp", "dp+cp", ["dp", "cp"]."""
 
 _SIZE = re.compile(r"\s*([^\s,=+-]+)\s*(?:=\s*(-1|[0-9]{1,18})\s*)?")
 _KEYWORDS = ("dim_names", "rank_offset", "world_size", "strides")
@@ -35,7 +35,7 @@ _KEYWORDS = ("dim_names", "rank_offset", "world_size", "strides")
 def parse_sizes(text: str) -> dict[str, int]:
     """Read "tp=2,cp=3,dp=4" into sizes by dim name, in the same order.
 
-    A size of -1, or a name alone, is unspecified (`UNSPECIFIED`).
+    A size of -1, or a name without a size, is unspecified (`UNSPECIFIED`).
 
     Raises:
         LayoutError: A part cannot be read, or a dim is given twice. The error shows the part.
@@ -93,7 +93,7 @@ def parse_groups(text: str) -> list[tuple[str, ...]]:
     """
     wanted = [split_dims(part) for part in _split(text, ",", "tp,dp+cp")]
     if len(set(map(frozenset, wanted))) < len(wanted):
-        raise LayoutError(f"groups are listed twice in {short_repr(text)}; list each once")
+        raise LayoutError(f"groups are listed twice in {short_repr(text)}; list them once")
     return wanted
 
 
@@ -109,7 +109,7 @@ def split_dims(text: str) -> tuple[str, ...]:
     if "," in text:
         joined = "+".join(map(str.strip, text.split(",")))
         raise LayoutError(
-            f"{short_repr(text)} is several sets of groups; write one set as {joined!r}"
+            f"{short_repr(text)} names several sets of groups; write one set as {joined!r}"
         )
     dims = tuple(map(str.strip, re.split("[+-]", text)))
     if "" in dims:
@@ -128,7 +128,7 @@ def _split(text: str, separator: str, example: str) -> tuple[str, ...]:
 
 
 def as_dims(value: object) -> tuple[Any, ...]:
-    """Return dims in any spelling as a tuple: a name, "dp+cp", "dp-cp", or iterables of these.
+    """Return dims as a tuple. They may be a name, "dp+cp", "dp-cp", or iterables of these.
 
     Raises:
         LayoutError: The value is not of this form, or a name is empty.
@@ -222,7 +222,7 @@ def short_names(
         if long in sizes and short in sizes:
             raise TypeError(
                 f"{call}() got {short}={short_repr(sizes[short])} and "
-                f"{long}={short_repr(sizes[long])}, which are names of the same size; give one"
+                f"{long}={short_repr(sizes[long])}, which name the same size; give one of them"
             )
     unused = {long: short for long, short in names.items() if long not in sizes}
     return {names.get(name, name): size for name, size in sizes.items()}, unused
@@ -256,10 +256,11 @@ def infer_sizes(sizes: Mapping[str, int], world_size: int | None, room: str = ""
     Args:
         sizes: Sizes by name, as `read_sizes` returns them.
         world_size: The required product of all sizes. If it is None, all sizes must be given.
-        room: The clause of the error that explains `world_size`. Default: "the world has 8".
+        room: A clause for the error that explains `world_size`. Default: as in "the world has 8".
 
     Raises:
-        LayoutError: Several sizes are unspecified, or one is and `world_size` is None.
+        LayoutError: Several sizes are unspecified, or a size is unspecified and `world_size` is
+            None.
         WorldSizeError: All sizes are given, and their product is not `world_size`. Or one size is
             unspecified, and the product of the others does not divide `world_size`.
 
@@ -276,7 +277,7 @@ def infer_sizes(sizes: Mapping[str, int], world_size: int | None, room: str = ""
             return dict(sizes)
         raise LayoutError(
             f"the size of dim {short_repr(unknown)} is unspecified; give it, as in 'tp=2', or "
-            f"world_size, the number of ranks{did_you_mean_sizes([unknown])}"
+            f"give world_size=, the number of ranks{did_you_mean_sizes([unknown])}"
         )
     rest, remainder = divmod(positive(world_size, "world_size"), known)
     if remainder or rest == 0 or (rest > 1 and unknown is None):
@@ -310,7 +311,7 @@ def check_one_unspecified(names: Sequence[str]) -> str | None:
 
 
 def did_you_mean_sizes(names: Iterable[str]) -> str:
-    """Return the end of a sentence that proposes sizes for names such as "tp8".
+    """Return a clause that suggests sizes for names such as "tp8", or an empty text.
 
     >>> did_you_mean_sizes(["tp8", "dp4"]), did_you_mean_sizes(["tp8", "dp"])
     ("; did you mean 'tp=8,dp=4'?", '')

@@ -1,4 +1,4 @@
-"""Several layouts in one world: one after another, or on the same ranks."""
+"""Places several layouts in one world: one after the other, or on the same ranks."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ Requirement = Literal["tiled", "disjoint", "colocated", "any"]
 REQUIREMENTS: tuple[Requirement, ...] = ("tiled", "disjoint", "colocated", "any")
 
 Layouts = Mapping[str, str | Mapping[str, int] | RankLayout]
-"""For each name of a grid: sizes as text, sizes by dim name, or a layout without gaps."""
+"""Maps the name of each grid to sizes as text, sizes by dim name, or a layout without gaps."""
 
 
 def tile(layouts: Layouts, world_size: int) -> dict[str, RankLayout]:
     """Give layouts consecutive ranges of ranks, in the order given.
 
     Args:
-        layouts: For each name, sizes or a layout without gaps. One size of one layout may be
-            unspecified (-1, or a dim name alone). That layout gets the ranks that the other layouts
-            do not need.
+        layouts: Maps each name to sizes or to a layout without gaps. One size of one layout may be
+            unspecified (-1, or a dim name without a size). That layout gets the ranks that the
+            other layouts do not need.
         world_size: The number of ranks of the world.
 
     Returns:
@@ -86,9 +86,9 @@ def colocate(layouts: Layouts, world_size: int) -> dict[str, RankLayout]:
     """Give layouts the same ranks.
 
     Args:
-        layouts: For each name, sizes or a layout without gaps. One size of each layout may be
-            unspecified. It is inferred from the first layout whose sizes are all given, or from the
-            world if there is no such layout.
+        layouts: Maps each name to sizes or to a layout without gaps. One size of each layout may be
+            unspecified. The size is inferred from the first layout whose sizes are all given, or
+            from the world if there is no such layout.
         world_size: The number of ranks of the world.
 
     Returns:
@@ -117,15 +117,16 @@ def colocate(layouts: Layouts, world_size: int) -> dict[str, RankLayout]:
 
 @attrs.frozen(slots=False)
 class Placement:
-    """How the ranks of several layouts in a world are related.
+    """The relation between the ranks of several layouts in one world.
 
     Args:
         layouts: The layouts, by name.
         world_size: The number of ranks of the world.
 
     Attributes:
-        kind: "tiled" if each rank of the world is in exactly one layout, "disjoint" if each is in
-            at most one, "colocated" if all layouts have the same ranks, else "overlapping".
+        kind: "tiled" if each rank of the world is in exactly one layout, "disjoint" if each rank is
+            in at most one layout, "colocated" if all layouts have the same ranks, and otherwise
+            "overlapping".
 
     Raises:
         WorldSizeError: A layout has ranks outside the world.
@@ -148,14 +149,14 @@ class Placement:
 
     @cached_property
     def overlaps(self) -> dict[tuple[str, str], Sequence[int]]:
-        """The shared ranks, ascending, for each pair of names whose layouts share ranks."""
+        """Maps each pair of names whose layouts share ranks to these ranks, in ascending order."""
         pairs = combinations(self.layouts, 2)
         common = {pair: _common(*map(self.layouts.__getitem__, pair)) for pair in pairs}
         return {pair: ranks for pair, ranks in common.items() if ranks}
 
     @property
     def kind(self) -> Kind:
-        """How the layouts are related, as described under `Placement`."""
+        """The relation between the layouts; see `Placement`."""
         if self.overlaps:
             return "colocated" if self._are_colocated else "overlapping"
         used = sum(layout.size for layout in self.layouts.values())
@@ -179,7 +180,7 @@ class Placement:
                 also disjoint, and a single layout is also colocated.
 
         Raises:
-            LayoutError: `wanted` is not one of these.
+            LayoutError: `wanted` is none of these values.
             WorldSizeError: The layouts have another placement. The error lists their ranks.
 
         Example:
@@ -190,7 +191,7 @@ class Placement:
             ...     print(str(error).partition("; ")[2])
             a has ranks 0..3, b has ranks 0..3
         """
-        check_choice("requires", wanted, REQUIREMENTS, LayoutError)
+        check_choice("requires=", wanted, REQUIREMENTS, LayoutError)
         fits = {
             "any": True,
             "colocated": self._are_colocated,
@@ -229,7 +230,7 @@ def check_names(layouts: Mapping[str, T]) -> Mapping[str, T]:
     """Return grids by name, after checking the names."""
     if not isinstance(layouts, Mapping) or not layouts:
         raise LayoutError(
-            f"grids must map names to layouts, at least one, as in encoder='tp=2,dp=4', "
+            f"grids= must map at least one name to a layout, as in encoder='tp=2,dp=4', "
             f"got {short_repr(layouts)}"
         )
     for name in layouts:

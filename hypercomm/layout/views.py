@@ -25,8 +25,8 @@ class View:
         name: The name of the view.
         layout: The factorisation.
         shared_dims: The dims with the same groups in the view and in the base, in the base's order.
-        wanted_dims: The dims that were requested as shared. After a reshape, those of
-            them that exist in the new base and in the new view are shared.
+        wanted_dims: The dims that were requested as shared. After a reshape, such a dim is shared
+            if both the new base and the new view have it.
     """
 
     name: str
@@ -40,7 +40,7 @@ class View:
 
 
 class Views(Mapping[str, View]):
-    """The views of one base layout, by name. `register` adds one.
+    """The views of one base layout, by name. `register` adds a view.
 
     Args:
         base: The layout whose ranks all views factorise.

@@ -1,1 +1,1 @@
-"""The process groups of grids: what to create, agreement between ranks, and calls of torch."""
+"""Creates the process groups of grids: chooses strategies, lets ranks agree, and calls torch."""

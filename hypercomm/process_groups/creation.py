@@ -1,11 +1,11 @@
-"""Creates process groups: one, several in one call, and the groups of a reshape.
+"""Creates process groups: a single group, several groups in one call, or the groups of a reshape.
 
-    spec = table.resolve(request)                   values only: groups, options, strategy
-    scope = table.scope_of(spec)                    the ranks that must agree
-    with reserved([(table, spec)]) as entries:      released if anything below fails
+    spec = table.resolve(request)                   find the groups, options and strategy
+    scope = table.scope_of(spec)                    find the ranks that must agree
+    with reserved([(table, spec)]) as entries:      reserve keys, and release them after an error
         Creation(...).run()                         agree, create the groups, make entries live
 
-Entries become live once all ranks have agreed. A call that fails on one rank fails on all of them,
+Entries become live once all ranks have agreed. A call that fails on one rank fails on all ranks,
 and changes nothing.
 """
 
@@ -29,10 +29,10 @@ from hypercomm.process_groups.table import LIVE, Communicator, Entry, GroupTable
 
 
 def create(table: GroupTable, spec: GroupSpec) -> ProcessGroup | None:
-    """Create a group together with its other members, or change nothing.
+    """Create a group together with its other members. A call that fails changes nothing.
 
     Raises:
-        GroupExistsError: The key has an entry.
+        GroupExistsError: The key already has an entry.
         PlanMismatchError, GroupCreationTimeout, LateRankError, CreationError: See `agree`.
     """
     with reserved([(table, spec)]) as entries:
@@ -45,7 +45,7 @@ def create(table: GroupTable, spec: GroupSpec) -> ProcessGroup | None:
 
 
 def ensure(table: GroupTable, spec: GroupSpec) -> ProcessGroup | None:
-    """Create a group at the first call; return the same group afterwards.
+    """Create a group at the first call, and return the same group in later calls.
 
     Raises:
         GroupOptionsError: The group was created with other options, or for other ranks.
@@ -57,7 +57,7 @@ def ensure(table: GroupTable, spec: GroupSpec) -> ProcessGroup | None:
             with contextlib.suppress(GroupExistsError):  # another thread was faster
                 return create(table, spec)
             continue
-        entry.settled.wait()  # the creation of another thread may fail
+        entry.settled.wait()  # if another thread fails to create the group, this thread tries again
         if entry.state == LIVE:
             return entry.communicator.pg
 
@@ -74,16 +74,16 @@ def create_all(
         scope: The ranks.
         title: The call, as users know it.
         find: Returns the requests. If it raises, the call also fails on the other ranks.
-        labels: The name of each grid, if the groups are of several grids.
+        labels: The name of each grid, if the groups belong to several grids.
 
     Returns:
         The entry of each request.
 
     Raises:
-        GroupExistsError: A key is requested twice, or has an entry.
+        GroupExistsError: A key is requested twice, or already has an entry.
         PlanMismatchError: Another rank creates other groups.
         CreationError: Another rank failed.
-        GroupCreationTimeout: Ranks are missing. The message names them.
+        GroupCreationTimeout: Ranks are missing. The message names these ranks.
     """
     with contextlib.ExitStack() as stack:
         with refusing(scope):
@@ -112,9 +112,9 @@ def check_strategy(spec: GroupSpec, ranks: int) -> None:
     if spec.strategy != "local" and ranks < size:
         raise CreationError(
             f"the process groups over {spec.key} would be created with "
-            f"creation={spec.strategy!r}, in which every rank of the world must take part, and "
-            f"{size - ranks} of its {size} ranks do not; creation='local' creates groups without "
-            f"them, and a grid with creation={spec.strategy!r} waits for all ranks"
+            f"creation={spec.strategy!r}, which needs every rank of the world, but {size - ranks} "
+            f"of the {size} ranks do not take part; use creation='local', or pass "
+            f"creation={spec.strategy!r} to the grid, so that its calls wait for all ranks"
         )
 
 
@@ -126,8 +126,8 @@ def _check_once(wanted: Sequence[tuple[GroupTable, GroupSpec]]) -> None:
         if spec.key in keys:
             raise GroupExistsError(
                 f"{spec.key.as_call()} is requested twice in one call, at positions "
-                f"{keys.index(spec.key)} and {len(keys)}; leave one out, or give it another "
-                f"name=..."
+                f"{keys.index(spec.key)} and {len(keys)}; remove one of the requests, or give it "
+                f"another name=..."
             )
         keys.append(spec.key)
 
@@ -146,7 +146,7 @@ def verify(table: GroupTable, timeout: timedelta | None) -> None:
 
 
 def describe(spec: GroupSpec) -> str:
-    """Return a spec as one entry of a proposal, which must be equal on all ranks."""
+    """Return a spec as one entry of a proposal. The entry must be equal on all ranks."""
     request = spec.request
     options = spec.options
     members = ""
@@ -170,16 +170,16 @@ def describe(spec: GroupSpec) -> str:
 
 @attrs.define(eq=False)
 class Creation:
-    """Groups that ranks create together: all groups on all ranks, or none.
+    """Creates groups on several ranks: all groups on all ranks, or none.
 
     Attributes:
-        scope: The ranks, or None if the calling rank takes no part.
+        scope: The ranks that take part, or None if the calling rank does not.
         title: The call, as users know it.
         entries: The reserved entries, in the order of creation.
-        limit_s: The limit for all ranks to finish, in seconds.
-        labels: The name of each grid, if the entries are of several grids.
-        preamble: The first entries of the proposal.
-        prepare: Called before the groups are created, once all ranks that they need have arrived.
+        limit_s: The time within which all ranks must finish, in seconds.
+        labels: The name of each grid, if the entries belong to several grids.
+        preamble: Lines of the proposal that precede the groups.
+        prepare: Called once all required ranks have arrived, before the groups are created.
         then: Called when the groups are in their tables, even if this rank is interrupted.
     """
 
@@ -226,7 +226,7 @@ class Creation:
         return result
 
     def proposal(self) -> list[str]:
-        """Return the proposal of this rank, which must be equal on all ranks."""
+        """Return the proposal of this rank. Proposals must be equal on all ranks."""
         lines = list(self.preamble)
         for entry in self.entries:
             text = describe(entry.spec)

@@ -14,7 +14,9 @@ from hypercomm.process_groups.strategies import STRATEGIES, obstacles, split_tur
 
 @attrs.frozen(repr=False)
 class Explanation:
-    """How a process group was created or would be created; str() returns it as lines of text.
+    """An explanation of how a process group was created, or would be created.
+
+    str() returns the explanation as lines of text.
 
     Attributes:
         key: The key of the group.
@@ -36,7 +38,7 @@ class Explanation:
 
     @classmethod
     def of(cls, spec: GroupSpec, served_by: str | None) -> Explanation:
-        """Explain a spec. `served_by` is another key whose group also serves this one, or None."""
+        """Explain a spec. `served_by` is another key whose group also serves this key, or None."""
         options = spec.options
         others: dict[str, str] = {}
         if spec.strategy != "adopted":
@@ -49,7 +51,7 @@ class Explanation:
         reason = spec.reason
         turns = len(split_turns(spec.groups)) if spec.strategy == "split" else 1
         if turns > 1:
-            reason += f", in {turns} turns, because torch's colours of some groups are equal"
+            reason += f", in {turns} turns, because torch gives some groups the same colour"
         return cls(spec.key, spec.groups, options.backend, spec.strategy, reason, others, served_by)
 
     @classmethod
@@ -70,7 +72,9 @@ class Explanation:
     def __str__(self) -> str:
         lines = [self._headline]
         if self.served_by is not None:
-            lines.append(f"  served by the group over {self.served_by}: same ranks and options")
+            lines.append(
+                f"  served by the group over {self.served_by}, with the same ranks and options"
+            )
         lines.append(f"  {self.strategy}: {self.reason}")
         lines += [f"  not {name}: {reason}" for name, reason in self.alternatives.items()]
         return "\n".join(lines)

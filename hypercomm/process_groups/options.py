@@ -22,13 +22,13 @@ class GroupOptions:
 
     Args:
         backend: "gloo", "nccl", "cpu:gloo,cuda:nccl", ...; default: the backend of WORLD.
-        timeout: The limit of a collective, and of the wait for members at the creation; default:
-            the timeout of WORLD.
+        timeout: The time limit of each collective, and of the wait for the other members when the
+            group is created; default: the timeout of WORLD.
         pg_options: Options of the backend, such as `ProcessGroupNCCL.Options`.
         group_desc: A description that torch's logs show; default: the dims.
         lazy_init: Whether gloo and NCCL connect each pair of members at their first message;
-            default: for gloo the environment variable TORCH_GLOO_LAZY_INIT, for NCCL the default
-            of torch. Other backends ignore it.
+            default: the environment variable TORCH_GLOO_LAZY_INIT for gloo, and torch's default
+            for NCCL. Other backends ignore this option.
         creation: The strategy, such as "local"; default: the strategy of the grid.
         enable_reconfigure: Whether a reshape may change the members of the group.
     """
@@ -63,7 +63,7 @@ class GroupOptions:
         """Return the options with the defaults of a world, without strategy and description.
 
         Raises:
-            GroupOptionsError: The backend would ignore `pg_options`, or cannot be reconfigured.
+            GroupOptionsError: The backend would ignore `pg_options`, or cannot reconfigure groups.
         """
         backend = (self.backend or world.backend).lower()
         singles = torchdist.single_backends(backend)
@@ -72,8 +72,8 @@ class GroupOptions:
         if pg_options is not None:
             if not any(map(torchdist.takes_options, singles)):
                 raise GroupOptionsError(
-                    f"pg_options {short_repr(pg_options)} would be ignored: torch passes no "
-                    f"options to backend {backend!r}; leave pg_options out"
+                    f"pg_options={short_repr(pg_options)} would be ignored, because torch passes "
+                    f"no options to backend {backend!r}; omit pg_options="
                 )
             if (is_fake or "fake" in singles) and not torchdist.has_timeout(pg_options):
                 raise GroupOptionsError(
@@ -93,8 +93,8 @@ class GroupOptions:
             reason = torchdist.why_not_reconfigured(backend)
             if reason is not None:
                 raise GroupOptionsError(
-                    f"enable_reconfigure=True cannot work here: {reason}; leave it out, and "
-                    f"reshape() creates new process groups"
+                    f"enable_reconfigure=True cannot work here: {reason}; without "
+                    f"enable_reconfigure=, reshape() creates new process groups"
                 )
         return GroupOptions(
             backend,
@@ -106,14 +106,14 @@ class GroupOptions:
 
 
 _CONNECTING = {"gloo", *torchdist.NCCL}
-"""The backends that can connect their members at the creation or later."""
+"""Backends whose members connect when the group is created, or at their first message."""
 
 
 def check_timeout(timeout: timedelta | None) -> None:
     """Raise unless `timeout` is a positive timedelta, or None for the default.
 
     Raises:
-        GroupOptionsError: The value is something else. The message shows it.
+        GroupOptionsError: `timeout` is anything else. The message shows the value.
     """
     if timeout is not None:
         check_duration(timeout)
@@ -123,7 +123,7 @@ def check_lazy_init(lazy_init: bool | None) -> None:
     """Raise unless `lazy_init` is True, False or None.
 
     Raises:
-        GroupOptionsError: The value is something else. The message shows it.
+        GroupOptionsError: `lazy_init` is anything else. The message shows the value.
     """
     if lazy_init is not None and not isinstance(lazy_init, bool):
         raise GroupOptionsError(
@@ -135,7 +135,7 @@ def check_backend(backend: str | None) -> None:
     """Raise unless the installed torch knows a backend and can run it on this host.
 
     Raises:
-        GroupOptionsError: The backend cannot be used. The message names the backends that can.
+        GroupOptionsError: The backend cannot be used. The message lists the usable backends.
     """
     if backend is None:
         return
@@ -158,7 +158,7 @@ def check_known(backend: str) -> None:
     """Raise unless the installed torch knows a backend. The backend may be unavailable here.
 
     Raises:
-        GroupOptionsError: The backend is unknown. The message names the backends that torch knows.
+        GroupOptionsError: The backend is unknown. The message lists the backends that torch knows.
     """
     if not isinstance(backend, str) or not backend:
         raise GroupOptionsError(f"backend must be a name such as 'gloo', got {short_repr(backend)}")
@@ -172,27 +172,29 @@ def check_known(backend: str) -> None:
     unknown = [single for _, single in pairs if not torchdist.is_known(single)]
     if unknown:
         raise GroupOptionsError(
-            f"unknown backend {backend!r}; this torch knows {torchdist.known_backends()}; for "
+            f"unknown backend {backend!r}; this torch knows {torchdist.known_backends()}; to use "
             f"{unknown[0]!r}, install a build of torch or a package that provides it"
         )
 
 
 _PART = re.compile(r"([a-z_]+:)?[\w.-]+")
-"""One part of a backend string, with or without the type of a device."""
+"""Matches one part of a backend string, with or without a device type."""
 
 
 def as_verified(verify: bool | None) -> bool:
     """Return whether ranks compare their calls.
 
     Args:
-        verify: The choice; None reads the environment variable HYPERCOMM_VERIFY.
+        verify: True or False, or None to read the environment variable HYPERCOMM_VERIFY.
 
     Raises:
-        GroupOptionsError: The choice is not True, False or None, or the variable is not 0 or 1.
+        GroupOptionsError: `verify` is not True, False or None, or the variable is not 0 or 1.
     """
     if verify is not None and not isinstance(verify, bool):
         raise GroupOptionsError(f"verify must be True, False or None, got {short_repr(verify)}")
     text = os.environ.get("HYPERCOMM_VERIFY", "0")
     if verify is None and text not in {"0", "1"}:
-        raise GroupOptionsError(f"the environment's HYPERCOMM_VERIFY must be 0 or 1, got {text!r}")
+        raise GroupOptionsError(
+            f"the environment variable HYPERCOMM_VERIFY must be 0 or 1, got {text!r}"
+        )
     return text == "1" if verify is None else verify

@@ -1,4 +1,4 @@
-"""Reshaping: creates the groups of a grid for another layout, and keeps groups that still fit.
+"""Reshapes a grid: creates its groups for another layout, and keeps the groups that still fit.
 
 New groups are created before old ones are destroyed. A reshape that fails on one rank fails on all
 ranks, and changes nothing.
@@ -28,16 +28,16 @@ _SHARED = "identical"
 
 @attrs.frozen(repr=False)
 class Reshaped:
-    """The result of a reshape for the calling rank; str() returns it as lines of text.
+    """The result of a reshape for the calling rank. str() returns the result as lines of text.
 
     Attributes:
         before: The old layout.
         after: The new layout.
-        kept: The new key of each group that was kept, with its old key.
-        created: The keys of the groups that were created, in that order.
-        destroyed: The old keys whose groups were destroyed, or which have no new key.
-        numbers: For each rank of the new WORLD, the number that the old layout uses for it, if
-            WORLD was renewed in between; otherwise None.
+        kept: The new key and the old key of each group that was kept.
+        created: The keys of the groups that were created, in the order of creation.
+        destroyed: The old keys whose groups were destroyed, and the old keys without a new key.
+        numbers: For each rank of the new WORLD, its number in the old layout. None if WORLD was
+            not renewed before the reshape.
     """
 
     before: RankLayout
@@ -71,7 +71,7 @@ class Reshaped:
 
     @property
     def lost(self) -> Lost:
-        """The losses due to ranks that left the grid. They are shown by their old numbers."""
+        """The losses due to ranks that left the grid. These ranks have their old numbers."""
         after = self.after
         if self.numbers is not None:
             ranks = [self.numbers[rank] for rank in after.ranks]
@@ -85,8 +85,7 @@ def successor(table: GroupTable, identity: GridAgreement, *, keeps: bool) -> Gro
     Args:
         table: The table of the grid.
         identity: The identity of the grid with that layout.
-        keeps: Whether communicators of another grid may serve the new table, if they may serve
-            `table`.
+        keeps: Whether the new table may share communicators with another grid, as `table` may.
     """
     return GroupTable(
         identity,
@@ -107,24 +106,24 @@ def reshape(
     keeps: bool,
     switch: Callable[[], None],
 ) -> tuple[Reshaped, BaseException | None]:
-    """Create the keys of an old table in an empty one, and keep the groups that still fit.
+    """Create the keys of an old table in an empty table, and keep the groups that still fit.
 
     Args:
-        old: The old table. Its entries remain; the caller ends it.
+        old: The old table. Its entries remain, and the caller ends the table.
         fresh: The empty table.
         views: The views of the empty table.
         scope: The ranks that reshape together.
-        limit_s: The limit for all ranks to finish, in seconds.
+        limit_s: The time within which all ranks must finish, in seconds.
         keeps: Whether groups may be kept.
-        switch: Makes the grid use the empty table. It is called once all ranks have agreed, even
-            if this rank is interrupted.
+        switch: Makes the grid use the new table. `switch` is called once all ranks have agreed,
+            even if this rank is interrupted.
 
     Returns:
         The result, and the exception that interrupted this rank after the agreement.
 
     Raises:
         PlanMismatchError, GroupCreationTimeout, CreationError: See `agree`. Both tables are
-            unchanged, except that groups which were to be reconfigured have ended, as after
+            unchanged. Only groups that were about to be reconfigured may have ended, as after
             `survivors`.
     """
     world = scope.world
@@ -187,7 +186,7 @@ def _specs(old: GroupTable, fresh: GroupTable, views: Views) -> list[GroupSpec]:
 
 
 def _adopted(spec: GroupSpec, communicator: Communicator | None) -> GroupSpec:
-    """Return a spec. If another object owns its communicator, the strategy becomes "adopted"."""
+    """Return a spec, with the strategy "adopted" if another object owns the communicator."""
     if communicator is None or communicator.is_owned:
         return spec
     adopted = communicator.spec
@@ -195,12 +194,12 @@ def _adopted(spec: GroupSpec, communicator: Communicator | None) -> GroupSpec:
 
 
 def _survivors(old: GroupTable, specs: Sequence[GroupSpec]) -> dict[GroupKey, GroupKey]:
-    """Return the new keys whose groups are kept, each with its old key.
+    """Map each new key whose group is kept to its old key.
 
     A group is kept under the same key if possible. All members of a group make the same decision,
     because they compare the same values in the same order.
     """
-    # The order of creation may differ between ranks, if several threads create groups.
+    # Sort by key: if several threads create groups, the order of creation may differ between ranks.
     live = sorted(old.live().values(), key=lambda entry: str(entry.spec.key))
     pairs = [(spec, entry) for spec in specs for entry in live]
     pairs.sort(key=lambda pair: not pair[0].key.is_same_to_users(pair[1].spec.key))
@@ -224,12 +223,12 @@ def _survives(old: Entry, new: GroupSpec) -> bool:
     if not old.communicator.is_owned:
         return is_same_key and old.spec.groups == new.groups
     if new.strategy == "local" and old.spec.ranks is new.ranks is None:
-        return is_same_key  # the calling rank has no group before or after
+        return is_same_key  # the calling rank has neither an old nor a new group
     return old.spec.can_serve(new)
 
 
 def _staying(old: GroupTable, entries: Sequence[Entry]) -> dict[GroupKey, GroupKey]:
-    """Choose existing process groups to reconfigure, for communicators that are created.
+    """Choose existing process groups to reconfigure, instead of creating new ones.
 
     Returns:
         The keys whose process groups will be reconfigured, each mapped to itself.
@@ -263,7 +262,7 @@ def _gone(
 ) -> Iterator[GroupKey]:
     """Yield the old keys whose groups end.
 
-    Process groups that were reconfigured are taken out of the old table.
+    Also remove the process groups that were reconfigured from the old table.
     """
     live = fresh.live()
     survivors = [entry.communicator for entry in live.values()]

@@ -1,4 +1,4 @@
-"""A process group before it exists: the request of a call, and the spec that it resolves to.
+"""Describes a process group before it is created. There are three classes.
 
 GroupRequest    the arguments of `create_pg`, as given
 BoundRequest    a request to one grid: the key, the layout, and the options with the grid's defaults
@@ -25,7 +25,7 @@ from hypercomm.process_groups.options import GroupOptions
 from hypercomm.process_groups.world import World
 
 Derive = Callable[[RankGroups], RankGroups | RankLists] | RankGroups | RankLists
-"""Groups that replace the groups over dims, or a function that returns them."""
+"""Groups that replace the groups over some dims, or a function that returns such groups."""
 
 StrategyName = Literal["auto", "enumerate", "local", "split"]
 Share = Literal["never", "identical"]
@@ -33,9 +33,9 @@ Share = Literal["never", "identical"]
 
 @attrs.frozen
 class GroupKey:
-    """The key of a process group: dims in layout order, a name, and a view.
+    """The key of a process group. It consists of dims in layout order, a name, and a view.
 
-    The view is None for groups over dims that a view shares with the grid.
+    The key has no view if the dims belong to the grid, or if a view shares them with the grid.
     """
 
     dims: tuple[str, ...]
@@ -60,7 +60,7 @@ class GroupKey:
 
 @attrs.frozen
 class GroupRequest:
-    """The arguments of one process group, as for `create_pg`. `create_pgs` takes several requests.
+    """The arguments of `create_pg` for one process group. `create_pgs` takes several requests.
 
     Args:
         dims: One name, or several in any order: "dp+cp", ["dp", "cp"].
@@ -146,8 +146,10 @@ class BoundRequest:
     Attributes:
         key: The key of the group.
         layout: The layout of the dims of the key.
-        view: The view that the call names. The key has no view if the grid shares these dims.
-        derive: Groups that replace the groups over the dims, a function that returns them, or None.
+        view: The view that is given in the call. If the view shares the dims with the grid, the
+            key has no view.
+        derive: Groups that replace the groups over the dims, a function that returns such groups,
+            or None.
         options: The options, with the defaults of the grid.
         share: Whether the group may serve other keys: "never" or "identical".
     """
@@ -160,7 +162,7 @@ class BoundRequest:
     share: str = "never"
 
     def find_groups(self) -> RankGroups:
-        """Return all groups over the dims, or what `derive` returns for them.
+        """Return all groups over the dims, or the groups of `derive` that replace them.
 
         Raises:
             GroupOptionsError: `derive` is given, but the key has no `name`.
@@ -171,8 +173,8 @@ class BoundRequest:
             return groups
         if self.key.name is None:
             raise GroupOptionsError(
-                f"derive= needs a name, because it replaces the groups over {self.key.as_call()}; "
-                f"give name=..."
+                f"derive= replaces the groups over {self.key.as_call()}, so the new groups need a "
+                f"name; pass name=..."
             )
         found = self.derive(groups) if callable(self.derive) else self.derive
         return as_groups(found, groups)
@@ -180,7 +182,7 @@ class BoundRequest:
 
 @attrs.frozen(slots=False, eq=False)
 class GroupSpec:
-    """A request with its groups, options and strategy. It creates nothing.
+    """A request whose groups, options and strategy are resolved. A spec creates nothing.
 
     Attributes:
         request: The request.
@@ -229,17 +231,17 @@ class GroupSpec:
         return None if self.own is None else self.own[1]
 
     def sort_key(self) -> tuple[str, int, tuple[int, ...], str]:
-        """Return a sort key, so that the specs of a grid have the same order on all ranks."""
+        """Return a key that sorts the specs of a grid in the same order on all ranks."""
         dim_names = self.request.layout.dim_names
         positions = tuple(dim_names.index(dim) for dim in self.key.dims)
         return self.key.view or "", len(positions), positions, self.key.name or ""
 
     def has_same_group(self, other: GroupSpec) -> bool:
-        """Return whether the calling rank is in the same group in both specs, or in none."""
+        """Return whether both specs have the same group for the calling rank, or both have none."""
         if self.groups.sizes != other.groups.sizes:
             return self.ranks == other.ranks
         if self.groups.sizes != (1,) and self.groups == other.groups:
-            return True  # without reading the group
+            return True  # the ranks of the group need not be read
         return self.ranks == other.ranks
 
     def check_same(self, other: GroupSpec) -> None:
@@ -252,21 +254,21 @@ class GroupSpec:
         given = self.request.options
         if other.request.options != given:
             raise GroupOptionsError(
-                f"the process group over {key} was created with {given}, and was now requested "
+                f"the process group over {key} was created with {given}, but is now requested "
                 f"with {other.request.options}; use the same options, or another name=..."
             )
         if not self.has_same_group(other):
             raise GroupOptionsError(
-                f"the process group over {key} was created for {self.groups!r}, and was now "
+                f"the process group over {key} was created for {self.groups!r}, but is now "
                 f"requested for {other.groups!r}; derive the same groups, or use another name=..."
             )
 
     def can_serve(self, other: GroupSpec) -> bool:
         """Return whether the group of this spec has the ranks and options of another spec.
 
-        Only the default description may differ. With "local", only the calling rank's group must
-        be the same, because all members of this group then get the same answer. The other
-        strategies involve every rank, so all groups must be the same.
+        Only the default description may differ. With the strategy "local", only the calling rank's
+        group must be the same, because all members of this group then get the same answer. The
+        other strategies involve every rank, so all groups must be the same.
         """
         one = self.options
         two = other.options

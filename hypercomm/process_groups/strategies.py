@@ -1,4 +1,4 @@
-"""The strategies that create the process groups of some dims, and the choice between them.
+"""Creates the process groups over some dims with one of three strategies, and chooses it.
 
 local      each rank creates only its own group, under a name that is the same on all members
 split      every rank of WORLD splits WORLD's communicator, if WORLD is bound to a device
@@ -34,7 +34,7 @@ from hypercomm.process_groups.world import World
 
 @attrs.frozen
 class ResolvedOptions:
-    """Options with the defaults of a world, and the strategy that creates groups with them.
+    """Options with the defaults of a world, and the strategy that creates the groups.
 
     Attributes:
         options: The options.
@@ -94,7 +94,7 @@ def _choose(
     against = obstacles(world, backend, groups, given.lazy_init, ("local", "split"))
     usable = [name for name, obstacle in against.items() if obstacle is None]
     if creation not in ("auto", *usable) or not usable:
-        # The check of "enumerate" may read all groups, so it is made only if it is needed.
+        # Check "enumerate" only if necessary, because this check may read all groups.
         against = obstacles(world, backend, groups, given.lazy_init)
         usable = [name for name, obstacle in against.items() if obstacle is None]
     if creation in usable:
@@ -124,7 +124,7 @@ def obstacles(
     lazily: bool | None,
     names: Sequence[str] = (),
 ) -> dict[str, str | None]:
-    """Map the name of each strategy to the reason against it, or None if the strategy works.
+    """Map the name of each strategy to the reason against it, or to None if the strategy works.
 
     Args:
         world: The world.
@@ -137,7 +137,7 @@ def obstacles(
     for name in names or STRATEGIES:
         found[name] = STRATEGIES[name].why_not(backend, groups, lazily)
         if name != "local" and not world.is_default:
-            found[name] = f"torch does this for WORLD only, and this is world {world.name!r}"
+            found[name] = f"torch supports this only in WORLD, not in world {world.name!r}"
     return found
 
 
@@ -194,7 +194,7 @@ def _create_local(
 
 def _why_not_split(backend: str, groups: RankGroups, lazily: bool | None) -> str | None:
     if lazily:
-        return "a split connects all members at the creation, and lazy_init=True excludes that"
+        return "a split connects all members at the creation, which lazy_init=True forbids"
     obstacle = torchdist.why_not_split(backend)
     if obstacle is None and not (groups.is_sorted or torchdist.keeps_order()):
         return f"split_group of this torch sorts each group, and {groups!r} are not sorted"
@@ -274,7 +274,7 @@ def _create_enumerate(spec: GroupSpec, *_: object) -> ProcessGroup | None:
     with torchdist.lazy_init.set_to(options.lazy_init):
         own: Any = None
         if groups.is_sorted:
-            enumerate_groups: Any = dist.new_subgroups_by_enumeration  # no types before torch 2.14
+            enumerate_groups: Any = dist.new_subgroups_by_enumeration  # untyped before torch 2.14
             own = enumerate_groups(ranks, **given)[0]
         else:
             made = [dist.new_group(members, sort_ranks=False, **given) for members in ranks]
@@ -290,7 +290,7 @@ class Strategy(NamedTuple):
     Attributes:
         why_not: Takes a backend, groups and `lazy_init`. Returns the reason why the strategy
             cannot create the groups, or None if it can.
-        cost: The calls that the strategy needs, in words, for explanations.
+        cost: The calls that the strategy needs, as text for explanations.
         create: Creates a group. Takes the arguments of `create_group`.
     """
 
@@ -312,13 +312,13 @@ STRATEGIES = {
     ),
     "enumerate": Strategy(
         _why_not_enumerate,
-        "every rank walks every group of the world",
+        "every rank iterates over every group of the world",
         _create_enumerate,
     ),
 }
 """The strategies, by name.
 
-"auto" uses the first one that works. If all ranks of the world make the call, "split" comes first.
+"auto" uses the first strategy that works. If all ranks of the world take part, it prefers "split".
 """
 
 
@@ -326,7 +326,7 @@ STRATEGIES = {
 
 
 def connects(specs: Iterable[GroupSpec]) -> bool:
-    """Return whether the creation of any of these groups needs its other members.
+    """Return whether a rank needs the other members to create any of these groups.
 
     The result is the same on all ranks, even if some ranks already have some of the groups.
     """
@@ -346,11 +346,11 @@ def _connects(spec: GroupSpec) -> bool:
 def create_group(
     spec: GroupSpec, name: str, current: Round, former: ProcessGroup | None = None
 ) -> ProcessGroup | None:
-    """Create the group of the calling rank. After a failure, it is no longer registered in torch.
+    """Create the group of the calling rank. After a failure, torch has no such group registered.
 
     Args:
         spec: The spec of the group.
-        name: A name for all groups over the dims of the spec, the same on all ranks.
+        name: The common name of all groups over the dims of the spec. It is equal on all ranks.
         current: The round of the creation.
         former: An existing group that is reconfigured for these members; default: none.
 
@@ -381,14 +381,14 @@ def _left_by(spec: GroupSpec, name: str, before: set[ProcessGroup]) -> set[Proce
     """Return the groups that a failed creation has registered, without groups of other threads."""
     if spec.strategy != "enumerate":
         return torchdist.registered_as(f"{name}/{spec.own[0]}") if spec.own else set()
-    new = torchdist.registered() - before - torchdist.kept()  # with a name that torch has chosen
+    new = torchdist.registered() - before - torchdist.kept()  # torch has chosen their names
     if spec.own is None:
         return new
     return {one for one in new if tuple(dist.get_process_group_ranks(one)) == spec.own[1]}
 
 
 def discard(groups: Iterable[ProcessGroup | None], stay: Collection[ProcessGroup] = ()) -> None:
-    """Destroy the groups of a call that has failed, the last one first.
+    """Destroy the groups of a call that has failed, the last group first.
 
     Args:
         groups: The groups, in the order of creation.

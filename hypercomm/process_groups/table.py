@@ -1,8 +1,8 @@
-"""The process groups of one grid, by key. An entry is reserved, live or ended.
+"""Stores the process groups of one grid, by key. Each entry is reserved, live or ended.
 
-Each entry has a communicator, which is a process group with its users. Entries with
-`share="identical"` may use the same communicator. A communicator is destroyed when its last user is
-removed.
+Each entry uses a communicator, which is a process group with the entries that use it. Entries with
+`share="identical"` may use the same communicator. A communicator is destroyed when the last entry
+that uses it is removed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LIVE: Literal["live"] = "live"
 ENDED: Literal["ended"] = "ended"
 
 _lock = threading.RLock()
-"""A thread holds it while it changes any table, and never while it waits for another rank."""
+"""A thread holds this lock while it changes any table, but never while it waits for other ranks."""
 
 
 @attrs.define(eq=False)
@@ -56,12 +56,12 @@ class Communicator:
     """A process group, and the entries that use it.
 
     Attributes:
-        spec: The spec that it is created from.
+        spec: The spec from which the process group is created.
         pg: The process group. None before it is created, and on a rank that is not a member.
-        is_created: Whether its members have created it.
+        is_created: Whether the members have created the process group.
         is_owned: Whether the process group is destroyed when its last user is removed. If not,
             another object owns the group.
-        users: The entries that use it. It was created for the first of them.
+        users: The entries that use the process group, which was created for the first entry.
         former: An existing process group that is reconfigured for these members, or None to create
             a new one.
     """
@@ -74,7 +74,7 @@ class Communicator:
     former: ProcessGroup | None = None
 
     def is_only_of(self, table: GroupTable) -> bool:
-        """Return whether all its users are entries of one table."""
+        """Return whether all users of the process group are entries of `table`."""
         return all(user.table is table for user in self.users)
 
 
@@ -101,17 +101,18 @@ class GroupTable:
     """The process groups of one grid.
 
     Args:
-        identity: The layout of the grid, and the keys of its calls in the store.
+        identity: The layout of the grid, and the scopes of its calls.
         creation: The strategy: "auto", "local", "split" or "enumerate".
-        is_verified: Whether all ranks of the grid agree on each creation, not only the members.
+        is_verified: Whether all ranks of the grid must agree to create a group, and not only the
+            members of the group.
         world: The world of the grid, if the user has given one; default: the default world.
         lender: Returns a table whose communicators may also serve the keys of this table.
 
     Attributes:
-        entries: The entries, by key. The live ones are in the order of creation.
+        entries: The entries, by key. Live entries are in the order of creation.
         given_world: The joined world of the grid, or None for the default world.
-        origin: The world whose ranks the layout numbers, or None before there is one.
-        is_reshaping: Whether a thread reshapes the grid. Other threads must not change it.
+        origin: The world whose ranks the layout contains, or None before that world exists.
+        is_reshaping: Whether a thread reshapes the grid. Other threads must not change the grid.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class GroupTable:
 
     @property
     def world(self) -> World | None:
-        """The world of the grid, or None before there is one."""
+        """The world of the grid, or None before torch.distributed is initialised."""
         return self.given_world or current_or_none()
 
     def rank(self, explicit: int | None = None) -> int:
@@ -151,7 +152,7 @@ class GroupTable:
         return rank_in_world(explicit, self.given_world)
 
     def live_world(self, key: GroupKey | None = None) -> World:
-        """Return the world of the grid, and check that the layout numbers its ranks.
+        """Return the world of the grid, and check that it contains the ranks of the layout.
 
         Args:
             key: The key of the groups to create, if any, for the error.
@@ -269,7 +270,7 @@ class GroupTable:
         self.entries[spec.key] = entry
 
     def explain(self, request: BoundRequest) -> Explanation:
-        """Return how a group was created, or would be, and why."""
+        """Return an explanation of how a group was created, or would be created."""
         entry = self.entries.get(request.key)
         if entry is None and self.world is None:
             return Explanation.before_world(request)
@@ -286,7 +287,7 @@ class GroupTable:
     # ---- scopes ---------------------------------------------------------------------------------
 
     def scope_of(self, spec: GroupSpec) -> Scope | None:
-        """Return the ranks that must agree on a creation, or None if this rank takes no part."""
+        """Return the ranks that must agree to create a group, or None if this rank need not."""
         world = spec.world
         if spec.strategy != "local":
             return self.identity.scope(world, f"{spec.title}/all", range(world.size))
@@ -303,33 +304,33 @@ class GroupTable:
 
     @property
     def needs_all_ranks(self) -> bool:
-        """Whether every rank of the world takes part in the creations of the grid."""
+        """Whether every rank of the world takes part when the grid creates groups."""
         return self.creation in ("split", "enumerate")
 
     def reshape_scope(self, world: World, ranks: Iterable[int] | None) -> Scope:
         """Return the scope of a reshape: all ranks of the grid, or the ranks that continue."""
         if ranks is None:
             return self.grid_scope(world)
-        # All lists of ranks use one record, so an agreement on one list excludes all other ranks.
+        # All lists of ranks use the same record, so an agreement on one list excludes other ranks.
         return self.identity.scope(world, "continues", tuple(sorted(ranks)), is_fenced=True)
 
     @cached_property
     def label(self) -> str:
-        """The layout, for titles of calls."""
+        """The layout as text, for the titles of calls."""
         return str(self.layout)
 
     # ---- changes --------------------------------------------------------------------------------
 
     def reserve(self, spec: GroupSpec, communicator: Communicator | None = None) -> Entry:
-        """Enter the key of a spec, in the state "reserved".
+        """Add an entry for the key of a spec, in the state "reserved".
 
         Args:
             spec: The spec.
-            communicator: A communicator that can serve the spec. Default: an existing one that can
-                be shared, or a new one.
+            communicator: A communicator that can serve the spec. Default: an existing communicator
+                that can be shared, or else a new communicator.
 
         Raises:
-            GroupExistsError: The key has an entry.
+            GroupExistsError: The key already has an entry.
             GroupOptionsError: The backend cannot run here.
             CreationError: Another thread reshapes the grid.
         """
@@ -403,13 +404,13 @@ class GroupTable:
                 else:
                     communicator.pg = None
                     unused.append(pg)
-        with contextlib.ExitStack() as endings:  # calls each of them, even after an error
+        with contextlib.ExitStack() as endings:  # calls every callback, even after an error
             endings.callback(torchdist.abort, list(dict.fromkeys(reversed(unused))))
             for pg in dict.fromkeys(isolated):
                 endings.callback(torchdist.isolate, pg)
 
     def end(self, ending: Callable[[Iterable[ProcessGroup]], None]) -> None:
-        """Destroy or abort the groups that no other grid uses, the last one first."""
+        """Destroy or abort the groups that no other grid uses, the last group first."""
         self.is_destroyed = True
         unused = self._release_all()
         if os.getpid() == self._process:
@@ -424,7 +425,7 @@ class GroupTable:
             return self.release(reversed(list(self.entries.values())))
 
     def leaked(self) -> list[GroupKey]:
-        """Return the keys of groups that still exist, and that the grid should have destroyed."""
+        """Return the keys of groups that still exist although the grid should have ended them."""
         if os.getpid() != self._process or torchdist.is_other_world():
             return []
         found = []
@@ -452,19 +453,20 @@ class GroupTable:
     # ---- checks ---------------------------------------------------------------------------------
 
     def check_steady(self) -> None:
-        """Raise if another thread reshapes the grid, because the reshape would lose a change."""
+        """Raise if another thread reshapes the grid, because the reshape would undo any change."""
         if self.is_reshaping:
             raise CreationError(
-                "another thread reshapes this grid; wait until it is done, and use the new dims"
+                "another thread is reshaping this grid; wait until the reshape is done, and use "
+                "the new dims"
             )
 
     def check_alive(self) -> None:
-        """Raise if the grid was destroyed, or was made in the parent of this forked process."""
+        """Raise if the grid was destroyed, or was built in the parent of this forked process."""
         if os.getpid() != self._process:
             raise GridDestroyedError(
-                f"this grid ({self.layout}) was made in process {self._process}, which forked this "
-                f"one, and its process groups do not work here; call init_process_group() in this "
-                f"process, and make a new grid"
+                f"this grid ({self.layout}) was built in process {self._process}, and its process "
+                f"groups do not work in this forked process; call init_process_group() in this "
+                f"process, and build a new grid"
             )
         if self.is_destroyed:
             raise GridDestroyedError(f"this grid ({self.layout}) was destroyed; build a new one")
@@ -474,7 +476,7 @@ class GroupTable:
 
         Raises:
             GridDestroyedError: See `check_alive`.
-            NotInitializedError: torch.distributed was initialised when the grid was made, but no
+            NotInitializedError: torch.distributed was initialised when the grid was built, but no
                 longer is.
         """
         if self.is_destroyed or os.getpid() != self._process:
@@ -499,7 +501,7 @@ class GroupTable:
     def check_outlasts(self, timeout: timedelta) -> None:
         """Raise unless a timeout is longer than the timeout of each live group.
 
-        Other ranks may wait in a collective of a group until its timeout.
+        Other ranks may wait in a collective until the timeout of its group.
 
         Raises:
             GroupOptionsError: The message names the group with the longest timeout.
@@ -563,7 +565,7 @@ def _reserve(
     kept: Mapping[GroupKey, Communicator],
     entries: list[Entry],
 ) -> Entry | None:
-    """Reserve all keys, unless another thread is creating a group that one of them will share.
+    """Reserve all keys, unless another thread is creating a group that one of the keys will share.
 
     Args:
         wanted: The specs of the keys, with their tables.
@@ -624,14 +626,14 @@ def _is_taken(entry: Entry) -> str:
         return f"another thread is creating the process group {key.as_call()}; wait for it"
     return (
         f"Process group {_in_words(key)} has already been created; get it with "
-        f"get_pg({key.as_call()}), create it once with ensure_pg, or another with name=..."
+        f"get_pg({key.as_call()}), use ensure_pg to create it only once, or pass another name=..."
     )
 
 
 def _has_ended(key: GroupKey) -> str:
     return (
         f"survivors() has ended the process group over {key.as_call()}; call "
-        f"reshape(target, ranks=...) with the ranks that it returned"
+        f"reshape(target, ranks=...) with the ranks that survivors() returned"
     )
 
 

@@ -1,4 +1,4 @@
-"""World: the ranks that grids number, and the store that they share.
+"""Worlds. A world is a set of ranks that share a store, and grids are built from its ranks.
 
 torch's default process group is the default world. `hypercomm.join_world` makes other worlds, from
 the processes of several jobs. Before torch.distributed is initialised, the size and the rank of the
@@ -25,7 +25,7 @@ from hypercomm.process_groups import torch_internals as torchdist
 
 @attrs.frozen(eq=False, slots=False)
 class World:
-    """The ranks that grids number, as the calling rank sees them.
+    """A set of ranks from which grids are built, as the calling rank sees it.
 
     Attributes:
         rank: The calling rank.
@@ -34,13 +34,13 @@ class World:
         has_store: Whether the ranks share a store. A fake world has none.
         name: The name of a joined world, or "" for the default world.
         parts: Maps the name of each part of a joined world to its number of ranks. The ranks are
-            numbered part by part. Empty for the default world.
+            numbered part by part. The default world has no parts.
         timeout: The default limit for calls to wait for other ranks, or None for torch's default.
         before: The world from which `renew_world` made this one, or None.
-        numbers: The rank that each rank of this world had in the world `before`.
+        numbers: For each rank of this world, its rank in the world `before`.
         choices: The results that `strategies.plan` has cached for this world.
         served: The words that errors use for the store and for the process that serves it.
-        if_lost: What errors about a lost store advise.
+        if_lost: The advice in errors about a lost store.
         owners: The tables of process groups in a joined world.
     """
 
@@ -54,7 +54,7 @@ class World:
     before: World | None = None
     numbers: tuple[int, ...] = ()
     choices: dict[tuple[object, ...], Any] = attrs.field(factory=dict)
-    served: str = "the job's store, which rank 0 serves as a rule,"
+    served: str = "the job's store, which rank 0 usually serves,"
     if_lost: str = "restart the job"
     owners: WeakSet[Any] = attrs.field(factory=WeakSet)
     _options: dict[str, Any] = attrs.field(factory=dict)
@@ -71,7 +71,7 @@ class World:
 
     @property
     def serves(self) -> bool:
-        """Whether this process may serve the store. If so, it waits briefly after a failure."""
+        """Whether this process may serve the store. If so, the process lingers after a failure."""
         return self.rank == 0
 
     @property
@@ -95,8 +95,8 @@ class World:
     def why_ended(self) -> Generator[Any, Any, str]:
         """Return the reason why calls in this world cannot succeed any more, or "".
 
-        A generator, like the steps of the agreement: it yields operations on the store, and is sent
-        the replies.
+        This method is a generator, like the steps of the agreement. It yields operations on the
+        store, and is sent the replies.
         """
         return ""
         yield
@@ -105,7 +105,7 @@ class World:
         """Return the timeout of the world.
 
         If the backends of WORLD have different timeouts, the timeout of `backend` is preferred. The
-        result is None if torch does not show the timeout, because a fake backend has no options.
+        result is None if torch shows no timeout, because a fake backend has no options.
         """
         if self.timeout is not None:
             return self.timeout
@@ -115,7 +115,7 @@ class World:
         return timeout
 
     def numbers_in(self, other: World | None) -> tuple[int, ...] | None:
-        """Return the rank that each rank of this world had in `other`.
+        """Return, for each rank of this world, its rank in `other`.
 
         The result is None if this world was not renewed from `other`.
         """
@@ -209,5 +209,6 @@ def _from_environment(variable: str) -> int:
     raise NotInitializedError(
         f"the {variable.lower().replace('_', ' ')} is unknown: torch.distributed is not "
         f"initialised and the environment has no {variable}; call hypercomm.join() or "
-        f"torch.distributed.init_process_group() first, start the program with torchrun{argument}"
+        f"torch.distributed.init_process_group() first, or start the program with "
+        f"torchrun{argument}"
     )

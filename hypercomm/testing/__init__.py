@@ -43,8 +43,8 @@ _HOMES = {
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605 - names of a table
 
-# `most` is pytest's --ranks-max. `left_out` is the smallest number of ranks among the examples of
-# `given_ranks` that --ranks-max excluded, or 0 if it excluded none.
+# `most` is pytest's --ranks-max, which excludes larger examples of `given_ranks`. `left_out` is the
+# number of ranks of the smallest excluded example, or 0 if no example was excluded.
 ranks_bound = SimpleNamespace(most=None, left_out=0)
 
 __getattr__ = attributes(__name__, _HOMES)

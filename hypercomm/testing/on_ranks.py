@@ -33,15 +33,15 @@ from hypercomm.transfers.mapping import RankMapping
 
 preloads += ["hypothesis.strategies", __name__, "torch.distributed.tensor"]  # for assert_close
 
-# The frames of this file in the traceback of a rank, before the frames of the test.
+# Matches the frames of this file, which precede the frames of the test in a rank's traceback.
 _OWN_FRAMES = re.compile(rf'  File "{re.escape(__file__)}", line \d+,? in .*(?:\n    .*)*(?:\n|$)')
 
-# The end of the traceback of a body that calls pytest.skip(), pytest.xfail() or assume(False).
+# Matches the end of the traceback if a body calls pytest.skip(), pytest.xfail() or assume(False).
 _OUTCOME = re.compile(
     r"^(?:[\w.]+\.)?(Skipped|XFailed|UnsatisfiedAssumption)(?:: (.*))?\Z", re.MULTILINE | re.DOTALL
 )
 
-# At most this number of bytes is shown, from the end of the output of a rank.
+# The report shows at most this number of bytes, from the end of the output of a rank.
 _LONGEST_OUTPUT = 100_000
 
 
@@ -74,9 +74,9 @@ def given_ranks(
         strategies: Strategies for the last arguments of the body, as `hypothesis.given` takes them.
         ranks: The number of ranks. Default: as many as the layouts of an example need.
         ranks_max: The largest number of ranks of an example. A larger example fails the test.
-            Default: pytest's `--ranks-max`, or else 4 for each processor, but at least 8. With
-            `--ranks-max`, larger examples are skipped. If all examples are larger, the test is
-            skipped.
+            Default: pytest's `--ranks-max` if it is given, and otherwise 4 for each processor, but
+            at least 8. With `--ranks-max`, larger examples are skipped. If all examples are larger,
+            the test is skipped.
         max_examples: The number of examples.
         timeout: The limit for one example, in seconds.
         named: Strategies by the name of the argument, in place of `strategies`.
@@ -133,7 +133,7 @@ def given_ranks(
 
 
 def _ranks_of(drawn: Mapping[str, Any], test: str) -> int:
-    """Return the number of ranks, from 0 on, that the layouts among the arguments need."""
+    """Return how many ranks, counted from rank 0, the layouts among the arguments need."""
     layouts: list[RankLayout] = []
     for value in drawn.values():
         ends = (value.source, value.target) if isinstance(value, RankMapping) else (value,)
@@ -141,7 +141,7 @@ def _ranks_of(drawn: Mapping[str, Any], test: str) -> int:
         layouts += [each for each in found if isinstance(each, RankLayout)]
     if not layouts:
         raise LaunchError(
-            f"no argument of {test} sets the number of ranks: {', '.join(drawn)}; draw a "
+            f"no argument of {test} ({', '.join(drawn)}) determines the number of ranks; draw a "
             f"layout, as in layouts(max_ranks=4, max_offset=0), or pass ranks="
         )
     return max(max(layout.ranks) for layout in layouts) + 1
@@ -292,7 +292,8 @@ def _make_grid(
 
 def _call(function: bytes, arguments: dict[str, bytes], folder: str | None) -> Any:
     """Call a pickled function, and destroy the grids among its arguments afterwards."""
-    warnings.filterwarnings("ignore", "Using `(assume|reject)` outside")  # the parent does
+    # hypothesis runs only in the parent process, which handles assume() and reject().
+    warnings.filterwarnings("ignore", "Using `(assume|reject)` outside")
     with contextlib.ExitStack() as stack:
         if folder is not None:
             stack.enter_context(_own_output(Path(folder) / os.environ["RANK"]))

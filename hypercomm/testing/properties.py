@@ -1,4 +1,4 @@
-"""Checks that compare sharded layers with dense layers, and the random numbers of ranks.
+"""Checks that compare sharded layers with dense layers, and random numbers between ranks.
 
 Every rank of the grid must call these functions, in a test marked `@pytest.mark.ranks(4)` or in a
 function for `run_ranks`. If a check fails on one rank, all ranks raise.
@@ -33,7 +33,7 @@ class PropertyError(AssertionError):
     Attributes:
         causes: The cause of each difference. The keys are pairs of rank and tensor, such as
             `(1, "output")` or `(1, "gradient of weight")`. A cause is a mistake that leads to
-            exactly these values, or "" if no known mistake does.
+            exactly these values, or "" if no known mistake leads to them.
     """
 
     def __init__(self, text: str, causes: Mapping[tuple[int, str], str]) -> None:
@@ -61,27 +61,27 @@ def layer(
 ) -> None:
     """Check that a sharded layer computes the same output and gradients as a dense layer.
 
-    All ranks draw the same whole tensors. Each rank passes its part of a tensor that is cut along
-    `dim`, and passes any other tensor whole. Ranks with the same coordinates along `dim` pass equal
-    tensors. The backward pass starts with the rank's part of a random gradient of the output. Each
-    gradient must equal the rank's part of the dense gradient, or the whole dense gradient if the
-    tensor is not cut.
+    All ranks draw the same full tensors. If a tensor is split along `dim`, each rank passes its
+    part to the layer. Any other tensor is passed unsharded. Ranks with the same coordinates along
+    `dim` pass equal tensors. The backward pass starts with the rank's part of a random gradient of
+    the output. Each gradient must equal the rank's part of the dense gradient, or the full dense
+    gradient if the tensor is not split.
 
     Args:
         grid: The grid.
-        dim: The dims along which tensors are cut.
-        sharded: A function that is called with the rank's parts, in the order of `tensors`. It
-            returns the rank's part of the output, or a tuple whose first item is this part. If it
-            is a module, each tensor with the name of a parameter is written into that parameter,
-            and the module is called with the other tensors. Parameters and outputs may be DTensors,
-            as with `parallelize_module`.
-        dense: A function that is called with the whole tensors, under the same rules. If it is a
-            module, its parameters are drawn after `tensors`.
+        dim: The dims along which tensors are split.
+        sharded: A function that is called with the rank's parts, in the order of `tensors`. The
+            function returns the rank's part of the output, or a tuple whose first item is this
+            part. If `sharded` is a module, each tensor with the name of a parameter is written into
+            that parameter, and the module is called with the other tensors. Parameters and outputs
+            may be DTensors, as with `parallelize_module`.
+        dense: A function that is called with the full tensors, under the same rules. If `dense` is
+            a module, its parameters are drawn after `tensors`.
         tensors: For each name, a tensor that is the same on all ranks, or the shape of a tensor to
             draw from a normal distribution.
-        cuts: The axis along which each tensor is cut, by name. The name of the output is "output".
-            If an axis is given for an output without axes, such as a loss, each rank computes only
-            a share of this output, and the output is not compared.
+        cuts: The axis along which each tensor is split, by name. The name of the output is
+            "output". If an axis is given for an output without axes, such as a loss, each rank
+            computes only a share of this output, and the output is not compared.
         finish: A function that is called after the backward pass, to complete the gradients of a
             sharded module. For example, the function sums the gradients of replicated parameters.
         zigzag: Whether each position along `dim` has two chunks. Position `i` has the chunks `i`
@@ -133,7 +133,8 @@ def layer(
     unknown = cuts.keys() - {*wholes, "output"}
     if unknown:
         raise LayoutError(
-            f"cuts names {sorted(unknown)}, but the tensors are {[*wholes]} and output"
+            f"cuts= contains unknown names {sorted(unknown)}; the tensors are {[*wholes]} and "
+            f"'output'"
         )
     leaves, expected = _call(dense, wholes)
     start = drawn(expected.shape)
@@ -166,23 +167,24 @@ def linear(
 
     Args:
         grid: The grid.
-        dim: The dims along which the weight is cut, such as "tp".
+        dim: The dims along which the weight is split, such as "tp".
         sharded: A function that is called with the rank's parts of input, weight and bias, or a
             module with the parameters `weight` and `bias`, which is called with the input. The
             input has three axes, and the last one is in_features.
-        cut: "column" if out_features are cut, in the weight, the bias and the output. "row" if
-            in_features are cut, in the weight and the input.
-        features: in_features and out_features of the whole layer. Default: 4 and 6, times the size
+        cut: "column" if the out_features of the weight, the bias and the output are split. "row" if
+            the in_features of the weight and the input are split.
+        features: in_features and out_features of the full layer. Default: 4 and 6, times the size
             of `dim`.
         bias: Whether there is a bias.
-        sequence: The axis of tokens, 0 or 1, that sequence parallelism cuts in the input of a
-            "column" layer, or in the output of a "row" layer. Default: tokens are not cut.
+        sequence: The token axis, 0 or 1, that sequence parallelism splits in the input of a
+            "column" layer, or in the output of a "row" layer. Default: tokens are not split.
         options: Options of `layer`: `finish`, `zigzag`, `dtype`, `device`, `rtol` and `atol`.
 
     Raises:
         PropertyError: A rank has wrong values. The error is an AssertionError.
         LayoutError: `cut` is unknown, or the shape of a parameter is wrong, as in `layer`.
-        UnknownDimError, RankOutsideError: As in `layer`.
+        UnknownDimError: The grid has no such dim.
+        RankOutsideError: The calling rank is not in the grid.
 
     Example:
         >>> import torch
@@ -221,22 +223,23 @@ def attention(
 ) -> None:
     """Check that context-parallel attention equals `scaled_dot_product_attention`.
 
-    Queries, keys, values and the output have the shape (batch, heads, tokens, width). The tokens
-    of all four are cut.
+    Queries, keys, values and the output have the shape (batch, heads, tokens, width). All four
+    tensors are split along the tokens.
 
     Args:
         grid: The grid.
-        dim: The dims along which tokens are cut, such as "cp".
+        dim: The dims along which tokens are split, such as "cp".
         sharded: A function that returns the rank's output, given the rank's queries, keys and
             values.
         causal: Whether a token attends only to itself and to earlier tokens.
-        shape: The shape of the whole tensors. Default: (2, 2 * size, 4 * size, 8) with the size of
+        shape: The shape of the full tensors. Default: (2, 2 * size, 4 * size, 8) with the size of
             `dim`.
         options: Options of `layer`, such as `zigzag`.
 
     Raises:
         PropertyError: A rank has wrong values. The error is an AssertionError.
-        UnknownDimError, RankOutsideError: As in `layer`.
+        UnknownDimError: The grid has no such dim.
+        RankOutsideError: The calling rank is not in the grid.
 
     Example:
         In DeepSpeed's Ulysses, ranks exchange tokens for heads before attention, and back after it.
@@ -280,15 +283,15 @@ def loss(
 
     Args:
         grid: The grid.
-        dim: The dims along which the logits are cut.
+        dim: The dims along which the logits are split.
         sharded: A function that returns the loss, given the rank's logits of shape
             (tokens, vocabulary) and the targets.
         cut: With "vocabulary", each rank has all targets, and returns the dense loss. With
-            "tokens", each rank has the targets of its tokens. The rank may return its share of
-            the loss or the whole loss, so a loss without axes is not compared, only its gradients.
-            If gradients are averaged along `dim` afterwards, as by DistributedDataParallel and
-            FSDP, divide the loss by the size of `dim` in `sharded`.
-        dense: The loss of all logits and targets.
+            "tokens", each rank has the targets of its tokens, and returns its share of the loss or
+            the full loss. Therefore, only the gradients of a loss without axes are compared. If
+            gradients are averaged along `dim` afterwards, as by DistributedDataParallel and FSDP,
+            divide the loss by the size of `dim` in `sharded`.
+        dense: A function that returns the loss of all logits and targets.
         shape: The numbers of tokens and of words in the vocabulary. Default: 4 and 5, times the
             size of `dim`.
         padded: Whether every third target is -100, which a loss ignores. As a result, the
@@ -298,7 +301,8 @@ def loss(
     Raises:
         PropertyError: A rank has wrong values. The error is an AssertionError.
         LayoutError: `cut` is unknown.
-        UnknownDimError, RankOutsideError: As in `layer`.
+        UnknownDimError: The grid has no such dim.
+        RankOutsideError: The calling rank is not in the grid.
 
     Example:
         Each rank has the mean over its tokens, and its gradients are averaged afterwards.
@@ -334,7 +338,7 @@ def random_state(grid: GridView, draw: Callable[[], Any], same: Dims = ()) -> No
             `lambda: dropout(torch.ones(64))`. The tensor must be so long that two random states do
             not lead to equal numbers by chance.
         same: The dims along which ranks must draw equal numbers, such as "tp" for the dropout of an
-            activation that is not cut. Ranks that differ in any other dim must draw different
+            activation that is not split. Ranks that differ in any other dim must draw different
             numbers.
 
     Raises:
@@ -374,12 +378,12 @@ def random_state(grid: GridView, draw: Callable[[], Any], same: Dims = ()) -> No
 
 @attrs.frozen
 class _Comparison:
-    """Compares the tensors of each rank with the parts of dense tensors that it should have.
+    """Compares the tensors of each rank with the rank's parts of the dense tensors.
 
     Attributes:
         grid: The grid.
-        dim: The dims along which tensors are cut.
-        cuts: The axis along which each tensor is cut, by name.
+        dim: The dims along which tensors are split.
+        cuts: The axis along which each tensor is split, by name.
         zigzag: Whether each position has two chunks, as in `layer`.
         tolerance: `rtol` and `atol`.
     """
@@ -391,7 +395,7 @@ class _Comparison:
     tolerance: Mapping[str, Any]
 
     def part(self, name: str, whole: Tensor, at: int) -> Tensor:
-        """Return the part of a whole tensor for a position along the dims."""
+        """Return the part of a full tensor for a position along the dims."""
         axis = self.cuts.get(name.removeprefix("gradient of "))
         size = self.grid[self.dim].size
         if axis is None or whole.ndim == 0:
@@ -413,11 +417,12 @@ class _Comparison:
         """Raise on all ranks if any rank's tensor differs from the part that it should have.
 
         Args:
-            wholes: The whole tensors, by name.
+            wholes: The full tensors, by name.
             own: This rank's tensors, by name.
         """
+        # clone() waits until a functional collective has ended.
         waited = {name: each.detach().clone().cpu() for name, each in own.items()}
-        found = _gather(self.grid, waited)  # a clone waits for a functional collective
+        found = _gather(self.grid, waited)
         texts = []
         causes = {}
         for (name, whole), rank in itertools.product(wholes.items(), found):
@@ -437,7 +442,7 @@ class _Comparison:
             raise PropertyError("\n\n".join(texts), causes)
 
     def cause(self, group: list[Tensor], parts: list[Tensor], at: int) -> str:
-        """Return a mistake that leads to exactly the tensor of a rank, or "" if none is known.
+        """Return a mistake that leads to exactly the tensor of a rank, or "" if no mistake does.
 
         Args:
             group: The tensor of each member of the rank's group.
@@ -468,7 +473,8 @@ def _local(tensor: Any) -> Tensor:
 def _call(function: Function, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
     """Call a function with tensors.
 
-    If it is a module, tensors with the names of parameters are copied into the parameters.
+    If the function is a module, tensors with the names of parameters are copied into the
+    parameters.
 
     Returns:
         The leaves of autograd by name, and the output.

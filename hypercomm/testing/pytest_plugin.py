@@ -1,4 +1,6 @@
-"""The pytest plugin: the marker `ranks`, its options, and fixtures.
+"""The pytest plugin with the marker `ranks`, its options, and fixtures.
+
+The following test runs on 2 real ranks, and then on 4 real ranks:
 
     @pytest.mark.ranks(2, 4)
     def test_sum(ranks):
@@ -6,8 +8,8 @@
         dist.all_reduce(total)
         assert total.item() == ranks
 
-runs on 2 real ranks, then on 4. Every pytest run in an environment with hypercomm loads this file,
-so it imports only pytest. It imports `on_ranks` when a test needs ranks.
+Every pytest run in an environment with hypercomm loads this file, so the file imports only pytest.
+It imports `on_ranks` when a test needs ranks.
 """
 
 from __future__ import annotations
@@ -152,7 +154,7 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, An
     """Show the traceback of a rank without the traceback of the process that waited for it."""
     report = yield
     error = None if call.excinfo is None else call.excinfo.value
-    if report.failed and type(error).__name__ == "BodyFailedError":  # imported only if needed
+    if report.failed and type(error).__name__ == "BodyFailedError":  # avoids an import
         report.longrepr = "\n".join([str(error), *getattr(error, "__notes__", ())])
     return report
 
@@ -162,7 +164,7 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, An
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest) -> int:
-    """The number of ranks of a test marked `@pytest.mark.ranks(2, 4)`."""
+    """Return the number of ranks of a test that is marked `@pytest.mark.ranks(2, 4)`."""
     size: int | None = getattr(request, "param", None)
     if size is None:
         pytest.fail(
@@ -175,7 +177,7 @@ def ranks(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def run_ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
-    """`hypercomm.run_ranks`, but with `--ranks-max`, and each rank's output in the report."""
+    """Return `run_ranks` with the limit `--ranks-max`. The report shows each rank's output."""
 
     def run(
         function: Callable[..., Any], nprocs: int, args: Sequence[Any] = (), **options: Any

@@ -66,7 +66,7 @@ class Collective(NamedTuple):
             the number of objects.
         dtype: The dtype of the tensors, "objects" for pickled objects, or "" for a barrier.
         reduction: The reduction, such as "sum", or "".
-        peer: The root, or the other rank of a send or receive, as a rank of the job. Else None.
+        peer: The root, or the other rank of a send or receive, as a rank of the job, or None.
         tag: The tag of a send or receive.
         place: The path and line of the call.
     """
@@ -99,13 +99,13 @@ class Collective(NamedTuple):
         return f"{self.op}{of}{how}{peer}{tag}{self._at}"
 
 
-# A step of a rank: (False, call) if the rank starts a call, (True, call) if it waits until the call
-# has ended.
+# A step of a rank is (False, call) if the rank starts a call, and (True, call) if the rank waits
+# until the call has ended.
 Step = tuple[bool, LoggedCall]
 
 
 class Book:
-    """The steps of each rank, and the values that ranks post for ranks that run later.
+    """Records the steps of each rank, and the values that a rank posts for later ranks.
 
     Args:
         simulated: The ranks that are simulated.
@@ -141,7 +141,7 @@ class Book:
         self.steps += [(False, call), (True, call)]
 
     def call(self, made: Collective, channel: str = "") -> LoggedCall:
-        """Record a call and its source line. `channel` is as in `LoggedCall`."""
+        """Record a call and its source line. `channel` has the same meaning as in `LoggedCall`."""
         place, objects = _caller()
         self.has_objects = objects is not None
         if objects is not None and objects is self._objects:
@@ -175,7 +175,7 @@ class Book:
     def post(self, lane: tuple[str, str], value: Any) -> None:
         """Store a value. In each lane, the n-th `take` of another rank returns the n-th value.
 
-        A lane is the name of a group, and the route of a message or "".
+        A lane is a pair: the name of a group, and the route of a message or "" for a collective.
         """
         self._turns[lane] += 1
         self._values[lane, self._turns[lane]] = value

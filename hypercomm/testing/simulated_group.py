@@ -57,7 +57,7 @@ class SimulatedGroup:
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The CPU, if the backend runs on it. `monitored_barrier` needs this from torch 2.15 on.
+        """The CPU, if the backend supports it. `monitored_barrier` reads this from torch 2.15 on.
 
         Accelerators are never included, because torch would move the bytes of objects to them.
         """
@@ -88,7 +88,7 @@ class SimulatedWork(Work):
     Args:
         steps: The steps of the rank that made the calls.
         calls: The calls.
-        results: The outputs.
+        results: The output tensors of the calls.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class RecordingGroup(SimulatedGroup):
         return work
 
     def _parts(self, op: str, wholes: Any, parts: Any) -> tuple[list[Any], list[torch.Tensor]]:
-        """Return the slots of each whole tensor, and the tensors to record.
+        """Return the slots of each full tensor, and the tensors to record.
 
         The part is recorded instead of the slots if all slots have the shape of the part.
         """
@@ -212,7 +212,7 @@ class RecordingGroup(SimulatedGroup):
         for tensor, sizes in ((output, takes), (own, gives)):
             if len(tensor) != (sum(sizes) or len(tensor) // self._size * self._size):
                 raise SimulationError(
-                    f"all_to_all_single cannot cut {len(tensor)} rows into {sizes}"
+                    f"all_to_all_single cannot split {len(tensor)} rows into {sizes}"
                 )
         is_even = not takes and not gives
         work = self._call("all_to_all_single", own, [own.shape[not is_even :]], [output])

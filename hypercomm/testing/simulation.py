@@ -39,8 +39,8 @@ class Disagreement:
 
     Attributes:
         group: The process group, as the lowest rank in `calls` creates it.
-        number: 1 for the first collective of this group, or for the first message from one rank to
-            another in this group, and so on. 0 for the creation of the group.
+        number: The index of the collective in this group, or of the message between two ranks in
+            this group, counted from 1. 0 for the creation of the group.
         calls: The calls by rank. For a creation, the group that each rank creates.
         absent: The reason why each other member is missing, by rank.
         differs: The difference between the calls, or "" if they are equal.
@@ -78,8 +78,8 @@ class Simulation(Generic[Result]):
         returned: The return values of the function, by simulated rank.
         creations: The process groups that each rank would create as a member, in order.
         collectives: The collectives, sends and receives that each rank called, in order.
-        disagreements: The creations, collectives, sends and receives that differ or never end, with
-            the ranks that wait and the ranks that are missing.
+        disagreements: The group creations, collectives, sends and receives that differ or never
+            end, with the ranks that wait and the ranks that are missing.
     """
 
     world_size: int
@@ -139,8 +139,8 @@ def simulate(
     Megatron and ezpz (`hypercomm.compat`) is empty at the start of each rank. Other global
     variables are shared. Other threads see the simulated job, too.
 
-    All collectives, sends and receives are recorded and return immediately. They have these
-    results, which never depend on ranks that run later:
+    All collectives, sends and receives are recorded and return immediately. Their results, which
+    never depend on ranks that run later, are:
 
     - all_reduce, reduce: the tensor is unchanged.
     - all_gather, gather: every slot has this rank's values.
@@ -148,15 +148,16 @@ def simulate(
     - all_to_all: the output is this rank's input, if the shapes are equal.
     - broadcast, scatter, recv: the tensor has the values of the root or sender if that rank ran
       before. Otherwise it is unchanged.
-    - Collectives of objects do the same with copies. An object of a rank that runs later is None.
+    - Collectives of objects work like these collectives, with copies of the objects. An object of
+      a rank that runs later is None.
 
     Then the calls of the ranks are compared. The members of a group must make the same calls in the
-    same order, with equal op, shapes, dtype, reduction and root. TORCH_DISTRIBUTED_DEBUG=DETAIL
-    checks the same. The parts of an all-to-all may differ, because they often depend on received
-    values. A rank waits in a collective for all members, and in a receive for the send.
-    With `async_op=True`, it waits in `wait()` of the work. A send does not wait. Sends and receives
-    are matched by tag, although NCCL ignores tags. Only the first difference of each group is
-    reported. Functional collectives (DTensor) and code that passes a group to C++
+    same order, with equal op, shapes, dtype, reduction and root. torch makes the same checks with
+    TORCH_DISTRIBUTED_DEBUG=DETAIL. The parts of an all-to-all may differ, because they often depend
+    on received values. A rank waits in a collective for all members, and in a receive for the send.
+    With `async_op=True`, the rank waits in `wait()` of the work. A send does not wait. Sends and
+    receives are matched by tag, although NCCL ignores tags. Only the first difference of each group
+    is reported. Functional collectives (DTensor) and code that passes a group to C++
     (DistributedDataParallel) cannot be simulated.
 
     Args:
@@ -169,10 +170,10 @@ def simulate(
         timeout: The timeout of WORLD.
 
     Returns:
-        The return values, creations and calls of each rank, and the disagreements: groups with
-        different backends, timeouts or descriptions, groups that a member does not create,
-        collectives that differ or that a member does not call, messages without a send or receive,
-        and calls in orders that wait for each other.
+        The return values, group creations and calls of each rank, and the disagreements. The
+        disagreements are groups with different backends, timeouts or descriptions, groups that a
+        member does not create, collectives that differ or that a member does not call, messages
+        without a send or receive, and calls that wait for each other.
 
     Raises:
         RankFailedError: The function raised. The error contains the rank and the traceback.
@@ -274,17 +275,17 @@ Point = tuple[LoggedGroup, str, int]
 def judge(programs: Programs) -> tuple[Disagreement, ...]:
     """Find the calls that differ, and the calls that never end.
 
-    A rank waits in a creation and in a collective until all members have called it, and in a
-    receive until the message is sent. It waits for an asynchronous call in `wait()` of its work. A
-    send never waits. Once calls of a group differ, no rank is assumed to wait in that group,
-    because later differences are consequences.
+    A rank waits in a group creation or a collective until all members have called it, and in a
+    receive until the message is sent. A rank waits for an asynchronous call in `wait()` of its
+    work. A send never waits. Once calls of a group differ, no rank is assumed to wait in that
+    group, because later differences are consequences.
 
     Args:
         programs: The steps of each simulated rank. Other ranks are assumed to make the right calls.
 
     Returns:
-        The differences, then the waits. Among the waits, those for a call that a member never makes
-        are first.
+        The differences, followed by the waits. Waits for a call that a member never makes precede
+        the other waits.
     """
     known = {None, *programs}  # messages from and to ranks that are not simulated are ignored
     steps = {}
@@ -310,7 +311,7 @@ def _evidence(steps: Programs) -> Evidence:
 
 
 def _other_end(call: LoggedCall) -> Point:
-    """Return the point of the matching send or receive, or the same point for a collective."""
+    """Return the point of the matching send or receive, or a collective's own point."""
     way, _, route = call.channel.partition(" ")
     other = f"{ANSWERS[way]} {route}" if way in ANSWERS else call.channel
     return call.group, other, call.number

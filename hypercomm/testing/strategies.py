@@ -231,7 +231,7 @@ def views_of(
 
     Raises:
         InvalidArgument: There are too few names, or a name is also a shared dim.
-        LayoutError: The names are not a sequence of names.
+        LayoutError: `dim_names` is not a sequence of names.
         UnknownDimError: A shared dim is not a dim of the layout.
 
     Example:
@@ -273,7 +273,7 @@ def views_of(
 
 @st.composite
 def _factors(draw: st.DrawFn, number: int, more: int) -> list[int]:
-    """Factorise a number into at most 1 + `more` factors, all larger than 1 except for number 1."""
+    """Factorise a number into at most 1 + `more` factors larger than 1. Factorise 1 into [1]."""
     factors: list[int] = []
     for _ in range(draw(st.integers(0, more))):
         fitting = sorted(size for size in divisors(number) if 1 < size < number)
@@ -298,10 +298,11 @@ def mappings(
 
     Args:
         draw: Supplied by hypothesis.
-        dim_names: The dims of both layouts. They have the default roles of `RankMapping`: "cp" cuts
-            the sequence, "pp" is the pipeline, and others replicate.
-        along: The dim that splits the batch. Both layouts have this dim. If it is None, the mapping
-            is for a weight with two axes, and `shardings` draws the dims that cut them.
+        dim_names: The dims of both layouts. These dims have the default roles of `RankMapping`:
+            "cp" splits the sequence, "pp" is the pipeline, and other dims replicate.
+        along: The dim that splits the batch. Both layouts have this dim. If `along` is None, the
+            mapping is for a weight with two axes, and `shardings` draws the dims that split these
+            axes.
         max_size: The largest size of a dim.
         max_ranks: The largest number of ranks of each layout.
         beside: If True, the target's ranks follow the source's ranks. If False, both layouts
@@ -345,14 +346,14 @@ def mappings(
 def shardings(
     shape: Sequence[int], *, dim_names: Sequence[str] = ("tp", "cp", "dp")
 ) -> st.SearchStrategy[dict[str, int]]:
-    """Draw the dims that cut a tensor, and the axis of each dim, for `RankMapping(shards=)`.
+    """Draw the dims that split a tensor, and the axis of each dim, for `RankMapping(shards=)`.
 
-    Each dim cuts one axis or none. If several dims cut an axis, the outermost is drawn first.
-    Examples shrink to no cut.
+    Each dim splits one axis or none. If several dims split an axis, the outermost dim is drawn
+    first. Examples shrink towards an empty dict.
 
     Args:
-        shape: The shape of the tensor. An axis of length 0 is not cut.
-        dim_names: The dims that may cut the tensor.
+        shape: The shape of the tensor. An axis of length 0 is not split.
+        dim_names: The dims that may split the tensor.
 
     Returns:
         A strategy for dicts from dims to axes.

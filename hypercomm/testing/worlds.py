@@ -189,8 +189,8 @@ def fake_world(
     Args:
         world_size: The number of ranks of the job, at most 2**24.
         rank: The rank of this process.
-        parts: If the job consists of joined jobs, as in `join_world`: the number of ranks of each
-            of these parts, by name.
+        parts: The number of ranks of each part, by name, if the job consists of joined jobs, as in
+            `join_world`.
         timeout: The timeout of the job. Default: torch's.
 
     Yields:
@@ -222,7 +222,7 @@ def fake_world(
     as_int(rank, "rank", 0, world_size - 1)
     if parts is not None and sum(parts.values()) != world_size:
         raise LayoutError(
-            f"parts {short_repr(parts)} have {sum(parts.values())} ranks, but world_size is "
+            f"parts={short_repr(parts)} contains {sum(parts.values())} ranks, but world_size is "
             f"{world_size}"
         )
     if dist.is_initialized():  # a simulated job would ignore the fake job

@@ -27,10 +27,10 @@ from hypercomm.tools.place.placing import units_of_groups
 from hypercomm.tools.place.reading import read_topology
 
 _EXAMPLE = 16
-"""The most ranks of an example group that JSON shows."""
+"""JSON shows at most this many ranks of an example group."""
 
 _MOST_RANKS = 2**24
-"""The most ranks of a layout. The groups over any dims are enumerated in less than a second."""
+"""The most ranks of a layout, chosen so that enumerating groups takes less than a second."""
 
 
 @with_files("sizes")
@@ -65,7 +65,7 @@ def plan(
     layout = _read_layout(sizes, world_size, rank_offset)
     where = machine(on)
     if where is None:
-        return  # --on live: the first rank of the job prints
+        return  # with --on live, only the first rank of the job prints
     topology = read_topology(where, layout.last_rank + 1)
     if "host" not in topology.names:
         raise LayoutError(
@@ -103,7 +103,10 @@ def plan(
 
 
 def _read_layout(text: str, world_size: int | None, rank_offset: int) -> RankLayout:
-    """Read sizes. Without a world size, an unspecified size is inferred from a launcher's job."""
+    """Return the layout with the given sizes.
+
+    Without a world size, a size of -1 is inferred from the number of ranks of a launcher's job.
+    """
     room = "" if world_size is None else f"--world-size is {world_size}"
     if world_size is None and UNSPECIFIED in parse_sizes(text).values():
         job = find_number("WORLD_SIZE", os.environ)
@@ -118,7 +121,7 @@ def _read_layout(text: str, world_size: int | None, rank_offset: int) -> RankLay
 
 
 def _hosts_of(layout: RankLayout, hosts: NDArray[np.int64]) -> dict[str, Any]:
-    """Return the number of hosts, and the fewest and the most ranks of the layout on one host.
+    """Return the number of hosts, and the smallest and largest number of ranks on a host.
 
     >>> _hosts_of(RankLayout("tp=3", rank_offset=1), np.array([0, 0, 1, 1]))
     {'hosts': 2, 'ranks_per_host': (1, 2)}

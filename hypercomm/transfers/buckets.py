@@ -1,6 +1,7 @@
-"""The plan of a state transfer: segments of parameters in buckets of bounded size.
+"""Plans a state transfer as segments of parameters in buckets of bounded size.
 
-Every rank computes the plan from the descriptions of all ranks, so all ranks have the same plan.
+Every rank computes the plan from the descriptions of all ranks, so all ranks have the same plan. A
+box is a block of a parameter, given as a range of indices along each axis.
 """
 
 from __future__ import annotations
@@ -39,8 +40,7 @@ class Segment:
             this is the name of one of its parts.
         dtype: The type of the sent elements.
         source: The rank that sends.
-        target: The rank that receives. If this is also the rank that sends, the segment
-            is copied.
+        target: The rank that receives. If the same rank sends, the segment is copied.
         source_slices: The slices of the segment in the source rank's tensor.
         target_slices: The slices of the segment in the target rank's tensor.
         nbytes: The size of the segment in bytes.
@@ -59,7 +59,7 @@ class Segment:
 
     @property
     def room(self) -> int:
-        """The size of the segment in a buffer in bytes, with padding and a checksum.
+        """The number of bytes that the segment needs in a buffer, with padding and a checksum.
 
         Example:
             >>> Segment("w", "w", torch.int32, 0, 1, (), (), nbytes=20, bucket=0).room
@@ -69,7 +69,7 @@ class Segment:
 
 
 def room_for(nbytes: int) -> int:
-    """Return the size in a buffer of a segment of `nbytes` bytes."""
+    """Return the number of bytes that a segment of `nbytes` bytes needs in a buffer."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT + ALIGNMENT
 
 
@@ -94,7 +94,7 @@ class BucketPlan:
 
     @property
     def room(self) -> int:
-        """The largest sum of the bytes that the rank sends and receives in one bucket."""
+        """The largest number of bytes that the rank sends and receives together in one bucket."""
         buckets = zip(self.sends, self.receives, strict=True)
         return max((sum(one.room for one in chain(*bucket)) for bucket in buckets), default=0)
 
@@ -122,11 +122,11 @@ def plan_of(
 def segments(
     sources: Mapping[str, SourceTensor], targets: Iterable[Target], bucket_bytes: int
 ) -> Iterator[Segment]:
-    """Cut parameters into segments, and assign each to a source, a target and a bucket.
+    """Split parameters into segments, and assign each segment to a source, a target and a bucket.
 
-    Of the source ranks that have the elements of a segment, the rank that has sent the fewest bytes
-    so far sends the segment. The segments that one rank sends and receives in one bucket need at
-    most `bucket_bytes` together.
+    If several source ranks have the elements of a segment, the rank that has sent the fewest bytes
+    so far sends the segment. In one bucket, all segments that a rank sends and receives need at
+    most `bucket_bytes` bytes together.
 
     Args:
         sources: The parameters of the source, by name.
@@ -134,10 +134,10 @@ def segments(
         bucket_bytes: The size of a bucket in bytes, at least `LEAST_BUCKET`.
 
     Raises:
-        PlanMismatchError: A wanted element is not in exactly one box of the source.
+        PlanMismatchError: An element that a target rank needs is not in exactly one source box.
 
     Example:
-        Two source ranks have the same row of 2048 numbers, and each sends one half of it.
+        Two source ranks have the same row of 2048 numbers, and each rank sends one half of the row.
 
         >>> row = ((0, 2048),)
         >>> sources = {"row": SourceTensor("float32", (2048,), {row: {0: (0,), 1: (0,)}})}
@@ -146,7 +146,7 @@ def segments(
         >>> [(one.source, one.target_slices[0], one.bucket) for one in found]
         [(0, slice(0, 1024, None), 0), (1, slice(1024, 2048, None), 0)]
     """
-    # Pieces are small enough to balance the senders and to fill the buckets.
+    # Small pieces balance the bytes of the senders, and fill the buckets.
     grain = min(max(bucket_bytes // 16, 4096), bucket_bytes // 4)
     sent: Counter[int] = Counter()
     last: dict[int, tuple[int, int]] = {}  # the last bucket of each rank, and the bytes used in it
@@ -183,7 +183,7 @@ def segments(
 def _slices(box: Box, whole: Box, start: Shape) -> Slices:
     """Return the slices that select a box in a tensor.
 
-    The tensor contains the box `whole` from index `start` on, and `whole` contains `box`.
+    The box `whole` begins at index `start` of the tensor, and contains `box`.
     """
     firsts = [at - span[0] for at, span in zip(start, whole, strict=True)]
     return tuple(
@@ -192,11 +192,11 @@ def _slices(box: Box, whole: Box, start: Shape) -> Slices:
 
 
 Holders = dict[int, Shape]
-"""The ranks that have a box, and the index at which the box begins in the tensor of each rank."""
+"""For each rank that has a box, the index at which the box begins in the tensor of the rank."""
 
 
 class _Overlaps:
-    """Finds the boxes of the source that overlap a wanted box.
+    """Finds the boxes of the source that overlap the box that a target rank needs.
 
     Results are cached. Parameters with equal boxes use the same cached result.
     """
@@ -207,7 +207,7 @@ class _Overlaps:
         self._found: dict[tuple[tuple[Box, ...], Box], list[tuple[Box, Box]]] = {}
 
     def of(self, wanted: Wanted) -> Iterator[tuple[Holders, Box, Box]]:
-        """Yield the holders of each overlapping box, the box, and the overlap."""
+        """Yield each overlapping box with its holders and the overlap: (holders, box, overlap)."""
         key = self._boxes[wanted.source], wanted.box
         if key not in self._found:
             self._found[key] = [
@@ -232,7 +232,7 @@ def _common(one: Box, other: Box) -> Box | None:
 def _pieces(
     overlaps: _Overlaps, wanted: Iterable[Wanted], itemsize: int, grain: int
 ) -> Iterator[tuple[Wanted, Holders, Box, Box]]:
-    """Yield pieces of wanted boxes.
+    """Yield pieces of the boxes that target ranks need.
 
     An item consists of the wanted box, the holders of a source box that overlaps the wanted box,
     the source box, and a piece of the overlap. A piece that is sent has at most `grain` bytes.
@@ -249,7 +249,7 @@ def _pieces(
 
 
 def split(lengths: tuple[int, ...], most: int) -> Iterator[Extent]:
-    """Cut a box into boxes of similar size and at most `most` elements, in memory order.
+    """Split a box into boxes of similar size with at most `most` elements, in memory order.
 
     Example:
         >>> list(split((2, 5), most=3))

@@ -1,4 +1,4 @@
-"""The communication of transfers: the agreement, the exchange of descriptions, and messages."""
+"""Communicates for transfers: agrees on a transfer, gathers descriptions, and posts messages."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def consent(
     Args:
         world: The world of the ranks in the mapping.
         mapping: The mapping of the transfer.
-        tensor: A description of the data that is identical on all ranks.
+        tensor: A description of the data. All ranks must pass the same description.
         refusal: The error that keeps this rank from taking part. The other ranks raise a
             CreationError with the text of this error, and this rank does not wait.
         entries: Further descriptions that must be equal on all ranks.
-        effect: A clause that says what a failure means for the data. The error begins with it.
+        effect: The consequence of a failure for the data. The error begins with this text.
 
     Returns:
         An interrupt that this rank received while it waited, or None. All ranks continue with the
@@ -117,8 +117,8 @@ def gather(
 ) -> dict[int, bytes]:
     """Gather a block from every rank of a transfer on every rank of the transfer.
 
-    For n ranks, there are ceil(log2(n)) rounds. In each round, a rank sends the blocks that it has
-    to one rank, and receives as many blocks from another rank.
+    For n ranks, there are ceil(log2(n)) rounds. In each round, a rank sends all known blocks to one
+    rank, and receives as many blocks from another rank.
 
     Args:
         world: The world of the ranks in the mapping.

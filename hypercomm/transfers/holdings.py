@@ -1,8 +1,9 @@
-"""Computes the part of each parameter that each rank has, as boxes of the whole tensor.
+"""Computes which part of each parameter each rank has, as boxes of the full tensor.
 
-Each rank describes its tensors. A plain tensor is one shard along each axis that is cut. The
-indices of a DTensor's part follow from its mesh and placements. All ranks exchange their
-descriptions, and compute the same boxes from them.
+A box is a block of a tensor, given as a range of indices along each axis. Each rank describes its
+tensors. A plain tensor is one shard along each axis that is split. The mesh and the placements of a
+DTensor determine the indices of the rank's part. All ranks exchange their descriptions, and compute
+the same boxes from the descriptions.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from hypercomm.transfers.mapping import RankMapping, chunk_sizes, resolve_axes
 Shape = tuple[int, ...]
 
 Span = tuple[int, int]
-"""The first index along an axis, and the index after the last."""
+"""The first index along an axis, and the index after the last index."""
 
 Box = tuple[Span, ...]
-"""A span along each axis of a whole tensor."""
+"""A span along each axis of a full tensor."""
 
 
 class Fused(NamedTuple):
@@ -35,11 +36,11 @@ class Fused(NamedTuple):
 
     Attributes:
         parts: The names of the parts, or patterns of names, in the order in which the parts are
-            concatenated. The first "*" in such a pattern is replaced by the text that the first "*"
-            in the key of `fused=` matches, the second "*" by the second text, and so on.
+            concatenated. The n-th "*" in such a pattern is replaced by the text that the n-th "*"
+            in the key of `fused=` matches.
         heads: The number of heads of each part. Heads are not split. If a part has fewer heads
             than there are shards, several neighbouring ranks have the same head. Default: each part
-            is cut by torch.chunk's rule.
+            is split by torch.chunk's rule.
         axis: The axis along which the parts are concatenated.
 
     Example:
@@ -60,13 +61,13 @@ class Held:
         name: The name of the parameter.
         dtype: The type of its elements.
         shape: The shape of the part.
-        how: A text that says how the parameter is cut. The text is equal on all source ranks, and
-            equal on all target ranks.
-        cells: For each axis that is cut: the axis, the index of this rank's shard, and the number
+        how: A text that describes how the parameter is split. All source ranks have the same text,
+            and all target ranks have the same text.
+        cells: For each axis that is split, the axis, the index of this rank's shard, and the number
             of shards.
-        whole: The shape of the whole tensor. None for a plain tensor, whose whole shape is unknown.
-        spans: For a DTensor, the spans of the part along each axis of the whole tensor.
-        fused: The parts, their heads and the axis of a fused parameter, else None.
+        whole: The shape of the full tensor. None for a plain tensor, whose full shape is unknown.
+        spans: For a DTensor, the spans of the part along each axis of the full tensor.
+        fused: For a fused parameter, the parts, their heads and the axis. Otherwise None.
     """
 
     name: str
@@ -99,13 +100,13 @@ def _frozen(value: Any) -> Any:
 def describe_plain(
     name: str, dtype: str, shape: Shape, mapping: RankMapping, rank: int, *, is_source: bool
 ) -> Held:
-    """Describe a rank's part of a plain tensor that is cut as in `mapping`."""
+    """Describe a rank's part of a plain tensor that is split as in `mapping`."""
     sharding = mapping.before if is_source else mapping.after
     places = sharding.place_of(rank) or ()
     axes = resolve_axes(mapping.cuts, len(shape))
     every = zip(axes, places, sharding.counts, strict=True)
     cells = tuple(sorted(cell for cell in every if cell[2] > 1))
-    how = ", ".join(f"{count} shards of axis {axis}" for axis, _, count in cells) or "whole"
+    how = ", ".join(f"{count} shards of axis {axis}" for axis, _, count in cells) or "unsharded"
     return Held(name, dtype, shape, how, cells)
 
 
@@ -118,9 +119,10 @@ def describe_dtensor(
         name: The name of the parameter.
         tensor: The DTensor.
         local: The local tensor of the DTensor.
-        ranks: The ranks of the source or of the target. The mesh must be on some or all of these.
-        is_numbered: Whether the mesh and `ranks` number the ranks alike. In a joined world, a mesh
-            on torch's default process group numbers them differently.
+        ranks: The ranks of the source or of the target. The mesh must consist of some or all of
+            these ranks.
+        is_numbered: Whether the mesh uses the same rank numbers as `ranks`. In a joined world, a
+            mesh on torch's default process group uses other numbers.
 
     Raises:
         LayoutError: A placement neither shards nor replicates, the mesh has ranks outside of
@@ -129,7 +131,8 @@ def describe_dtensor(
     mesh = tensor.device_mesh
     placements = tensor.placements
     coordinate = mesh.get_coordinate()
-    members = () if coordinate is None else _members(mesh)  # only its ranks can read a slice
+    # A slice of a mesh can be read only on the ranks of the slice.
+    members = () if coordinate is None else _members(mesh)
     fits = {*members} <= {*ranks} if is_numbered else len(members) <= len(ranks)
     if coordinate is None or not fits:
         raise LayoutError(
@@ -160,10 +163,10 @@ def spans_of(
     """Return the spans that one rank of a mesh has along each axis of a tensor.
 
     Args:
-        whole: The shape of the whole tensor.
+        whole: The shape of the full tensor.
         sizes: The sizes of the mesh.
         coordinate: The coordinates of the rank in the mesh.
-        placements: The placement over each dim of the mesh.
+        placements: The placement along each dim of the mesh.
 
     Raises:
         LayoutError: A placement neither shards nor replicates.
@@ -180,10 +183,10 @@ def spans_of(
         axis = getattr(placement, "dim", None)
         if axis is None or placement.is_partial():
             raise LayoutError(
-                f"has placement {placement}; redistribute it to Replicate() or Shard() first"
+                f"has placement {placement}; first redistribute it to Replicate() or Shard()"
             )
-        # A strided shard cuts the axis into pieces, and consists of a part of each piece. FSDP2
-        # shards the TP shards in this way.
+        # A strided shard splits the axis into pieces, and consists of a part of each piece. FSDP2
+        # uses strided shards for parameters that tensor parallelism has already split.
         pieces = getattr(placement, "split_factor", 1)
         found: list[Span] = []
         for piece in range(pieces):
@@ -193,7 +196,7 @@ def spans_of(
 
 
 def _chunk(spans: Sequence[Span], count: int, at: int) -> list[Span]:
-    """Cut the indices in some spans by torch.chunk's rule, and return chunk `at` of `count`."""
+    """Split the indices in `spans` by torch.chunk's rule, and return chunk `at` of `count`."""
     sizes = chunk_sizes(sum(stop - start for start, stop in spans), [count])
     first = sum(sizes[:at])
     last = sum(sizes[: at + 1])
@@ -218,11 +221,11 @@ def assume(
 ) -> tuple[dict[int, list[Held]], dict[int, list[Held]]]:
     """Return the parts on all source ranks and on all target ranks, assuming that shards are even.
 
-    This is for a fake world, which has only one rank.
+    In a fake world, only one rank exists, so the descriptions of other ranks are not available.
 
     Args:
         held: The parts on one rank.
-        cuts: The mapping of each parameter.
+        cuts: The mapping of each parameter, by name.
 
     Raises:
         LayoutError: A parameter is a DTensor or fused, so its parts on other ranks are not known.
@@ -254,9 +257,9 @@ class SourceTensor:
 
     Attributes:
         dtype: The type of its elements.
-        whole: The shape of the whole tensor.
-        boxes: For each box: the ranks that have the box, each with the index at which the box
-            begins in the tensor of that rank.
+        whole: The shape of the full tensor.
+        boxes: The ranks that have each box. Each rank is mapped to the index at which the box
+            begins in the tensor of the rank.
     """
 
     dtype: str
@@ -271,7 +274,7 @@ class Wanted:
     Attributes:
         rank: The target rank.
         source: The name of the parameter of the source.
-        box: The box, as indices of the whole source tensor.
+        box: The box, as indices of the full source tensor.
         start: The index at which the box begins in the tensor of the target rank.
     """
 
@@ -329,7 +332,7 @@ def put_together(
             if part not in sources:
                 near = first_n([repr(known) for known in sorted(sources)], 4)
                 raise misfit(
-                    f"rank {rank} needs {part!r} for into[{name!r}], but state contains {near}"
+                    f"rank {rank} needs {part!r} for into[{name!r}], but state= contains {near}"
                 )
             _check_dtype(name, one.dtype, part, sources[part].dtype, dtype)
         used |= {*parts}
@@ -342,7 +345,7 @@ def put_together(
     unused = [repr(name) for name in sorted(sources.keys() - used)]
     if unused:
         raise misfit(
-            f"rank {min(sent)} has {first_n(unused, 4)} in state=, but no rank has it in into="
+            f"rank {min(sent)} has {first_n(unused, 4)} in state=, which no rank has in into="
         )
     return sources, targets
 
@@ -358,7 +361,7 @@ def _unfused(
         sender, some = next(iter(sent.items()))
         its = next(other for other in some if other.name == name)
         raise misfit(
-            f"the whole shape of {name!r} is {source.whole} in state= and {whole} in into=: rank "
+            f"the full shape of {name!r} is {source.whole} in state= and {whole} in into=: rank "
             f"{sender} sends a part of shape {its.shape} ({its.how}), and rank {rank} receives "
             f"a part of shape {one.shape} ({one.how})"
         )
@@ -380,7 +383,7 @@ def _check_dtype(name: str, target: str, part: str, source: str, dtype: torch.dt
 
 
 def _by_name(described: Mapping[int, Sequence[Held]], what: str) -> dict[str, dict[int, Held]]:
-    """Return the part on each rank, by parameter. Raise if names or cuts differ between ranks."""
+    """Return each rank's part of each parameter. Raise if names or shards differ between ranks."""
     found: dict[str, dict[int, Held]] = {}
     for rank, some in described.items():
         for held in some:
@@ -390,13 +393,13 @@ def _by_name(described: Mapping[int, Sequence[Held]], what: str) -> dict[str, di
         for rank in described:
             other = parts.get(rank)
             if other is None:
-                raise misfit(f"rank {first} has {name!r} in {what}, and rank {rank} does not")
+                raise misfit(f"rank {first} has {name!r} in {what}=, and rank {rank} does not")
             facts = [(h.how, h.dtype, len(h.shape), h.whole, h.fused) for h in (one, other)]
             if facts[0] != facts[1]:
                 raise misfit(
-                    f"{what}[{name!r}] is {one.dtype} of shape {one.whole or one.shape} with "
-                    f"{one.how} on rank {first}, and {other.dtype} of shape "
-                    f"{other.whole or other.shape} with {other.how} on rank {rank}"
+                    f"{what}[{name!r}] is {one.dtype} of shape {one.whole or one.shape} "
+                    f"({one.how}) on rank {first}, and {other.dtype} of shape "
+                    f"{other.whole or other.shape} ({other.how}) on rank {rank}"
                 )
     return found
 
@@ -428,7 +431,7 @@ def lengths_of(title: str, held: Mapping[int, Held]) -> list[dict[int, int]]:
             if held[other].shape[axis] != one.shape[axis]:
                 raise misfit(
                     f"{title} has shape {held[other].shape} on rank {other} and {one.shape} on "
-                    f"rank {rank}, with {one.how}"
+                    f"rank {rank} ({one.how})"
                 )
         lengths.append({shard: held[rank].shape[axis] for shard, rank in seen.items()})
     return lengths
@@ -437,7 +440,7 @@ def lengths_of(title: str, held: Mapping[int, Held]) -> list[dict[int, int]]:
 def _regions(
     held: Mapping[int, Held], lengths: Sequence[Sequence[int]]
 ) -> dict[int, list[tuple[Box, Shape]]]:
-    """Return the boxes of each rank, and the index at which each begins in that rank's tensor."""
+    """Return the boxes of each rank, and the index at which each box begins in its tensor."""
     borders = [list(pairwise(accumulate(sizes, initial=0))) for sizes in lengths]
     found = {}
     for rank, one in held.items():
@@ -477,7 +480,7 @@ def _fused(rank: int, held: Held, sources: Mapping[str, SourceTensor]) -> list[W
         if len(whole) != len(held.shape):
             raise misfit(
                 f"into[{held.name!r}] has shape {held.shape}, but its part {part!r} has shape "
-                f"{whole} with another number of axes"
+                f"{whole}, with another number of axes"
             )
         box = [_cut_evenly(length, held.cells, at) for at, length in enumerate(whole)]
         box[axis] = _heads_of(part, whole[axis], number, shard, count)
@@ -494,8 +497,8 @@ def _fused(rank: int, held: Held, sources: Mapping[str, SourceTensor]) -> list[W
     if tuple(due) != held.shape or not is_even:
         raise misfit(
             f"into[{held.name!r}] has shape {held.shape} on rank {rank}, but this rank's shards of "
-            f"its parts {list(parts)} have shapes {each}, which are concatenated along axis "
-            f"{axis}; the whole parts have shapes {[sources[part].whole for part in parts]}"
+            f"its parts {list(parts)} have shapes {each}, and are concatenated along axis {axis}; "
+            f"the full parts have shapes {[sources[part].whole for part in parts]}"
         )
     return [one for one in wanted if size_of(one.box)]
 
@@ -509,9 +512,10 @@ def _cut_evenly(length: int, cells: Sequence[tuple[int, int, int]], axis: int) -
 
 
 def _heads_of(part: str, length: int, heads: int, shard: int, count: int) -> Span:
-    """Return the span of a shard in a part: whole heads, or one head that several shards have.
+    """Return the span of a shard in a part. A head is never split.
 
-    With `heads` 0, the part is cut by torch.chunk's rule.
+    If there are more shards than heads, several shards have the same head. With `heads` 0, the part
+    is split by torch.chunk's rule.
 
     >>> _heads_of("q", 64, 8, 1, 4), _heads_of("k", 16, 2, 1, 4), _heads_of("up", 10, 0, 3, 4)
     ((16, 32), (0, 8), (9, 10))
@@ -521,8 +525,8 @@ def _heads_of(part: str, length: int, heads: int, shard: int, count: int) -> Spa
     if length % heads or (heads % count and count % heads):
         raise misfit(
             f"{part!r} has {length} rows in {heads} heads, which cannot be divided into {count} "
-            f"shards: the number of rows must be a multiple of the number of heads, and the number "
-            f"of heads must be a multiple of the number of shards, or the reverse"
+            f"shards: the number of rows must be a multiple of the number of heads, and one of the "
+            f"numbers of heads and shards must be a multiple of the other"
         )
     size = length // heads
     copies = max(1, count // heads)

@@ -1,14 +1,14 @@
-"""RankMapping: the messages that redistribute a tensor from one layout to another.
+"""Computes the messages that redistribute a tensor from one layout to another.
 
 Each rank computes its messages from the two layouts, without communication.
 
-A cell is the part of the tensor on a rank. Ranks with the same cell are its replicas. A cell of the
-source overlaps one or more cells of the target. The replicas of these target cells are the
-consumers of the source cell. The n consumers are numbered from 0 on. In this order, the replica of
-a target cell varies fastest, then the position along the last axis that is cut. A consumer that has
-the source cell copies it locally. Any other consumer k receives the cell from replica k * R // n,
-where R is the number of replicas of the source cell. With `leaders`, only the first replica of a
-cell sends or receives.
+A cell is the part of the tensor on a rank. The ranks that have the same cell are the replicas of
+the cell. A cell of the source overlaps one or more cells of the target. The replicas of these
+target cells are the consumers of the source cell. The n consumers are numbered from 0 on. In this
+numbering, the replica of a target cell varies fastest, followed by the position along the last axis
+that is split. A consumer that has the source cell copies the overlap locally. Any other consumer k
+receives the overlap from replica k * R // n, where R is the number of replicas of the source cell.
+With `leaders`, only the first replica of each cell sends or receives.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from hypercomm.layout.parsing import nearest_multiples
 from hypercomm.layout.text import first_n, short_repr
 
 Cell = tuple[int, ...]
-"""A part of a tensor: the index of its shard along each axis that is cut."""
+"""A part of a tensor, given as the index of its shard along each axis that is split."""
 
 Shards = tuple[tuple[str, int], ...]
-"""Pairs of a dim and the tensor axis that it cuts."""
+"""Pairs of a dim and the tensor axis that the dim splits."""
 
 GivenShards = Mapping[str, int] | Iterable[tuple[str, int]] | None
 
 _MAY_LACK = ("dp", "cp", "pp")
-"""The dims in the default arguments. A layout need not have them."""
+"""The dims in the default arguments of `RankMapping`. A layout need not have these dims."""
 
 Sizes = tuple[tuple[int, ...], tuple[int, ...]]
 """The lengths of the shards of an axis, at the source and at the target."""
 
 _MOST_MESSAGES = 2**20
-"""The most messages that a table lists."""
+"""The largest number of messages in a table."""
 
 
 class HasLayout(Protocol):
@@ -58,24 +58,26 @@ class HasLayout(Protocol):
 
 
 AnyLayout = RankLayout | HasLayout | str | Mapping[str, int]
-"""A layout, a grid, or sizes as text or by dim name."""
+"""A layout, a grid, or the sizes of dims as text or by name."""
 
 
-# ---- cuts, parts and messages -------------------------------------------------------------------
+# ---- split axes, parts and messages -------------------------------------------------------------
 
 
 @attrs.frozen(slots=False)
 class Cut:
-    """A tensor axis that the source and the target cut into shards.
+    """A tensor axis that the source and the target split into shards.
 
-    Lengths are in units. Without `sizes`, the shards are even, and the axis has lcm(source, target)
-    units, so every shard has a whole number of units. With `sizes`, a unit is one element.
+    Lengths are counted in units. Without `sizes`, the shards are even, and the axis has
+    lcm(source, target) units, so the length of every shard is an integer number of units. With
+    `sizes`, a unit is one element.
 
     Attributes:
-        axis: The tensor axis. -1 is the last.
-        source: The number of shards on the source.
-        target: The number of shards on the target.
-        sizes: The lengths of the shards on the source and on the target, or None if they are even.
+        axis: The tensor axis. -1 is the last axis.
+        source: The number of shards at the source.
+        target: The number of shards at the target.
+        sizes: The lengths of the shards at the source and at the target, or None if the shards are
+            even.
 
     Example:
         >>> cut = Cut(axis=0, source=2, target=3)
@@ -94,12 +96,12 @@ class Cut:
 
     @property
     def units(self) -> int:
-        """The number of units of the whole axis."""
+        """The number of units of the axis."""
         return math.lcm(self.source, self.target) if self.sizes is None else sum(self.sizes[0])
 
     @cached_property
     def borders(self) -> tuple[Sequence[int], Sequence[int]]:
-        """The borders of the shards on the source and on the target, in units."""
+        """The borders of the shards at the source and at the target, in units."""
         if self.sizes is not None:
             before, after = (tuple(accumulate(sizes, initial=0)) for sizes in self.sizes)
             return before, after
@@ -115,7 +117,7 @@ class Cut:
         return _overlapping(shard, *self.borders[::-1])
 
     def part(self, source: int, target: int) -> Part:
-        """Return the units that a shard of the source and a shard of the target share."""
+        """Return the units that a shard of the source and a shard of the target have in common."""
         here = self.borders[0][source], self.borders[0][source + 1]
         there = self.borders[1][target], self.borders[1][target + 1]
         start = max(here[0], there[0])
@@ -124,7 +126,7 @@ class Cut:
 
 
 def _overlapping(shard: int, own: Sequence[int], others: Sequence[int]) -> range:
-    """Return the other layout's shards from the first to the last that overlap a shard.
+    """Return the shards of the other layout, from the first to the last that overlaps a shard.
 
     >>> _overlapping(0, (0, 5), (0, 3, 3, 5)), _overlapping(1, (0, 3, 3, 5), (0, 5))
     (range(0, 3), range(0, 1))
@@ -135,15 +137,15 @@ def _overlapping(shard: int, own: Sequence[int], others: Sequence[int]) -> range
 
 @attrs.frozen
 class Part:
-    """Units start .. stop - 1 of a tensor axis, from a source shard to a target shard.
+    """The units of a tensor axis that a source shard and a target shard have in common.
 
     Attributes:
         axis: The tensor axis.
         start: The first unit.
-        stop: The unit after the last.
-        units: The number of units of the whole axis.
-        source: The first unit of the source shard, and the unit after its last.
-        target: The first unit of the target shard, and the unit after its last.
+        stop: The unit after the last unit.
+        units: The number of units of the axis.
+        source: The first unit of the source shard, and the unit after its last unit.
+        target: The first unit of the target shard, and the unit after its last unit.
         is_exact: Whether a unit is one element.
     """
 
@@ -160,16 +162,17 @@ class Part:
 class Message:
     """A part of a tensor that one rank sends to another.
 
-    Along an axis that is not cut, the part has the full length.
+    Along an axis that is not split, the part has the full length.
 
     Attributes:
         source: The rank that sends.
-        target: The rank that receives. It may be the rank that sends.
-        parts: The units along each axis that is cut, the batch axis first.
+        target: The rank that receives. A rank may send to itself.
+        parts: The units along each axis that is split. If the batch axis is split, it is first.
 
     Example:
-        The source cuts 12 rows into two shards, the target into three. The second source shard,
-        rows 6..11, and the second target shard, rows 4..7, share rows 6 and 7.
+        The source splits 12 rows into two shards, and the target splits them into three shards.
+        The second source shard has rows 6 to 11. The second target shard has rows 4 to 7. Both
+        shards have rows 6 and 7.
 
         >>> message = Message(5, 8, (Cut(axis=0, source=2, target=3).part(1, 1),))
         >>> message.global_slices([12, 7])
@@ -183,17 +186,17 @@ class Message:
     parts: tuple[Part, ...]
 
     def global_slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Return the slices of the message in the whole tensor.
+        """Return the slices of the message in the full tensor.
 
         Args:
-            shape: The shape of the whole tensor, in elements.
+            shape: The shape of the full tensor, in elements.
 
         Returns:
-            A slice for each axis: `tensor[message.global_slices(tensor.shape)]`.
+            A slice for each axis. `tensor[message.global_slices(tensor.shape)]` is the part.
 
         Raises:
             LayoutError: A length is not a multiple of the number of units of its axis, or the
-                mapping cuts an axis that the tensor does not have.
+                mapping splits an axis that the tensor does not have.
         """
         return self._slices(shape, [(0, part.units) for part in self.parts])
 
@@ -206,7 +209,7 @@ class Message:
         return self._slices(shape, [part.target for part in self.parts])
 
     def _slices(self, shape: Sequence[int], within: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
-        """Return the slices in a tensor that has the units `within` along each axis that is cut."""
+        """Return the slices in a tensor that has the units `within` along each split axis."""
         lengths = [as_int(one, "every length in shape", 0) for one in shape]
         slices = [slice(None)] * len(lengths)
         axes = resolve_axes(self.parts, len(lengths))
@@ -233,19 +236,19 @@ def length_of_unit(axis: int, length: int, units: int) -> int:
     """
     if length % units:
         raise LayoutError(
-            f"tensor axis {axis} has length {length}, which is not a multiple of {units} and "
-            f"cannot be cut; use {nearest_multiples(length, units)}"
+            f"tensor axis {axis} has length {length}, which cannot be split evenly, because it is "
+            f"not a multiple of {units}; use {nearest_multiples(length, units)}"
         )
     return length // units
 
 
 def chunk_sizes(length: int, counts: Iterable[int]) -> tuple[int, ...]:
-    """Cut an axis one or more times by torch.chunk's rule, and return the sizes of the shards.
+    """Split an axis one or more times by torch.chunk's rule, and return the sizes of the shards.
 
     Args:
         length: The length of the axis.
-        counts: For each cut, the number of shards into which it cuts each existing shard. The
-            outermost cut is first. The last shards may be empty.
+        counts: For each split, the number of shards into which it divides each existing shard. The
+            outermost split is first. The last shards may be empty.
 
     Example:
         >>> chunk_sizes(10, [4]), chunk_sizes(5, [2, 2]), chunk_sizes(2, [3])
@@ -261,10 +264,10 @@ def chunk_sizes(length: int, counts: Iterable[int]) -> tuple[int, ...]:
 
 
 def resolve_axes(cuts: Iterable[Cut | Part], ndim: int) -> list[int]:
-    """Return the axes that are cut as non-negative indices, for a tensor of `ndim` axes.
+    """Return the axes that are split as non-negative indices, for a tensor of `ndim` axes.
 
     Raises:
-        LayoutError: The tensor has no such axis, or one axis is cut twice.
+        LayoutError: The tensor has no such axis, or two entries refer to the same axis.
 
     Example:
         >>> resolve_axes([Cut(0, 2, 2), Cut(-1, 2, 2)], ndim=3)
@@ -274,13 +277,13 @@ def resolve_axes(cuts: Iterable[Cut | Part], ndim: int) -> list[int]:
     for cut in cuts:
         if not -ndim <= cut.axis < ndim:
             raise LayoutError(
-                f"the mapping cuts tensor axis {cut.axis}, but the tensor has {ndim} axes"
+                f"the mapping splits tensor axis {cut.axis}, but the tensor has {ndim} axes"
             )
         axis = cut.axis % ndim
         if axis in axes:
             raise LayoutError(
-                f"the mapping cuts axes {axis} and {axis - ndim}, which are one axis of a tensor "
-                f"of {ndim} axes; write the same number for both"
+                f"the mapping splits axes {axis} and {axis - ndim}, which are one axis of a tensor "
+                f"of {ndim} axes; give both dims the same number"
             )
         axes.append(axis)
     return axes
@@ -290,7 +293,7 @@ def resolve_axes(cuts: Iterable[Cut | Part], ndim: int) -> list[int]:
 
 
 def number_at(digits: Iterable[int], sizes: Iterable[int]) -> int:
-    """Return the number with these mixed-radix digits, the last digit varying fastest.
+    """Return the number with these mixed-radix digits. The last digit varies fastest.
 
     >>> number_at([1, 2], [2, 3]), digits_of(5, [2, 3])
     (5, (1, 2))
@@ -302,7 +305,7 @@ def number_at(digits: Iterable[int], sizes: Iterable[int]) -> int:
 
 
 def digits_of(number: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the mixed-radix digits of a number. The inverse of `number_at`."""
+    """Return the mixed-radix digits of a number. This is the inverse of `number_at`."""
     digits = []
     for size in reversed(sizes):
         number, digit = divmod(number, size)
@@ -313,19 +316,20 @@ def digits_of(number: int, sizes: Sequence[int]) -> tuple[int, ...]:
 class Sharding:
     """The distribution of a tensor over the ranks of one pipeline stage of a layout.
 
-    Along a dim that cuts the tensor, ranks have different shards of an axis. Along every other dim,
-    they have replicas. The replicas of a cell are in the order of the layout.
+    Along a dim that splits the tensor, ranks have different shards of an axis. Along every other
+    dim, ranks have replicas of the same part. A cell is such a part. The replicas of a cell are in
+    the order of the layout.
 
     Args:
         layout: The layout of the ranks.
-        cuts: For each tensor axis that is cut, the dims that cut it, outermost first. Dims that
-            the layout does not have count as dims of size 1.
-        stage: The coordinate of the stage along the pipeline dim. If empty, all ranks take part.
+        cuts: For each tensor axis that is split, the dims that split it, outermost first. Dims
+            that the layout does not have count as dims of size 1.
+        stage: The pipeline dim with the coordinate of the stage. If empty, all ranks take part.
         leaders: Whether only the first replica of a cell sends or receives.
 
     Attributes:
-        counts: The number of shards of each axis that is cut.
-        active: The number of replicas of a cell that send or receive.
+        counts: The number of shards of each axis that is split.
+        active: The number of replicas of each cell that send or receive.
 
     Example:
         >>> sharding = Sharding(RankLayout("tp=2,dp=2,pp=2"), [("dp",)], {"pp": 1})
@@ -365,21 +369,21 @@ class Sharding:
     def cell_of(self, rank: int) -> Cell | None:
         """Return the cell that a rank of the layout sends or receives.
 
-        Returns None outside the stage. With `leaders`, also returns None on all replicas of a cell
-        except the first.
+        Return None if the rank is not in the stage. With `leaders`, also return None for all
+        replicas of a cell except the first.
         """
         is_idle = self.replica_of(rank) >= self.active
         return None if is_idle else self.place_of(rank)
 
     def place_of(self, rank: int) -> Cell | None:
-        """Return the cell of a rank of the layout, or None outside the stage."""
+        """Return the cell of a rank of the layout, or None if the rank is not in the stage."""
         coords = self.layout.coords(rank)
         if not self.stage.items() <= coords.items():
             return None
         return tuple([self._number(dims, coords) for dims in self._axes])
 
     def chunks_of(self, lengths: Iterable[int]) -> list[tuple[int, ...]]:
-        """Return the sizes of the shards along each axis that is cut, given the axes' lengths."""
+        """Return the sizes of the shards along each split axis, given the lengths of these axes."""
         sizes = [[self._sizes[dim] for dim in dims] for dims in self._axes]
         return [chunk_sizes(*one) for one in zip(lengths, sizes, strict=True)]
 
@@ -392,7 +396,7 @@ class Sharding:
         return self.layout.rank(**coords)
 
     def replicas_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks with the cell of `rank`, including `rank`. Empty outside the stage."""
+        """Return `rank` and the other replicas of its cell, or () if it is not in the stage."""
         coords = self.layout.coords(rank)
         if not self.stage.items() <= coords.items():
             return ()
@@ -400,7 +404,7 @@ class Sharding:
         return self.layout.ranks_where(**others)
 
     def _number(self, dims: tuple[str, ...], coords: Mapping[str, int]) -> int:
-        """Return the index of coordinates along some dims, the last dim varying fastest."""
+        """Return the index of the coordinates along some dims. The last dim varies fastest."""
         return number_at([coords[dim] for dim in dims], [self._sizes[dim] for dim in dims])
 
 
@@ -411,49 +415,51 @@ class Sharding:
 class RankMapping:
     """The messages that redistribute a tensor from one layout to another.
 
-    One dim splits the batch, further dims may cut further axes, and every other dim replicates the
+    One dim splits the batch. Further dims may split further axes. Every other dim replicates the
     tensor. The last pipeline stage of the source sends the tensor to the first stage of the target.
-    Each target rank receives each element from exactly one source rank: from itself if it is a
-    source rank with this element, else from one of the source ranks with this element. The
-    messages are divided among these source ranks by number and not by size. If n target ranks need
-    a part that R source ranks have, each of the R ranks sends the part to at most ceil(n / R)
-    ranks.
+    Each target rank receives each element that it needs from exactly one source rank. A target rank
+    that is also a source rank with this element copies it. Any other target rank receives the
+    element from one of the source ranks that have it. The messages are divided among these source
+    ranks by number and not by size: if n target ranks need a part that R source ranks have, each of
+    the R ranks sends the part to at most ceil(n / R) ranks.
 
-    A mapping is a value: frozen, hashable and picklable. It needs no torch. `hypercomm.transfer`
-    moves tensors with it. The layouts may be disjoint, overlap, or have the same ranks.
+    A mapping is frozen, hashable and picklable, and does not need torch. `hypercomm.transfer` moves
+    tensors with it. The layouts may be disjoint, overlap, or have the same ranks.
 
     Args:
-        source: The layout of the ranks that have the tensor. Give a layout, a grid, or sizes as
-            text for ranks from 0 on.
+        source: The layout of the ranks that have the tensor. Pass a layout, a grid, or the sizes of
+            dims as text. With sizes, ranks start at 0.
         target: The layout of the ranks that receive the tensor, in the same forms.
         along: The dim that splits the batch. Its size in one layout must be a multiple of its size
             in the other. In a layout without this dim, the size is 1. Pass None for a tensor
             without a batch, such as a weight.
         batch_axis: The tensor axis of the batch. -1 is the last.
-        shards: Further dims that cut the tensor into contiguous blocks, and the axis that each
-            of them cuts. If several dims cut one axis, `along` is outermost, followed by the others
-            in the order given. Sizes need not divide each other. Default: if there is a batch,
-            "cp" cuts the sequence, which is axis 1, or axis 0 if the batch is axis 1.
-        pipeline: The dim of the pipeline. If it is None, or a layout does not have it, all ranks of
-            the layout take part.
+        shards: Further dims that split the tensor into contiguous blocks, and the axis that each
+            dim splits. If several dims split one axis, `along` is outermost, followed by the other
+            dims in the given order. The numbers of shards at the source and at the target need not
+            be multiples of each other. Default: if there is a batch, "cp" splits the sequence. The
+            sequence is axis 1, or axis 0 if the batch is axis 1.
+        pipeline: The dim of the pipeline. If `pipeline` is None, or a layout does not have this
+            dim, all ranks of the layout take part.
         leaders: Whether only leaders send and receive. Of the source ranks that have the same
-            elements, only the first one sends. Of the target ranks that need these elements, only
-            the first one receives. This rank then broadcasts the elements to the others.
+            elements, only the first rank sends. Of the target ranks that need these elements, only
+            the first rank receives. This rank then broadcasts the elements to the other ranks.
         backward: Whether the tensor is sent from the first stage of the source to the last stage of
-            the target, like gradients. `inverse()` makes such a mapping.
-        sizes: For each of `cuts`, the lengths of the shards at the source and at the target, as
-            `of_shape` computes them. Default: even shards of a tensor of any shape.
+            the target, like gradients. `inverse()` returns such a mapping.
+        sizes: For each axis in `cuts`, the lengths of the shards at the source and at the target,
+            as `of_shape` computes them. Default: the shards are even, and the tensor may have any
+            shape.
 
     Raises:
         LayoutError: `source` or `target` is not a layout, a dim has two roles, an axis is not an
-            int, or neither size along the batch is a multiple of the other.
+            int, or neither of the two sizes of `along` is a multiple of the other.
         UnknownDimError: An argument names a dim that neither layout has. Only "dp", "cp" and "pp"
-            may be absent. As `along`, they may be absent only if every dim larger than 1 has a
-            role, because dims without a role would replicate the tensor.
+            may be absent. If `along` is absent, every dim larger than 1 must have a role, because a
+            dim without a role would replicate the tensor.
 
     Example:
-        Ranks 0 and 1 of the source have the first half of the batch, ranks 2 and 3 the second.
-        Ranks 4 to 7 of the target need a quarter each.
+        Ranks 0 and 1 of the source have the first half of the batch, and ranks 2 and 3 have the
+        second half. Each of the ranks 4 to 7 of the target needs a quarter.
 
         >>> mapping = RankMapping(RankLayout("tp=2,dp=2"), RankLayout([4], ["dp"], 4))
         >>> print(mapping)
@@ -463,8 +469,8 @@ class RankMapping:
         >>> mapping.receives(5)[0].global_slices([12])
         (slice(3, 6, None),)
 
-        A weight is cut by tp=2 at the source and by tp=3 at the target. A rank copies the rows that
-        it already has.
+        A weight is split by tp=2 at the source and by tp=3 at the target. A rank copies the rows
+        that it already has.
 
         >>> here, there = RankLayout([2], ["tp"]), RankLayout([3], ["tp"])
         >>> weight = RankMapping(here, there, along=None, shards={"tp": 0})
@@ -482,7 +488,7 @@ class RankMapping:
     backward: bool
     sizes: tuple[Sizes, ...]
     cuts: tuple[Cut, ...] = attrs.field(init=False, eq=False)
-    """The tensor axes that are cut. If the batch axis is cut, it is first."""
+    """The tensor axes that are split. If the batch axis is split, it is first."""
     before: Sharding = attrs.field(init=False, eq=False)
     """The distribution of the tensor over the ranks of the source."""
     after: Sharding = attrs.field(init=False, eq=False)
@@ -521,8 +527,8 @@ class RankMapping:
         numbers = [*zip(before.counts, after.counts, strict=True)]
         if known and [tuple(map(len, one)) for one in known] != numbers:
             raise LayoutError(
-                f"sizes= must contain one length for each shard, for (source, target) shards "
-                f"{numbers}, got {known}"
+                f"sizes= must contain one length for each shard; the numbers of shards at the "
+                f"source and at the target are {numbers}, got {known}"
             )
         lengths: Sequence[Sizes | None] = known or [None] * len(cuts)
         made = [Cut(axis, *two, one) for axis, two, one in zip(cuts, numbers, lengths, strict=True)]
@@ -544,8 +550,8 @@ class RankMapping:
         Args:
             source: The layout of the ranks that have the tensor.
             target: The layout of the ranks that receive it.
-            shards: The dims that cut the tensor, and the axis that each of them cuts. If both
-                layouts have a dim that cuts the tensor in only one of them, such as dp with FSDP,
+            shards: The dims that split the tensor, and the axis that each dim splits. If both
+                layouts have a dim that splits the tensor in only one layout, such as dp with FSDP,
                 rename the dim in that layout: `layout.rename(dp="fsdp")`.
             at: Coordinates of the source ranks that have the tensor, such as {"pp": 1} for a weight
                 of stage 1. Default: all source ranks have the tensor.
@@ -561,7 +567,7 @@ class RankMapping:
 
     @property
     def kind(self) -> Literal["equal", "fan-in", "fan-out"]:
-        """Whether the number of shards along `along` is equal, smaller or larger at the target."""
+        """Whether the target has equally many, fewer (fan-in) or more (fan-out) batch shards."""
         before, after = (1, 1) if self.along is None else self._sizes(self.along)
         return "equal" if before == after else "fan-in" if before > after else "fan-out"
 
@@ -584,7 +590,7 @@ class RankMapping:
         for cut in self.cuts:
             if axes[cut.axis] != (self.along,):
                 words.append(f"{cut.source} -> {cut.target} on axis {cut.axis}")
-        words = words or ["whole"]
+        words = words or ["unsharded"]
         if self.leaders:
             words.append("leaders only")
         if self.backward:
@@ -622,15 +628,16 @@ class RankMapping:
     def of_shape(self, shape: Sequence[int]) -> RankMapping:
         """Return this mapping for a tensor of a given shape.
 
-        The tensor is cut by torch.chunk's rule. If several dims cut an axis, each of them cuts the
-        shards that the dim before it made. The last shards of an axis may be shorter, or empty. The
-        units of the new mapping's messages are elements.
+        The tensor is split by torch.chunk's rule. If several dims split an axis, each dim splits
+        the shards of the previous dim. The last shards of an axis may be shorter or empty. In the
+        messages of the new mapping, a unit is one element.
 
         Args:
-            shape: The shape of the whole tensor.
+            shape: The shape of the full tensor.
 
         Raises:
-            LayoutError: An axis that is cut does not exist, or a length is not an int.
+            LayoutError: The tensor does not have an axis that the mapping splits, or a length is
+                not an int.
 
         Example:
             >>> mapping = RankMapping.weights("fsdp=4", "tp=2", {"fsdp": 0, "tp": 0})
@@ -650,12 +657,14 @@ class RankMapping:
 
         Args:
             rank: A rank of the stage that sends or of the stage that receives.
-            shape: The shape of the whole tensor. Without `sizes`, it is cut by torch.chunk's rule.
+            shape: The shape of the full tensor. Without `sizes` in the mapping, the tensor is split
+                by torch.chunk's rule.
             is_source: Whether to return the shape at the source instead of the shape at the target.
 
         Raises:
-            RankOutsideError: The rank is not in that stage.
-            LayoutError: An axis that is cut does not exist.
+            RankOutsideError: The rank is not in the stage that sends, with `is_source`, or not in
+                the stage that receives, without it.
+            LayoutError: The tensor does not have an axis that the mapping splits.
         """
         exact = self if self.sizes else self.of_shape(shape)
         cell = (exact.before if is_source else exact.after).place_of(rank)
@@ -672,7 +681,7 @@ class RankMapping:
 
         Returns:
             A structured array, sorted by source and target. The fields "source" and "target" are
-            ranks. The fields "start" and "stop" are units, in one column for each of `cuts`.
+            ranks. The fields "start" and "stop" are units, with one column for each split axis.
 
         Raises:
             LayoutError: There are more than a million messages.
@@ -688,8 +697,8 @@ class RankMapping:
         count = math.prod(pairs) * self.after.active
         if count > _MOST_MESSAGES:
             raise LayoutError(
-                f"the table would have {count} messages, more than {_MOST_MESSAGES}; use sends() "
-                f"and receives() of single ranks, or give the mapping leaders=True"
+                f"the table would have {count} messages, but the limit is {_MOST_MESSAGES}; call "
+                f"sends() and receives() for single ranks, or create the mapping with leaders=True"
             )
         messages = [message for rank in self.source_ranks for message in self.sends(rank)]
         messages.sort(key=attrgetter("source", "target"))
@@ -705,7 +714,9 @@ class RankMapping:
     # ---- one rank ---------------------------------------------------------------------------
 
     def sends(self, rank: int) -> tuple[Message, ...]:
-        """Return the messages that a rank sends, sorted by target. Empty outside the sending stage.
+        """Return the messages that a rank sends, sorted by target.
+
+        The result is empty if the rank is not in the sending stage.
 
         Args:
             rank: A rank of the source.
@@ -725,7 +736,7 @@ class RankMapping:
     def receives(self, rank: int) -> tuple[Message, ...]:
         """Return the messages that a rank receives, sorted by source.
 
-        The result is empty outside the receiving stage.
+        The result is empty if the rank is not in the receiving stage.
 
         Args:
             rank: A rank of the target.
@@ -753,8 +764,8 @@ class RankMapping:
     def broadcast_siblings(self, rank: int) -> tuple[int, ...]:
         """Return the target ranks that need the same elements as `rank`, including `rank`.
 
-        The first one is the leader. With `leaders`, only the leader receives these elements. The
-        result is empty outside the receiving stage.
+        The first of these ranks is the leader. With `leaders`, only the leader receives these
+        elements. The result is empty if the rank is not in the receiving stage.
 
         Raises:
             RankOutsideError: The target does not contain `rank`.
@@ -770,8 +781,8 @@ class RankMapping:
         """Return the shape of a target rank's part, from the shape of a source rank's part.
 
         Raises:
-            LayoutError: A length cannot be cut evenly, an axis that is cut does not exist, or the
-                mapping has `sizes`.
+            LayoutError: A length cannot be split evenly, the tensor does not have an axis that the
+                mapping splits, or the mapping has `sizes`.
 
         Example:
             >>> mapping = RankMapping(RankLayout("dp=4"), RankLayout("tp=2,dp=2"))
@@ -827,7 +838,7 @@ class RankMapping:
         return Message(source, target, tuple(parts))
 
     def _check_roles(self) -> None:
-        """Raise unless each dim is known and has one role, and one batch size divides the other."""
+        """Raise unless each dim is known and has only one role, and the sizes of `along` fit."""
         given = [("along", self.along), *(("shards", dim) for dim, _ in self.shards)]
         named = [*given, ("pipeline", self.pipeline)]
         roles = roles_of([(role, dim) for role, dim in named if dim is not None])
@@ -836,17 +847,17 @@ class RankMapping:
         for dim, role in roles.items():
             may_lack = dim in _MAY_LACK and not (role == "along" and idle)
             if not may_lack and dim not in {*names[0], *names[1]}:
-                hint = "; give along=None if no dim splits a batch" if role == "along" else ""
+                hint = "; pass along=None if no dim splits a batch" if role == "along" else ""
                 raise UnknownDimError(
-                    f"{role} names dim {short_repr(dim)}, which neither layout has; the source "
-                    f"has dims {names[0]}, the target {names[1]}{hint}"
+                    f"{role}= contains dim {short_repr(dim)}, which neither layout has; the source "
+                    f"has dims {names[0]}, and the target has dims {names[1]}{hint}"
                 )
         before, after = (1, 1) if self.along is None else self._sizes(self.along)
         if before % after and after % before:
             raise LayoutError(
-                f"the batch is cut along {self.along} into {before} shards on the source and "
-                f"{after} on the target; one number must be a multiple of the other, for example "
-                f"{nearest_multiples(before, after)} on the source"
+                f"the batch is split along {self.along} into {before} shards at the source and "
+                f"{after} shards at the target; one number must be a multiple of the other, for "
+                f"example {nearest_multiples(before, after)} at the source"
             )
 
     def _sizes(self, dim: str) -> tuple[int, int]:
@@ -873,10 +884,10 @@ def _with_ranks(layout: RankLayout) -> str:
 
 
 def as_shards(value: object) -> Shards:
-    """Return the tensor axis that each dim cuts, from a mapping or from pairs.
+    """Return the tensor axis that each dim splits, from a mapping or from pairs.
 
     Raises:
-        LayoutError: The value is neither, or an axis is not an int.
+        LayoutError: The value is neither a mapping nor pairs, or an axis is not an int.
 
     Example:
         >>> as_shards({"cp": 1, "tp": -1})
@@ -886,14 +897,14 @@ def as_shards(value: object) -> Shards:
     for pair in as_ordered(tuple(value.items()) if isinstance(value, Mapping) else value, "shards"):
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise LayoutError(
-                f"shards must map dims to axes, as in {{'cp': 1}}, got {short_repr(value)}"
+                f"shards= must map dims to axes, as in {{'cp': 1}}, got {short_repr(value)}"
             )
-        shards.append((pair[0], as_int(pair[1], f"the axis of dim {pair[0]!r} in shards")))
+        shards.append((pair[0], as_int(pair[1], f"the axis of dim {pair[0]!r} in shards=")))
     return tuple(shards)
 
 
 def dims_of_axes(along: str | None, batch_axis: int, shards: Shards) -> dict[int, tuple[str, ...]]:
-    """Return the dims that cut each tensor axis, outermost first. The axis of the batch is first.
+    """Return the dims that split each tensor axis, outermost first. The batch axis is first.
 
     Example:
         >>> dims_of_axes("dp", 0, (("cp", 1), ("tp", 0)))
@@ -912,7 +923,7 @@ def roles_of(named: Iterable[tuple[str, str]]) -> dict[str, str]:
     for role, dim in named:
         if dim in roles:
             raise LayoutError(
-                f"dim {short_repr(dim)} is named by {roles[dim]} and by {role}; name it once"
+                f"dim {short_repr(dim)} has two roles, {roles[dim]} and {role}; give it one role"
             )
         roles[dim] = role
     return roles
@@ -921,7 +932,7 @@ def roles_of(named: Iterable[tuple[str, str]]) -> dict[str, str]:
 def replicating(
     source: RankLayout, target: RankLayout, roles: Collection[str | None]
 ) -> tuple[str, ...]:
-    """Return the dims of either layout that are larger than 1 and have none of the roles.
+    """Return the dims without a role that are larger than 1 in the source or in the target.
 
     Example:
         >>> replicating(RankLayout("tp=2,cp=1,dp=2"), RankLayout("ep=3"), {"dp"})

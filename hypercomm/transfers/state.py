@@ -1,8 +1,8 @@
-"""Move all parameters of a model to other ranks, for example from a trainer to inference.
+"""Moves all parameters of a model to other ranks, for example from a trainer to inference.
 
-The parameters are sent in buckets, of which at most two are in progress at a time. A bucket
-consists of segments. Each segment is one message: the contiguous bytes of a tensor, or a packed
-copy with room for a checksum.
+The parameters are sent in buckets. At most two buckets are in progress at a time. A bucket consists
+of segments. Each segment is one message, which contains either the contiguous bytes of a tensor or
+a packed copy with room for a checksum.
 """
 
 from __future__ import annotations
@@ -83,34 +83,35 @@ def transfer_state(
 
     The ranks exchange descriptions of their tensors. If the names, shapes or dtypes at the source
     and the target do not fit, every rank raises and nothing is sent. Then the parameters are sent
-    in buckets, in the order of their names. A rank that already has a part copies it. Any other
-    part is sent by the source rank that has sent the fewest bytes so far, among those with the
-    part. A second call with the same names, shapes and mapping uses the plan of the first call.
+    in buckets, in the order of their names. A rank that already has a part copies it. If several
+    source ranks have another part, the rank that has sent the fewest bytes so far sends the part. A
+    second call with the same names, shapes and mapping uses the plan of the first call.
 
     Args:
-        mapping: The mapping between the layouts, as `RankMapping.weights` makes it. It must have
-            `along=None`, because weights have no batch, and `leaders=False`. With a pipeline, make
-            one call for each stage, with a mapping of the ranks of that stage (`at={"pp": 0}`).
+        mapping: The mapping between the layouts, as `RankMapping.weights` returns it. The mapping
+            must have `along=None`, because weights have no batch, and `leaders=False`. With a
+            pipeline, make one call for each stage, with a mapping of the ranks of that stage
+            (`at={"pp": 0}`).
         state: On a source rank, the rank's parts of the parameters, by name. Each part is a DTensor
-            on a mesh of source ranks, or a plain tensor that is cut as in `shards`.
-        into: On a target rank, the DTensors or plain tensors to receive into, by name. They must
-            not overlap each other in memory. They must not overlap tensors of `state` either. The
-            only exception is a tensor that is in both arguments, because the rank sends and needs
+            on a mesh of source ranks, or a plain tensor that is split as in `shards`.
+        into: On a target rank, the DTensors or plain tensors to receive into, by name. These
+            tensors must not share memory with each other or with tensors of `state`. The only
+            exception is a tensor that is in both arguments, because the rank sends and needs
             exactly the same part.
-        shards: The dims that cut the plain tensors of this rank, and the axis that each dim cuts:
-            {"*.qkv.weight": {"tp": 0}, "*": {}}. The keys are patterns as in `fnmatch`. The first
-            pattern that matches a name applies. A dim without an axis replicates the tensor. Shards
-            are in the order of the coordinates, and may have any lengths.
+        shards: The dims that split the plain tensors of this rank, and the axis that each dim
+            splits: {"*.qkv.weight": {"tp": 0}, "*": {}}. The keys are patterns as in `fnmatch`. The
+            first pattern that matches a name applies. A dim without an axis replicates the tensor.
+            Shards are in the order of the coordinates, and may have any lengths.
             Default: the shards of the mapping, for all parameters.
         fused: On a target rank, the parameters whose parts are several parameters of the source:
-            {"*.gate_up.weight": ["*.gate.weight", "*.up.weight"]}. Each rank receives its shard of
-            each part, one after another. Use `hypercomm.Fused` to give the numbers of heads as
-            well. With a single part, the parameter is only renamed.
+            {"*.gate_up.weight": ["*.gate.weight", "*.up.weight"]}. Each rank receives its shards of
+            all parts, concatenated in this order. Pass a `hypercomm.Fused` instead of a list to
+            specify the numbers of heads as well. With a single part, the parameter is only renamed.
         dtype: The type to which the sender converts floating-point tensors. In `into`, the
             converted tensors must have this type. All ranks must pass the same value. Default:
             nothing is converted, and the dtypes in `state` and `into` must be equal.
-        bucket_bytes: The largest sum of the bytes that a rank sends and receives in one bucket. A
-            rank needs memory for two buckets in addition to the tensors.
+        bucket_bytes: The largest number of bytes that a rank sends and receives together in one
+            bucket. A rank needs memory for two buckets in addition to the tensors.
         start: The index of the first bucket to move. To continue after a failure, all ranks pass
             the smallest `bucket` of their errors. If communication failed, first initialise
             torch.distributed again. If data was damaged, continue in the same job.
@@ -120,22 +121,22 @@ def transfer_state(
         world: The world of the ranks in the mapping. Default: the world of torch's WORLD group.
 
     Returns:
-        The number of buckets, or None on a rank of neither layout.
+        The number of buckets, or None on a rank that is in neither layout.
 
     Raises:
         NotInitializedError: torch.distributed is not initialised.
         WorldSizeError: The job has too few ranks.
-        LayoutError: An argument does not fit.
+        LayoutError: An argument of this rank is invalid.
         PlanMismatchError: The arguments of two ranks, or `state` and `into`, do not fit. Nothing
             was sent.
-        GroupCreationTimeout, CreationError: Ranks are missing, or one failed. Nothing was sent.
+        GroupCreationTimeout, CreationError: Ranks are missing, or a rank failed. Nothing was sent.
         StateTransferError: Communication failed, or data was damaged. The error names the
             parameters that may be partly written. To continue, all ranks pass the smallest `bucket`
             of their errors as `start`.
         OutcomeUnknownError: The job's store is gone. Restart the job.
         GroupOptionsError: `verify` is not True, False or None.
 
-    Every rank computes the whole plan, once for each set of parameters. This takes time
+    Every rank computes the plan of all ranks, once for each set of parameters. This takes time
     proportional to the number of parameters and target ranks. `transfer` explains devices and
     backends. In a fake or simulated world, plain tensors are assumed to be even shards.
 
@@ -168,7 +169,7 @@ def transfer_state(
         kept = plans.get(key)
         about = kept.about if kept else describe_tensors(mapping, own, shards, fused or {}, world)
         ready = None if kept is None else _Mover(own, kept, world, how, start)
-    except BaseException as error:  # the caller's mappings and torch may raise any error
+    except BaseException as error:  # the caller's dicts and torch may raise any error
         consent(world, mapping, "", error)
         raise
     interrupt = consent(world, mapping, "a state", entries=[f"{how}, from bucket {start}"])
@@ -334,8 +335,8 @@ def _held(
         return describe_dtensor(name, tensor, local, ranks, is_numbered=not world.parts)
     if name not in cuts:
         raise LayoutError(
-            "no pattern in shards matches it; add '*': {} as the last pattern for parameters that "
-            "are not sharded"
+            "no pattern in shards= matches this name; add '*': {} as the last pattern for "
+            "parameters that are not sharded"
         )
     facts = name_of(local.dtype), tuple(local.shape), cuts[name], world.rank
     return describe_plain(name, *facts, is_source=is_source)
@@ -345,7 +346,7 @@ _WHAT = {True: "state", False: "into"}
 
 
 def _match(patterns: Mapping[str, object], names: Sequence[str], what: str) -> dict[str, str]:
-    """Return the first pattern that matches each name. Names without a match are omitted."""
+    """Map each name to the first pattern that matches it. Names without a match are omitted."""
     unused = {pattern for pattern in patterns if pattern != "*"}
     found: dict[str, str] = {}
     for name in names:
@@ -356,8 +357,8 @@ def _match(patterns: Mapping[str, object], names: Sequence[str], what: str) -> d
     if unused:
         near = f", such as {names[0]!r}" if names else ""
         raise LayoutError(
-            f"the pattern {min(unused)!r} of {what} matches no parameter, or only parameters that "
-            f"an earlier pattern matches; there are {len(names)} parameters{near}"
+            f"the pattern {min(unused)!r} of {what}= matches no parameter, or only parameters that "
+            f"an earlier pattern also matches; there are {len(names)} parameters{near}"
             f"{did_you_mean(min(unused), names)}"
         )
     return found
@@ -368,8 +369,8 @@ def _with_parts(held: Held, pattern: str, given: Sequence[str] | Fused) -> Held:
     what = f"fused[{pattern!r}]"
     if held.whole is not None:
         raise LayoutError(
-            f"into[{held.name!r}] is a DTensor, but matches {what}; pass its to_local(), and say "
-            f"in shards= how it is cut"
+            f"into[{held.name!r}] is a DTensor, but matches {what}; pass its to_local(), and "
+            f"specify its sharding in shards="
         )
     rule = given if isinstance(given, Fused) else Fused(as_ordered(given, what))
     texts = re.fullmatch("(.*)".join(map(re.escape, pattern.split("*"))), held.name)
@@ -377,7 +378,7 @@ def _with_parts(held: Held, pattern: str, given: Sequence[str] | Fused) -> Held:
     for part in rule.parts:
         first, *more = part.split("*")
         if texts is None or len(more) > len(texts.groups()):
-            raise LayoutError(f"{what} names a part {part!r} with more '*' than the key")
+            raise LayoutError(f"{what} contains the part {part!r} with more '*' than the key")
         filled = zip(texts.groups(), more, strict=False)
         parts.append(first + "".join(text + piece for text, piece in filled))
     heads = None
@@ -385,8 +386,8 @@ def _with_parts(held: Held, pattern: str, given: Sequence[str] | Fused) -> Held:
         heads = tuple(as_int(one, f"each of the heads of {what}", 1) for one in rule.heads)
     if not parts or (heads is not None and len(heads) != len(parts)):
         raise LayoutError(
-            f"{what} must name one or more parts, and a number of heads for each part if heads= is "
-            f"given; got {len(parts)} parts and heads={heads}"
+            f"{what} must contain one or more parts, and heads=, if given, must contain a number "
+            f"for each part; got {len(parts)} parts and heads={heads}"
         )
     axes = len(held.shape)
     axis = as_int(rule.axis, f"the axis of {what}", -axes, axes - 1)
@@ -398,7 +399,7 @@ def _with_parts(held: Held, pattern: str, given: Sequence[str] | Fused) -> Held:
 
 @attrs.frozen
 class _Kept:
-    """A plan for later calls.
+    """A plan that a rank keeps for later calls.
 
     Attributes:
         digest: A digest of the descriptions of all ranks.
@@ -412,7 +413,7 @@ class _Kept:
 
 
 _plans: WeakKeyDictionary[World, dict[tuple[object, ...], _Kept]] = WeakKeyDictionary()
-"""The plans of each world. The keys are made of the arguments of this rank."""
+"""The plans of each world. The keys consist of the arguments of this rank."""
 
 
 def _planned(
@@ -424,7 +425,7 @@ def _planned(
     start: int,
     ready: _Mover | None,
 ) -> _Mover:
-    """Return `ready` if all ranks have kept the same plan, else a mover with a new plan."""
+    """Return `ready` if all ranks have kept the same plan. Otherwise, return a new mover."""
     try:
         texts = _exchange_texts(
             world, mapping, own, about, "" if ready is None else ready.kept.digest
@@ -518,7 +519,8 @@ class _Piece:
 class _Mover:
     """Executes the plan of a rank.
 
-    The constructor allocates all memory. If there is too little, it raises before data is sent.
+    The constructor allocates all memory. If there is too little memory, the constructor raises
+    before data is sent.
 
     Attributes:
         damage: The error for the first segment with a wrong checksum, or None.
@@ -545,7 +547,7 @@ class _Mover:
         self.buckets = [self._pieces(number) for number in range(plan.buckets)]
 
     def _check_overlaps(self) -> None:
-        """Raise if a buffer overlaps another tensor, unless a part stays in the same memory."""
+        """Raise if a buffer shares memory with another tensor, except for a part that stays."""
         moved = {one.name for bucket in self.plan.receives for one in bucket}
         for one in self.plan.copies:
             if one.source_name != one.name or one.source_slices != one.target_slices:
@@ -568,7 +570,7 @@ class _Mover:
                 ):
                     continue
                 raise LayoutError(
-                    f"into[{name!r}] overlaps {_WHAT[is_other_sent]}[{other_name!r}] in memory, "
+                    f"into[{name!r}] shares memory with {_WHAT[is_other_sent]}[{other_name!r}], "
                     f"which is {'sent' if is_other_sent else 'also received into'}; pass another "
                     f"buffer"
                 )
@@ -647,7 +649,7 @@ class _Mover:
                 piece.tensor.copy_(piece.packed)
 
     def _lost(self, number: int, error: RuntimeError) -> StateTransferError:
-        """Return the error of a bucket whose communication failed."""
+        """Return the error for a bucket whose communication failed."""
         incoming, outgoing = self.buckets[number]
         ends = [
             (one.segment.nbytes, one.segment.name, "from", one.segment.source) for one in incoming
@@ -696,14 +698,14 @@ def _reason(error: BaseException) -> str:
 
 
 def _advice(world: World) -> str:
-    """Return the advice for all ranks after lost communication."""
+    """Return the advice for all ranks after a communication failure."""
     if world.parts:
         return "call world.rejoin() on all ranks"
     return "initialise torch.distributed again"
 
 
 def _share_damage(world: World, mapping: RankMapping, own: _Own, mover: _Mover) -> None:
-    """Raise on all ranks if any received damaged data. The error names the first bad bucket."""
+    """Raise on all ranks if a rank received damaged data, naming the first damaged bucket."""
     damage = mover.damage
     found = None if damage is None else [damage.bucket, str(damage)[:800]]
     blocks = {world.rank: json.dumps(found).encode()}

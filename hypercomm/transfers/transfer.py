@@ -1,4 +1,4 @@
-"""Move a tensor between the ranks of the running job, following a RankMapping.
+"""Moves a tensor between the ranks of the running job, as a RankMapping specifies.
 
 The ranks exchange the shapes of their tensors, so each rank knows the size of every message. All
 checks precede the first message. Then each rank posts all its receives and sends together, so ranks
@@ -103,7 +103,7 @@ def transfer(
     """Move a tensor between the ranks of the running job. Every rank of both stages must call it.
 
     Shards may have different lengths, because the ranks first exchange the shapes of their tensors.
-    All ranks raise if the shapes do not fit. Autograd does not see the transfer. Send gradients
+    All ranks raise if the shapes do not fit. Autograd does not record the transfer. Send gradients
     back with `transfer(mapping.inverse(), gradient)`.
 
     Args:
@@ -111,17 +111,17 @@ def transfer(
         tensor: On a source rank, the part to send. On a rank that is only in the target, the buffer
             to receive into. Ignored on all other ranks.
         groups: The process group of this rank's `broadcast_siblings`, in which the first rank
-            broadcasts. It is needed on a target rank if `mapping` has leaders and other ranks need
-            the same part. Otherwise, pass None or torch's `GroupMember.NON_GROUP_MEMBER`.
-        out: On a rank of both stages, the buffer to receive into. It must not overlap `tensor` in
-            memory. Default: a new tensor. Along an axis that is cut, the new tensor consists of
-            whole source shards if the number of source shards is a multiple of the number of target
-            shards. Otherwise its length follows from torch.chunk's rule.
-        rows: The length of each shard of the batch in the layout that has more shards, in the order
-            of the coordinates along `along`. The length of a shard of the other layout is the sum
-            of consecutive lengths. All ranks must pass the same value. With `rows`, shapes are
-            not exchanged, and the other axes must be cut evenly. Default: the lengths of the
-            tensors.
+            broadcasts. The group is needed on a target rank if `mapping` has leaders and other
+            ranks need the same part. Otherwise, pass None or torch's
+            `GroupMember.NON_GROUP_MEMBER`.
+        out: On a rank that is in both stages, the buffer to receive into. The buffer must not share
+            memory with `tensor`. Default: a new tensor. Along an axis that is split, the new tensor
+            consists of complete source shards if the number of source shards is a multiple of the
+            number of target shards. Otherwise, torch.chunk's rule determines its length.
+        rows: The lengths of the shards of the batch in the layout with more shards, in the order of
+            the coordinates along `along`. In the other layout, the length of a shard is the sum of
+            consecutive lengths. All ranks must pass the same value. With `rows`, shapes are not
+            exchanged, and the other axes must be split evenly. Default: the lengths of the tensors.
         verify: Whether all ranks of both stages first check that they propose the same mapping.
             Every rank raises if two mappings differ, if a rank rejects its arguments or leaves, or
             if a rank has not joined by the timeout of WORLD. All ranks must pass the same value.
@@ -147,7 +147,7 @@ def transfer(
     timeout. The error names the missing ranks and their last transfer.
 
     Without `verify`, a rank that waits for a missing rank raises torch's error at the timeout. With
-    `rows`, a rank that rejects its arguments raises alone, and the others wait until the timeout.
+    `rows`, a rank that rejects its arguments raises alone, and other ranks wait until the timeout.
     Ranks whose mappings or `rows` differ also wait. NCCL may instead deliver the wrong message,
     because it ignores tags.
 
@@ -210,7 +210,7 @@ def _role(mapping: RankMapping, rank: int) -> _Role:
 
 
 def check_mapping(mapping: object, size: int) -> None:
-    """Raise unless this is a RankMapping whose ranks all exist in a job of this size."""
+    """Raise unless `mapping` is a RankMapping and a job of `size` ranks has all its ranks."""
     if not isinstance(mapping, RankMapping):
         raise LayoutError(f"mapping must be a RankMapping, got {short_repr(mapping)}")
     last_rank = max(mapping.source.last_rank, mapping.target.last_rank)
@@ -245,29 +245,29 @@ def _check(
 
 def _check_out(out: object, tensor: Tensor) -> Tensor:
     """Check the buffer of a rank that sends and receives."""
-    buffer = as_tensor(out, "out")
+    buffer = as_tensor(out, "out=")
     if (buffer.ndim, buffer.dtype, buffer.device) != (tensor.ndim, tensor.dtype, tensor.device):
         raise LayoutError(
-            f"out must have {tensor.ndim} axes, {tensor.dtype} and device {tensor.device} to match "
-            f"tensor; it has {buffer.ndim}, {buffer.dtype} and {buffer.device}"
+            f"out= must have {tensor.ndim} axes, {tensor.dtype} and device {tensor.device}, like "
+            f"tensor=; got {buffer.ndim} axes, {buffer.dtype} and device {buffer.device}"
         )
-    check_buffer(buffer, "out")
+    check_buffer(buffer, "out=")
     begin, end = memory_span(tensor)
     out_begin, out_end = memory_span(buffer)
     if begin < out_end and out_begin < end:
-        raise LayoutError("out must not overlap tensor in memory, because tensor is being sent")
+        raise LayoutError("out= must not share memory with tensor=, because tensor= is being sent")
     return buffer
 
 
 def _check_group(groups: object, role: _Role, *, leaders: bool) -> ProcessGroup | None:
-    """Return the group in which this rank's leader broadcasts, or None without a broadcast."""
+    """Return the group in which this rank's leader broadcasts, or None if no rank broadcasts."""
     if not leaders or len(role.siblings) < 2:
         return None
     members = dist.get_process_group_ranks(groups) if isinstance(groups, ProcessGroup) else []
     if not isinstance(groups, ProcessGroup) or sorted(members) != sorted(role.siblings):
         raise LayoutError(
-            f"groups must be the process group of this rank's broadcast_siblings {role.siblings}, "
-            f"got {tuple(members) or short_repr(groups)}"
+            f"groups= must be the process group of this rank's broadcast_siblings "
+            f"{role.siblings}, got {tuple(members) or short_repr(groups)}"
         )
     return groups
 
@@ -283,7 +283,7 @@ def as_tensor(value: object, what: str) -> Tensor:
     if hasattr(value, "to_local"):
         raise LayoutError(f"{what} must be a plain tensor, got a DTensor; pass its to_local()")
     if value.is_conj() or value.is_neg():
-        raise LayoutError(f"{what} must be resolved: pass {what}.resolve_conj().resolve_neg()")
+        raise LayoutError(f"{what} must be resolved; pass its resolve_conj().resolve_neg()")
     return value
 
 
@@ -354,7 +354,7 @@ def _exchange_shapes(
 
 @lru_cache(maxsize=128)
 def _fit(mapping: RankMapping, blocks: tuple[tuple[int, bytes], ...]) -> tuple[RankMapping, Shape]:
-    """Return the mapping with the lengths of all shards, and the shape of the whole tensor.
+    """Return the mapping with the lengths of all shards, and the shape of the full tensor.
 
     Raises:
         PlanMismatchError: The tensors of two ranks do not fit.
@@ -390,9 +390,9 @@ def _fit(mapping: RankMapping, blocks: tuple[tuple[int, bytes], ...]) -> tuple[R
             receiver, buffer = next(iter(into.items()))
             raise misfit(
                 f"tensor axis {axis} has length {sum(source)} at the source, in shards of "
-                f"{first_n(source, 8)}, where rank {first} has {one.shape}, and length "
-                f"{sum(target)} at the target, in shards of {first_n(target, 8)}, where rank "
-                f"{receiver} has {buffer.shape}"
+                f"{first_n(source, 8)} (rank {first} has {one.shape}), and length {sum(target)} at "
+                f"the target, in shards of {first_n(target, 8)} (rank {receiver} has "
+                f"{buffer.shape})"
             )
     return attrs.evolve(mapping, sizes=[sizes[axis] for axis in axes]), tuple(whole)
 
@@ -400,7 +400,7 @@ def _fit(mapping: RankMapping, blocks: tuple[tuple[int, bytes], ...]) -> tuple[R
 def _described(
     mapping: RankMapping, offers: Mapping[int, _Offer], *, is_source: bool
 ) -> dict[int, Held]:
-    """Describe the part of each source rank, or the buffer of each target rank that has one."""
+    """Describe the part of each source rank, or the buffer of each target rank with a buffer."""
     found = {}
     for rank in mapping.source_ranks if is_source else mapping.target_ranks:
         offer = offers[rank]
@@ -429,7 +429,7 @@ def _by_rule(sizes: Sequence[int], count: int) -> tuple[int, ...]:
 def _sizes_from_own(
     mapping: RankMapping, rank: int, offer: _Offer, rows: Sequence[int] | None
 ) -> tuple[RankMapping, Shape]:
-    """Return what `_fit` returns, but compute it from the tensors of this rank alone.
+    """Return the same as `_fit`, but computed from the tensors of this rank alone.
 
     Raises:
         LayoutError: The tensors of this rank have the wrong shapes.
@@ -449,7 +449,7 @@ def _sizes_from_own(
     if rows is not None:
         exact = _with_rows(mapping, rows, whole)
     elif not mapping.sizes:
-        # Raises unless the shards of the other layout are even, too.
+        # This call raises unless the shards of the other layout are even, too.
         (mapping if is_source else mapping.inverse()).received_shape(shape)
         exact = mapping.of_shape(whole)
     for found, end in ((offer.sent, True), (offer.buffer, False)):
@@ -463,8 +463,8 @@ def _sizes_from_own(
 
 
 def _with_rows(mapping: RankMapping, rows: Sequence[int], whole: list[int]) -> RankMapping:
-    """Return a mapping whose batch is cut into `rows`. Set its length in `whole`."""
-    given = tuple(as_int(one, "each of rows", 0) for one in as_ordered(rows, "rows"))
+    """Return a mapping whose batch is split into `rows`. Set the batch length in `whole`."""
+    given = tuple(as_int(one, "every length in rows=", 0) for one in as_ordered(rows, "rows="))
     axes = [cut.axis for cut in mapping.cuts]
     if mapping.along is None or mapping.batch_axis not in axes:
         raise LayoutError(
@@ -489,7 +489,7 @@ def _with_rows(mapping: RankMapping, rows: Sequence[int], whole: list[int]) -> R
 
 
 def mark_written(tensor: Tensor) -> None:
-    """Increment the version of a tensor, because autograd does not see that it was received."""
+    """Increment the version of a received tensor, because autograd did not record the write."""
     if not tensor.is_inference():
         increment_version(tensor)
 
@@ -536,7 +536,7 @@ def _exchange(receiving: Pieces, sending: Pieces, world: World, tag: int) -> Non
 
 
 def _broadcast(received: Tensor, leader: int, group: ProcessGroup) -> None:
-    """Send the received part from the leader to the other members of its group."""
+    """Broadcast the received part from the leader to the other ranks of the group."""
     packed = received.contiguous()
     if packed.numel():
         dist.broadcast(packed, leader, group)

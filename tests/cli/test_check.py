@@ -1,4 +1,4 @@
-"""`hypercomm check`, on local ranks and as a rank of a launched job."""
+"""Test `hypercomm check`, on local ranks and as a rank of a launched job."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from time_limits import scaled_s, wait_until
 from hypercomm.cli.check import probe_local
 
 SOON_S = 30
-"""An interrupted check ends within this time. One that ignores Ctrl-C runs for minutes."""
+"""An interrupted check ends within this time. A check that ignores Ctrl-C runs for minutes."""
 
 CHECK = [sys.executable, "-m", "hypercomm", "check"]
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -61,7 +61,8 @@ def all_reduce_on_ranks(monkeypatch):
     return replace
 
 
-# A rank with wrong results is reported for each of its groups, with the ranks and coordinates.
+# A rank with wrong results is reported for each of its groups, with its coordinates and the group's
+# ranks.
 def test_wrong_results_are_reported(in_process, all_reduce_on_ranks):
     def falsify(tensor, **_):
         if dist.get_rank() == 3 and tensor.dtype == torch.int64:
@@ -102,7 +103,8 @@ def test_killed_rank_is_reported(in_process, all_reduce_on_ranks):
     done = in_process("check", "tp=2,dp=2", "--groups", "tp,dp")
     assert (done.returncode, done.stderr) == (1, "")
     place = r"rank 3 \(tp=1, dp=1\) in group dp of ranks \[1, 3\], in [\w-]+"
-    assert re.search(rf"failed after 1 of 2: {place}: killed by signal 9 \(SIGKILL\)", done.stdout)
+    reason = r"killed by signal 9 \(SIGKILL\)"
+    assert re.search(rf"failed after 1 of 2 checks: {place}: {reason}", done.stdout)
 
 
 def session_of(process):

@@ -1,4 +1,4 @@
-"""The commands `plan`, `diff`, `place`, `draw` and `blame`: output, errors and exit codes."""
+"""Test output, errors and exit codes of `plan`, `diff`, `place`, `draw` and `blame`."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from hypercomm import __version__
 
 
 def hypercomm(*arguments, before="", **variables):
-    """Run the command in a process, after the code `before` has run there."""
+    """Run `hypercomm` in a new process that first runs the code `before`."""
     program = f"{before}\nimport sys; from hypercomm.__main__ import main; sys.exit(main())"
     return run_python("-c", program, *arguments, **variables)
 
@@ -32,7 +32,7 @@ def test_plan_as_json(in_process):
     assert rows["dp"]["example"] == list(range(5, 5 + 16 * 16, 16))
     assert rows["tp+cp"]["hosts_per_group"] == [2, 2]
     assert plan["ranks_per_host"] == [8, 8]
-    # above six dims only pairs are listed: twenty dims have a million combinations
+    # With more than six dims, only pairs are listed, because 20 dims have a million combinations.
     found = in_process("plan", ",".join(f"d{number}=2" for number in range(7)), "--json").stdout
     assert len(json.loads(found)["groups"]) == 7 + 21
 
@@ -62,8 +62,8 @@ def test_plan_with_a_view(in_process):
     assert re.search(r"\ndp +2 +4 +2 +1 +1 3 5 7\nexpert:ep +2 +4 +1 +1 +4 5 6 7\n$", text)
 
 
-# A million ranks are planned in less than a second on a quiet machine, process start included. The
-# limit is two seconds of CPU time, because other tests run. torch is not imported.
+# A million ranks are planned in less than a second on an idle machine, process start included. The
+# limit is two seconds of CPU time, because other tests may run. torch is not imported.
 def test_plan_of_a_million_ranks():
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     block_torch = "import sys; sys.modules['torch'] = None"
@@ -92,8 +92,9 @@ def test_plan_in_a_job(environment, sizes, layout, in_process, monkeypatch):
     assert layout in (done.stderr or json.loads(done.stdout)["layout"])
 
 
-# tp absorbs cp, so tp+cp becomes the new tp. An unspecified size is inferred from the other layout,
-# or from --world-size for both. Names that look like markup are printed literally.
+# tp absorbs cp, so tp+cp becomes the new tp. An unspecified size is inferred from the other layout.
+# If both layouts have one, the sizes are inferred from --world-size. Names that look like markup
+# are printed literally.
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -127,7 +128,8 @@ def test_closed_pipe(form):
         assert process.stderr.read() == b""
 
 
-# The version, the help, and what to install for the command line or a command that needs torch.
+# --version and --help work without torch. If a package is missing, the error shows how to install
+# it.
 def test_without_torch_or_an_extra():
     assert hypercomm("--version").stdout.split()[-1] == __version__
     for command in ((), ("plan",), ("check",)):

@@ -1,4 +1,4 @@
-"""`hypercomm doctor`, with the installed torch and with changed environments."""
+"""Test `hypercomm doctor` with the installed torch and with changed environments."""
 
 import json
 import os
@@ -22,7 +22,7 @@ torch.cuda.get_device_name = lambda _: "Tesla [T4]"
 
 
 def doctor(*arguments, before="", **variables):
-    """Run the command in a new process, after the code `before` has run there."""
+    """Run `hypercomm doctor` in a new process that first runs the code `before`."""
     return forked_programs.run(
         f"{before}\n{PROGRAM}", "doctor", *arguments, environment=UNTOUCHED | variables
     )
@@ -36,8 +36,8 @@ def answer(before="", **variables):
 
 
 # The report lists the installed versions, every backend that torch knows and every creation
-# strategy. If one cannot be used, the reason is given. The text contains everything that the JSON
-# contains.
+# strategy. It gives the reason if a backend or a strategy cannot be used. The text contains
+# everything that the JSON contains.
 def test_report_as_json_and_text():
     code, found = answer()
     assert (code, found["ok"], found["problems"]) == (0, True, [])
@@ -63,8 +63,8 @@ def test_report_as_json_and_text():
 
 
 # If no group can be created, the exit code is 1 and the reason is reported. Relevant variables are
-# shown with their values, even if these are long. Other variables are not shown. The job that is
-# found is not joined.
+# shown with their values, even if the values are long. Other variables are not shown. doctor finds
+# the job, but does not join it.
 def test_environment_is_reported():
     matter = {"GLOO_SOCKET_IFNAME": "nosuch0", "NCCL_DEBUG_FILE": "x" * 150, "SLURM_PROCID": ""}
     launcher = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}

@@ -1,4 +1,4 @@
-"""Wrong calls of the command line: each answer says, in words of the command line, what to type."""
+"""Test that the error of each wrong call shows what to type on the command line."""
 
 import importlib.util
 import re
@@ -74,13 +74,13 @@ CALLS = [
     ("check tp=2 --view ep=3", "ep=3 needs 3 ranks; the layout tp=2 has 2"),
     ("diff tp=2,dp=-1 tp=4,dp", "give all sizes of one layout, or the number of ranks with --w"),
     ("diff tp=8 tp=3,dp", "multiple of 3 ranks, for example 6 or 9; the other layout has 8"),
-    ("diff tp=2 dp=33554432", "after has 33,554,432 ranks; at most 16,777,216 can be compared"),
+    ("diff tp=2 dp=33554432", "'after' has 33,554,432 ranks; at most 16,777,216 can be compared"),
     ("place tp=4,dp --on n[1-3] --on 2", "for example 4 or 8; the world has 6"),
     # ---- ranks, groups and views
     ("plan tp=2 --rank 2", "rank 2 is not in layout tp=2, which has ranks 0..1"),
     ("plan tp=2 --rank two", "'two' is not a valid integer"),
     ("plan tp=2 --groups tp,", "write it like 'tp,dp+cp'"),
-    ("plan tp=2 --groups tp,tp", "list each once"),
+    ("plan tp=2 --groups tp,tp", "list them once"),
     ("check tp=2 --groups tp,pp", "unknown dim 'pp'; this layout has dims ('tp',)"),
     ("plan tp=2 --view :ep=2", "has no name before ':'; write expert:ep=4,rest=-1"),
     # ---- files and folders
@@ -127,12 +127,15 @@ CALLS = [
     # ---- pictures and checks
     ("draw tp=2 --groups pp", "unknown dim 'pp'; this layout has dims ('tp',)"),
     ("draw tp=2 tp=4 --groups tp", "--groups applies to a layout; leave it out for a change"),
-    ("draw tp=2,dp=4 tp=4,dp=2 --to dp=8", "--to a picture of a mapping; give one of them"),
+    (
+        "draw tp=2,dp=4 tp=4,dp=2 --to dp=8",
+        "--to requests a picture of a mapping; give only one of them",
+    ),
     ("draw tp=2 --to tp=2", "add it, as in 'tp=2,dp=1'"),
-    ("draw tp=2,dp=4 --to dp=3", "for example 3 or 6 on the source"),
+    ("draw tp=2,dp=4 --to dp=3", "for example 3 or 6 at the source"),
     ("check tp=2 --timeout 0", "0.0 is not in the range 0<x<=1000000.0"),
     ("check tp=2 --backend bogus", "unknown backend 'bogus'; this torch knows ["),
-    ("check tp=2 --backend nccl", "backend 'nccl' "),  # is not built in, or finds no GPU
+    ("check tp=2 --backend nccl", "backend 'nccl' "),  # not built in, or without a GPU
 ]
 
 

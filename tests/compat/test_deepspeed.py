@@ -1,4 +1,4 @@
-"""DeepSpeed: an Mpu on any grid, and a ProcessTopology from a layout."""
+"""Test Mpu on any grid, and ProcessTopology for a layout, against numpy and DeepSpeed."""
 
 import importlib.util
 import os
@@ -22,7 +22,7 @@ from hypercomm.testing import fake_world, layouts, registered_groups, simulate
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed reads this during its import
 HOME = importlib.util.find_spec("deepspeed")
 needs_deepspeed = pytest.mark.skipif(
-    HOME is None, reason="deepspeed is not installed: the extra `test` brings it on Linux"
+    HOME is None, reason="deepspeed is not installed: the extra `test` installs it on Linux"
 )
 
 # For each name in an mpu's getters, the kinds of parallelism whose dims form the group.
@@ -63,8 +63,8 @@ def worlds(draw):
     return shape, parts, draw(st.integers(0, int(np.prod(shape)) - 1))
 
 
-# Whatever kind of parallelism each dim has, the groups, ranks and sizes match lines through an
-# array of the world.
+# For any assignment of dims to kinds of parallelism, the groups, ranks and sizes match lines
+# through an array of the world.
 @given(worlds())
 def test_mpu_matches_numpy(drawn):
     shape, parts, rank = drawn
@@ -89,9 +89,9 @@ def test_mpu_matches_numpy(drawn):
                 assert mpu.get_data_parallel_group_ranks() == ranks
 
 
-# An Mpu has every name that DeepSpeed's sources read from an mpu, apart from two. By having the
-# first of these, an mpu would declare that there is no model parallelism. The second belongs to a
-# DeepSpeed module that can replace an mpu.
+# An Mpu has every name that DeepSpeed's sources read from an mpu, except two. An mpu with
+# initialize_sequence_parallel would declare that there is no model parallelism.
+# _init_tp_mesh_device belongs to a DeepSpeed module that can replace an mpu.
 @needs_deepspeed
 def test_mpu_has_every_name_that_deepspeed_reads():
     sources = Path(HOME.submodule_search_locations[0])
@@ -112,8 +112,8 @@ def test_mpu_has_every_name_that_deepspeed_reads():
     assert missing - slices == absent  # DeepSpeed asks for the newer names first
 
 
-# A dim that the grid lacks has size 1. Its group consists of the calling rank only. It is neither
-# None nor WORLD.
+# A dim that the grid lacks has size 1. Its group consists of the calling rank only. The getter
+# returns neither None nor WORLD.
 def test_missing_dims_have_size_1():
     with fake_world(8, rank=5), HyperCommGrid([8], ["dp"]) as grid:
         mpu = Mpu(grid, tp=None, sp=["cp", "cp_outer"])
@@ -124,8 +124,8 @@ def test_missing_dims_have_size_1():
         assert mpu.get_sequence_data_parallel_group() is mpu.get_data_parallel_group()
 
 
-# Existing groups are used, whatever their options. Others are created once per set of ranks. A
-# second Mpu creates nothing. All groups are destroyed with the grid.
+# An Mpu uses existing groups, whatever their options. Other groups are created once per set of
+# ranks. A second Mpu creates nothing. All groups are destroyed with the grid.
 def test_mpu_uses_groups_of_the_grid():
     with fake_world(16, rank=5):
         before = registered_groups()
@@ -237,7 +237,7 @@ STEPS, BATCH, SEQUENCE, HEADS, SIZE = 4, 4, 8, 2, 4
 
 
 def answers_of_both(shape, dims):
-    """Return what an Mpu and DeepSpeed's grid on the same layout return from their getters."""
+    """Return the results of all getters of an Mpu, and of DeepSpeed's grid on the same layout."""
     import deepspeed
     from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
@@ -260,7 +260,7 @@ def _plain(answer):
     return sorted(dist.get_process_group_ranks(answer)) if is_group else answer
 
 
-# On a topology made from the same layout, an Mpu and DeepSpeed's grid return the same.
+# The getters of an Mpu return the same as the getters of DeepSpeed's grid on the same layout.
 @pytest.mark.clients
 @needs_deepspeed
 @pytest.mark.parametrize("dims", ["tp dp pp", "dp pp tp"])
@@ -272,7 +272,7 @@ def test_mpu_matches_deepspeeds_grid(dims):
 
 
 def attention(query, key, value):
-    """Attention on [batch, sequence, heads, size], as DeepSpeed's layer calls it."""
+    """Compute attention on [batch, sequence, heads, size], as DeepSpeed's layer requires."""
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     return nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
 
@@ -305,7 +305,7 @@ def squares(model, x):
 
 
 def alone():
-    """Train on whole batches in one process."""
+    """Train on full batches in one process, and return the losses."""
     model = Model(attention)
     losses = []
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -319,7 +319,10 @@ def alone():
 
 
 def train_on_a_grid():
-    """Train with ZeRO-1 on parts of the batch and its sequences, and count the added groups."""
+    """Train with ZeRO-1 on parts of batches and sequences.
+
+    Return the losses and the number of added groups.
+    """
     import deepspeed
     from deepspeed.sequence.layer import DistributedAttention
 

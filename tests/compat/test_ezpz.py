@@ -1,4 +1,4 @@
-"""ezpz.tp on a grid: groups against numpy, states, globals, invalid calls, and real ranks."""
+"""Test ezpz.tp on a grid: groups, states, globals, invalid calls and real ranks."""
 
 import contextlib
 import textwrap
@@ -59,7 +59,7 @@ def configurations(draw):
 
 
 def lines(world, rank):
-    """Map each name to the ranks of one group. As in ezpz, a group is a line through an array."""
+    """Map each name to the ranks of a group. As in ezpz, a group is a line through an array."""
     place = np.unravel_index(rank, world.shape)
     axes = enumerate(("data", "pipeline", "context", "tensor"))
     return {
@@ -267,7 +267,7 @@ if found:
 """
 
 
-# After install(), the other modules of ezpz use hypercomm's `tp`, also modules inside ezpz.tp.
+# After install(), all other modules of ezpz use hypercomm's `tp`, even modules inside ezpz.tp.
 @pytest.mark.parametrize("has_ezpz", [False, True])
 def test_install_replaces_ezpz_tp(tmp_path, has_ezpz):
     for name, text in EZPZ.items() if has_ezpz else ():

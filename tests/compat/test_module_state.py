@@ -1,4 +1,4 @@
-"""The globals of parallel_state are read, written, deleted and patched, and getters follow."""
+"""Test that getters of parallel_state follow globals that programs write, delete or patch."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ TP = "_TENSOR_MODEL_PARALLEL_GROUP"
 PP_SIZE = ("_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", "set_pipeline_model_parallel_world_size")
 MPU_TP = "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE"
 
-# The groups with a size and a rank getter that are named like the group's global.
+# The groups whose size and rank getters are named after the group's global.
 KINDS = [name.strip("_").lower().removesuffix("_group") for name in comparison.GLOBALS]
 KINDS = [kind for kind in KINDS if hasattr(theirs, f"get_{kind}_world_size")]
 OVERRIDES = [name for name in comparison.GLOBALS if name.startswith(("_MPU_", "_VIRTUAL_"))]
@@ -81,7 +81,7 @@ def job():
 
 @contextlib.contextmanager
 def world_of(module, when):
-    """Enter a world in which a Megatron is uninitialised, initialised or destroyed."""
+    """Enter a world in which `module` is uninitialised, initialised or destroyed."""
     with contextlib.ExitStack() as stack:
         if when != "no world":
             stack.enter_context(fake_world(WORLD_SIZE, RANK))
@@ -144,7 +144,7 @@ def test_patched_globals_are_restored():
     assert sizes() == (2, 2)
 
 
-# Getters do not cache: if a mock returns another value, so does the getter, for any kind of mock.
+# Getters do not cache the values of mocks: if a mock returns another value, so does the getter.
 @pytest.mark.usefixtures("job")
 @pytest.mark.parametrize(
     "make",
@@ -179,7 +179,8 @@ def answers(module, when, act):
         return comparison.ask(module)
 
 
-# Before, during and after initialisation, each getter returns or raises the same as Megatron's.
+# Before initialisation, after initialisation and after destruction, each getter returns or raises
+# the same as Megatron's getter.
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("when", TIMES)
 def test_getters_match_megatron(when):
@@ -224,7 +225,7 @@ def test_deprecated_functions_warn(name, arguments):
 
 @pytest.fixture
 def states() -> Iterator[tuple[ParallelState, ParallelState]]:
-    """Two states of one job of 16 ranks: tensor parallel 4 and 8, so data parallel 4 and 2."""
+    """Yield two states of one job of 16 ranks: one with tp=4 and dp=4, one with tp=8 and dp=2."""
     with (
         fake_world(WORLD_SIZE, RANK),
         ParallelState.create(tensor_model_parallel_size=4) as four,
@@ -234,7 +235,7 @@ def states() -> Iterator[tuple[ParallelState, ParallelState]]:
     assert not ours.is_initialized()
 
 
-# Blocks can be nested. When a block ends, also by an exception, the previous state is current
+# Blocks can be nested. When a block ends, even by an exception, the previous state is current
 # again.
 def test_use_can_be_nested(states):
     four, eight = states
@@ -301,7 +302,7 @@ def test_destroy_one_of_two_states(states):
         assert sizes() == (8, 2)
 
 
-# Two threads use a state each, at the same time and in alternation.
+# Two threads call getters in turn, each within a block with a different state.
 def test_each_thread_has_its_state(states):
     barrier = threading.Barrier(2, timeout=60)
 
@@ -323,8 +324,8 @@ def test_each_thread_has_its_state(states):
         assert values == [*([(tensor, data), tensor] * 5), False]
 
 
-# A block can end in another asyncio context than the one in which it began, as in a generator that
-# is closed late. Python raises ValueError, and the block still ends.
+# A block may begin in one asyncio context and end in another context, as in a generator that is
+# closed late. Python raises ValueError, but the block still ends.
 @pytest.mark.usefixtures("job")
 def test_use_ends_in_another_context():
     state = ParallelState()

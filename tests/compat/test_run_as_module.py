@@ -1,4 +1,4 @@
-"""`python -m hypercomm.compat.megatron script.py` runs a script as `python script.py` does."""
+"""Test that `python -m hypercomm.compat.megatron` runs a script as `python` does."""
 
 import re
 import textwrap
@@ -97,7 +97,7 @@ def test_same_result_as_python(folder, arguments):
     assert "compat" not in found.stderr
 
 
-# The program gets hypercomm's modules, even if another Megatron is next to it.
+# The program gets hypercomm's modules, even if another Megatron is next to the program.
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -138,7 +138,7 @@ def test_missing_program(folder, arguments, code, problem):
     assert done.stderr == f"{problem}\n"
 
 
-# If sitecustomize has imported Megatron before install(), that is an error, not a silent mixture.
+# If sitecustomize has imported Megatron before install(), the program does not start.
 def test_megatron_imported_by_sitecustomize(folder):
     path = f"{folder / 'early'}:{folder}:{Path.cwd()}"
     done = run_python("-m", MEGATRON, "which.py", folder=folder, PYTHONPATH=path)

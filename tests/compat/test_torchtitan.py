@@ -1,4 +1,4 @@
-"""torchtitan's grid and meshes, against numpy, and against torchtitan if it is installed."""
+"""Test torchtitan's grid and meshes against numpy, and against torchtitan if it is installed."""
 
 import sys
 
@@ -25,7 +25,7 @@ BACKENDS = ["partial_dtensor", "spmd_types"]
 
 
 def expected(rank, backend, *, dp_replicate, dp_shard, cp, tp, pp, ep):
-    """Return torchtitan's meshes by name. Meshes of only one stage or group contain `rank`."""
+    """Return torchtitan's meshes by name. A mesh of one stage or of one group contains `rank`."""
     dp_shard = WORLD // (dp_replicate * cp * tp * pp) if dp_shard == -1 else dp_shard
     inner = dp_shard * cp * tp
     ranks = np.arange(WORLD)
@@ -89,8 +89,7 @@ def test_meshes_match_torchtitan(sizes, rank, backend):
     assert not dist.is_initialized()
 
 
-# spmd_types accepts the groups of a grid, as a list or by name, and its meshes. It checks types on
-# these groups and meshes.
+# spmd_types checks types on the groups of a grid, given as a list or by name, and on its meshes.
 @pytest.mark.clients
 @pytest.mark.parametrize("way", ["groups", "names", "mesh"])
 def test_spmd_types_on_a_grid(way):

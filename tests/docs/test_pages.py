@@ -1,4 +1,4 @@
-"""The pages of the site: every block runs and prints what the page shows."""
+"""Test that every block of the site's pages runs, and prints the output that the page shows."""
 
 import re
 

@@ -1,6 +1,6 @@
-"""The site: tables and pictures are up to date, and the reference is complete.
+"""Test that the site's tables and pictures are up to date, and that its reference is complete.
 
-MkDocs checks links, anchors and the navigation: `validation:` in mkdocs.yml.
+MkDocs checks links, anchors and the navigation, as `validation:` in mkdocs.yml requests.
 """
 
 import ast
@@ -43,7 +43,7 @@ def test_site_loads_nothing_external():
     assert "http" not in configuration
 
 
-# Generated tables are up to date: run `python docs/tables.py --write`.
+# The generated tables must be up to date. If this fails, run `python docs/tables.py --write`.
 @pytest.mark.parametrize("name", PAGES)
 def test_tables_are_up_to_date(name):
     page = PAGES[name].read_text()
@@ -55,8 +55,8 @@ def test_tables_are_all_used():
     assert {name for _, name, _ in used} == {"shown", *TABLES.PARTS}
 
 
-# Readers of the Markdown files, without the site, find the public names of each page of the
-# reference, and a link to the source.
+# Each page of the reference shows its public names and a link to the source, even to readers who
+# open the Markdown files without the site.
 def test_the_reference_without_a_site():
     for name, path in PAGES.items():
         page = path.read_text()
@@ -165,7 +165,7 @@ def test_public_names_are_in_the_reference():
     assert not missing
     page = PAGES["reference/index.md"].read_text()
     listed = re.findall(r"^\| \[`(\w+)`\]\(\S+\) \|", page, re.MULTILINE)
-    assert page.count("\n| `") == 0  # each has a link
+    assert page.count("\n| `") == 0  # each name is a link
     public = set(hypercomm.__all__) - set(errors.__all__) - {"__version__"}
     assert public <= set(listed)
 
@@ -295,4 +295,4 @@ def test_environment_variables_are_documented():
 
 
 NO_VARIABLES = {"CUDA_GRAPHS"}
-"""Words in the code that look like environment variables, but are none."""
+"""Words in the code that look like environment variables, but are not."""

@@ -1,6 +1,7 @@
-"""The tables of docs/start/concepts.md that list which ranks make a call, on four real ranks.
+"""Test the tables of docs/start/concepts.md, which list the ranks that make each call.
 
-tp=2,dp=2: the tp groups are (0, 1) and (2, 3), the dp groups (0, 2) and (1, 3).
+The tests run on four real ranks. In tp=2,dp=2, the tp groups are (0, 1) and (2, 3), and the dp
+groups are (0, 2) and (1, 3).
 """
 
 import time
@@ -24,14 +25,14 @@ def results(call, rank_by_rank=True):
         try:
             return call(grid, dist.get_rank())
         except RuntimeError as error:
-            time.sleep(0.5)  # rank 0 serves the store
+            time.sleep(0.5)  # rank 0 serves the store, so it must not end first
             return type(error).__name__
 
     found = run_ranks(on_rank, 4, timeout=60, group_timeout=LIMIT)
     return found if rank_by_rank else set(found)
 
 
-# With `local`, only the members of a group must call. Ranks may create groups in different orders.
+# With `local`, only the ranks of a group must call. Ranks may create groups in different orders.
 def test_local_needs_the_members_only():
     def members(grid, rank):
         return grid.create_pg("tp").size() if rank < 2 else None
@@ -66,7 +67,7 @@ def test_orders_that_fail():
     assert results(reshape, rank_by_rank=False) == mismatch
 
 
-# With `verify`, `enumerate` and `create_pgs`, the members wait for all ranks.
+# With `verify`, `enumerate` and `create_pgs`, the ranks of a group wait for all ranks.
 @pytest.mark.full
 @pytest.mark.parametrize(
     "call",
@@ -82,7 +83,8 @@ def test_calls_of_all_ranks(call):
     assert found == ["GroupCreationTimeout"] * 2 + [None] * 2
 
 
-# Both ranks of an edge must call. A rank outside both layouts of a transfer may call, but need not.
+# Both ranks of a pipeline edge must use the edge. A rank outside both layouts of a transfer may
+# call transfer(), but need not.
 def test_edges_and_transfers():
     mapping = RankMapping("dp=1", RankLayout("dp=1", rank_offset=1))
 

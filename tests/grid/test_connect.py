@@ -1,4 +1,4 @@
-"""connect(): the connections that it opens, in fake worlds and on real ranks, and its errors."""
+"""Test the connections that connect() opens in fake worlds and on real ranks, and its errors."""
 
 import signal
 import time
@@ -72,8 +72,8 @@ def test_view_connects_its_groups():
         assert of_grid == ([("tp", pair), *wanted] if rank < 4 else [])
 
 
-# connect() names a rank that does not call it. If ranks have different groups, all of them raise
-# long before the timeout. Neither failure changes anything, so a retry works.
+# connect() names a rank that does not make the call. If ranks have different groups, all ranks
+# raise long before the timeout. Neither failure changes anything, so a retry works.
 @pytest.mark.full
 @pytest.mark.ranks(4)
 def test_missing_rank_and_different_groups():

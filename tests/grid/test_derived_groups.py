@@ -1,4 +1,4 @@
-"""Derived groups, and groups shared between grids, in fake worlds."""
+"""Test derived groups, and groups shared between grids, in fake worlds."""
 
 import pytest
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Grids to and from DeviceMeshes: the ranks match numpy, and torch creates no groups."""
+"""Test that grids and DeviceMeshes convert to each other, with numpy's ranks and no new groups."""
 
 import math
 import re
@@ -27,7 +27,7 @@ NAMES = ("tp", "cp", "dp", "pp")
 
 @st.composite
 def grids(draw):
-    """Draw a shape, an offset, and a rank of that grid."""
+    """Draw the shape, the offset and a rank of a grid."""
     shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     offset = draw(st.integers(0, 3))
     return shape, offset, offset + draw(st.integers(0, math.prod(shape) - 1))
@@ -35,7 +35,7 @@ def grids(draw):
 
 @st.composite
 def meshes(draw):
-    """Draw a grid, and some of its dims in any order, where a mesh dim may join several of them."""
+    """Draw a grid, and some of its dims in any order. A mesh dim may join several of these dims."""
     shape, offset, rank = draw(grids())
     indices = draw(st.permutations(range(len(shape))))
     indices = indices[: draw(st.integers(1, len(shape)))]
@@ -85,7 +85,7 @@ def test_mesh_matches_numpy(case):
             assert dist.get_process_group_ranks(mesh.get_group(name)) == line.tolist()
             assert mesh.get_local_rank(name) == dist.get_rank(group) == place[axis]
             assert mesh[name].get_group() is group
-            if mesh.ndim > 1:  # slicing a mesh of one dim returns the mesh
+            if mesh.ndim > 1:  # a slice of a mesh of one dim is the mesh itself
                 assert part_of_mesh(mesh, [name], name, group) == mesh[name]
         assert registered() == before
 
@@ -152,7 +152,7 @@ def test_missing_groups_are_created():
         assert dist.get_process_group_ranks(grid.get_pg("dp", "cp")) == [1, 3, 5, 7]
 
 
-# torch sorts the ranks of a group, so a group of a permuted mesh has another order than its row.
+# torch sorts the ranks of a group, so the order of a group of a permuted mesh differs from its row.
 # Such a mesh is rejected on every rank, including ranks whose rows are sorted.
 @pytest.mark.parametrize(
     "ranks", [[[1, 0], [3, 2]], [[2, 3], [0, 1]], [[0, 1], [3, 2]], [[0, 2], [3, 1]]], ids=str
@@ -237,7 +237,7 @@ def test_equal_meshes_with_different_groups_raise():
         assert result.device_mesh.get_group() is second.get_pg("tp")
 
 
-# device_mesh() also raises if a slice or a flattened dim equals one of another grid, unless both
+# device_mesh() also raises if a slice or a flattened dim equals a mesh of another grid, unless both
 # meshes have the same groups. Meshes of an earlier world are ignored.
 def test_equal_parts_of_meshes_raise():
     kept = []
@@ -259,8 +259,8 @@ def test_equal_parts_of_meshes_raise():
 
 
 # DTensors are sharded and redistributed with the groups of the grid only. The mesh has an offset or
-# a list of ranks, in which shards follow the positions in the list. from_device_mesh() finds the
-# same ranks on every rank.
+# a list of ranks. With a list, shards follow the positions in the list. from_device_mesh() finds
+# the same ranks on every rank.
 @pytest.mark.parametrize(
     "order", [pytest.param(range(1, 5), marks=pytest.mark.full), [2, 0, 3, 1]], ids=str
 )

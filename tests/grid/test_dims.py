@@ -1,4 +1,4 @@
-"""`grid["tp"]`: the rank's position and group, neighbours, sums and seeds."""
+"""Test `grid["tp"]`: the rank's position, group and neighbours, and sums and seeds."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ SIZES = (2, 2, 2)
 NAMES = ["tp", "dp", "pp"]
 
 
-# The position and the neighbours of a rank along dims. The dims are given in every form.
+# A rank has the right position and neighbours along dims, which can be given in every form.
 @pytest.mark.ranks(8)
 def test_position_and_neighbours():
     with HyperCommGrid("tp=2,dp=2,pp=2") as grid:
@@ -60,7 +60,7 @@ def test_destroy_and_reshape_discard_cached_values():
         _ = tp.group
 
 
-# Sums, means and barriers over dims. A tensor that is summed is not modified.
+# Sums and means over dims are right. A tensor that is summed is not modified.
 @pytest.mark.ranks(4)
 def test_sum_mean_and_barrier():
     rank = dist.get_rank()
@@ -139,8 +139,8 @@ def test_calls_after_torch_was_destroyed():
                 call()
 
 
-# The methods of a DeviceMesh work on a grid and its dims. If one does not, the error says what to
-# write instead.
+# The methods of a DeviceMesh work on a grid and its dims. The error for another attribute shows
+# what to write instead.
 def test_device_mesh_methods():
     with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4") as grid:
         assert grid["dp"].size() == grid["dp"].size == 4

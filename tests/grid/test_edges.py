@@ -1,4 +1,7 @@
-"""Pipeline edges: their members by arithmetic, and their creation on real ranks."""
+"""Test pipeline edges: their ranks in fake worlds, and their creation on real ranks.
+
+A pipeline edge is a process group of two neighbouring stages, for transfers in one direction.
+"""
 
 from datetime import timedelta
 
@@ -65,8 +68,8 @@ def test_edges_join_neighbours(data, wrap, in_one_call):
         assert {*groups} == {*grid.pgs.values()} - {None}
 
 
-# Edges are groups of the grid: they have keys, are found and printed, and are destroyed with the
-# grid.
+# Edges are groups of the grid. They have keys, find() and str() show them, and they are destroyed
+# with the grid.
 def test_edges_are_groups_of_the_grid():
     with fake_world(8, rank=1):
         grid = HyperCommGrid("tp=1,pp=8")
@@ -128,8 +131,8 @@ def test_rank_outside_has_no_edges():
             _ = edges.to_next
 
 
-# After a reshape to a longer pipeline, a shorter pipeline, or none, the edges match the new
-# pipeline.
+# After a reshape to a longer pipeline, a shorter pipeline, or a single stage, the edges match the
+# new pipeline.
 def test_edges_follow_a_reshape():
     with fake_world(8, rank=2), HyperCommGrid("pp=4,dp=2") as grid:
         edges = grid.edges("pp")
@@ -182,8 +185,8 @@ def test_first_use_waits_for_the_neighbour_only():
         assert exchange(edges, [0, 1, 2, 3]) == [int(rank > 0), -int(rank < 3)]
 
 
-# All ranks of a ring first use the edge in the same direction. Each rank waits for the next rank,
-# but there is no deadlock.
+# All ranks of a ring first use the edge in the same direction, so each rank waits for the next
+# rank. There is no deadlock.
 @pytest.mark.parametrize(
     "first", [EDGES[0], *(pytest.param(edge, marks=pytest.mark.full) for edge in EDGES[1:])]
 )
@@ -197,8 +200,8 @@ def test_ring_does_not_deadlock(first):
                 assert exchange(edges, [*range(size)]) == [1, -1]
 
 
-# connect() and verify() find the same groups on all ranks. This holds if each rank has created
-# edges by using them, and if one call has created all edges.
+# connect() and verify() find the same groups on all ranks. This holds if each rank has created the
+# edges that it used, and if one call has created all edges.
 @pytest.mark.parametrize("in_one_call", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.ranks(4, timeout=60)
 def test_connect_and_verify_find_the_edges(in_one_call):
@@ -238,7 +241,7 @@ def test_verify_creates_all_edges(wrap):
         edges.create()
 
 
-# After a reshape, a rank that keeps all of its edges still takes part in creating the new ones.
+# After a reshape, a rank that keeps all of its edges still takes part in creating the new edges.
 @pytest.mark.full
 @pytest.mark.ranks(4, timeout=60)
 def test_verify_creates_edges_after_a_reshape():

@@ -1,4 +1,4 @@
-"""The grid in fake worlds of any size: the groups of a rank, without communication."""
+"""Test the groups of a rank in fake worlds of any size, without communication."""
 
 from datetime import timedelta
 from itertools import chain, combinations
@@ -64,7 +64,7 @@ def test_one_group_per_key():
             grid.pgs[GroupKey(("tp",))] = group
 
 
-# ensure_pg raises if its options differ from those of the first call.
+# ensure_pg raises if its options differ from the options of the first call.
 def test_ensure_pg_with_other_options_raises():
     with fake_world(8), HyperCommGrid([8], ["dp"]) as grid:
         group = grid.ensure_pg("dp", timeout=timedelta(seconds=5), group_desc="mine")
@@ -189,7 +189,7 @@ def test_groups_with_equal_members_are_shared():
         assert longer is not groups["tp",]
 
 
-# If destroying one group fails, the others are destroyed, and the error is raised afterwards.
+# If destroying one group fails, the other groups are destroyed, and the error is raised afterwards.
 def test_destroy_continues_after_an_error(monkeypatch):
     with fake_world(4):
         grid = HyperCommGrid([2, 2], ["tp", "dp"])

@@ -1,4 +1,4 @@
-"""The grid on real gloo processes: the sums over groups show which ranks took part."""
+"""Test the grid on real gloo processes. The sums over groups show which ranks took part."""
 
 import inspect
 from datetime import timedelta
@@ -28,7 +28,7 @@ LAYOUTS = {
     "permuted with a gap": ([3, 2], [7, 0, 3, 5, 2, 6]),
     "reversed": ([4], [3, 2, 1, 0]),
 }
-"""Sizes by dim, and the ranks of the layout, the first dim fastest."""
+"""The size of each dim, and the ranks of the layout. The first dim varies fastest."""
 BY_DEFAULT = {"offset"}
 WAYS = [
     pytest.param(case, creation, marks=[] if case in BY_DEFAULT else pytest.mark.full)
@@ -39,7 +39,7 @@ WAYS = [
 
 
 def check_use(group, members):
-    """Check the members of a group and their order through torch, messages, a sum and two roots."""
+    """Check the members of a group and their order, through torch's tables and four collectives."""
     own = torch.tensor([dist.get_rank()])
     count = len(members)
     at = members.index(dist.get_rank())
@@ -57,8 +57,9 @@ def check_use(group, members):
 
 
 # For dense and listed layouts and every combination of dims, the members of a group and their order
-# match numpy's reshape. Groups are created with each strategy that gloo supports, one per call or
-# all in one call, eagerly or lazily. A rank outside gets None without waiting.
+# match numpy's reshape. Groups are created with each strategy that gloo supports, in one call for
+# each group and in one call for all groups, eagerly and lazily. A rank outside the layout gets
+# None.
 @pytest.mark.parametrize(("case", "creation"), WAYS)
 @pytest.mark.ranks(8, timeout=120)
 def test_groups_match_numpy(case, creation):
@@ -170,8 +171,8 @@ def test_grid_destroys_only_its_groups(creation):
     assert rank > 1 or sum_over(foreign) == 11
 
 
-# A group can be destroyed directly after its creation: destroy() waits for members that still
-# connect. Without that, five of six runs failed with gloo's "Connection closed by peer".
+# A group can be destroyed directly after its creation, because destroy() waits for ranks that still
+# connect. Without this wait, five of six runs failed with gloo's "Connection closed by peer".
 @pytest.mark.full
 @pytest.mark.ranks(4)
 def test_destroy_directly_after_creation():
@@ -181,7 +182,7 @@ def test_destroy_directly_after_creation():
 
 
 # A process that was in an earlier job and a new process agree on group names. The first job
-# consists of ranks 0 and 1, the second job of rank 0 and the new process 2.
+# consists of processes 0 and 1, and the second job consists of process 0 and the new process 2.
 @pytest.mark.ranks(3)
 def test_process_from_an_earlier_job(tmp_path):
     rank = dist.get_rank()

@@ -1,4 +1,4 @@
-"""Sets of grids in fake worlds: placement, creation, and errors."""
+"""Test sets of grids in fake worlds: placement, creation, and errors."""
 
 import itertools
 import math
@@ -38,7 +38,7 @@ DIMS = ("tp", "cp", "dp", "pp")
 # A set of layouts does not warn, and neither does a set with `requires`.
 @pytest.mark.parametrize("form", ["tp=2", {"tp": 2}], ids=str)
 def test_warns_of_ranks_without_a_grid(form):
-    with pytest.warns(UserWarning, match=r"no grid of the set holds ranks 4\.\.7 of the world's 8"):
+    with pytest.warns(UserWarning, match=r"no grid of the set holds ranks 4\.\.7 of a world of 8"):
         GridSet(a=form, b="dp=4", world_size=8)
     with pytest.warns(UserWarning, match=r"ranks 2\.\.7 .* requires='any'"):
         GridSet({"a": form}, world_size=8)
@@ -202,7 +202,7 @@ def test_explicit_layouts_and_existing_grids():
 
 
 # create_pgs() maps the name of each grid to its groups, in the requested order. On a rank outside
-# the grid, they are None.
+# the grid, the groups are None.
 @pytest.mark.parametrize("rank", range(8))
 def test_create_pgs_by_name(rank):
     with fake_world(8, rank), GridSet.tile(encoder="tp=2,dp=2", llm="tp=4") as grids:
@@ -222,8 +222,8 @@ def failing(_):
     raise ValueError("derived wrongly")
 
 
-# If creation fails in a later grid, the groups of earlier grids are destroyed again, whether the
-# error is found before anything is created or during creation. The correct call works afterwards.
+# If creation fails in a later grid, no group of an earlier grid is left, whether the error is found
+# before or during the creation. The correct call works afterwards.
 @pytest.mark.parametrize(
     ("requests", "error"),
     [
@@ -329,7 +329,7 @@ def test_transfer_between_grids():
             grids.transfer("train", "infer", torch.zeros(3))
 
 
-# grids_of() names the grids of a rank, or none.
+# grids_of() returns the names of the grids that contain a rank.
 @given(st.integers(0, 11))
 def test_grids_of(rank):
     places = {"a": RankLayout("tp=2,dp=2", rank_offset=2), "b": RankLayout("tp=4", rank_offset=6)}

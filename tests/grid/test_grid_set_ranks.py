@@ -1,4 +1,4 @@
-"""Sets of grids on real gloo processes: the sums over groups show which ranks took part."""
+"""Test sets of grids on real gloo processes. The sums over groups show which ranks took part."""
 
 import time
 from datetime import timedelta
@@ -14,8 +14,8 @@ from hypercomm.errors import CreationError, PlanMismatchError
 
 
 # An encoder and a language model have disjoint ranks. Each rank creates only the groups that
-# contain it, and sums reach exactly the members. After the `with` block, torch's tables are as
-# before.
+# contain it, and exactly the ranks of a group take part in its sum. After the `with` block, torch's
+# tables are as before.
 @pytest.mark.parametrize("creation", ["local", pytest.param("enumerate", marks=pytest.mark.full)])
 @pytest.mark.ranks(8, timeout=120)
 def test_tiled_set(creation):
@@ -57,9 +57,9 @@ def test_colocated_set(share):
             assert [sum_over(group) for group in groups] == wanted
 
 
-# If one rank makes a different request or fails, the call fails on all ranks, including ranks that
-# are only in another grid, long before the timeout. Nothing is left, and an immediate retry works,
-# even many times.
+# If one rank makes a different request or fails, the call fails on all ranks long before the
+# timeout, even on ranks that are only in another grid. No group is left, and an immediate retry
+# works, even many times.
 @pytest.mark.ranks(4, timeout=120)
 def test_error_on_one_rank_fails_all():
     rank = dist.get_rank()

@@ -1,4 +1,4 @@
-"""Grids cannot be pickled or copied. Their layouts can."""
+"""Test that grids cannot be pickled or copied, and that their layouts can."""
 
 import copy
 import pickle
@@ -8,8 +8,7 @@ import pytest
 from hypercomm import GridSet, HyperCommGrid
 
 
-# Pickling or copying a grid raises. The error names what can be sent instead, and sending that
-# works.
+# Pickling or copying a grid raises. The error names the layout, which can be sent instead.
 @pytest.mark.parametrize("send", [pickle.dumps, copy.copy, copy.deepcopy])
 def test_grid_cannot_be_pickled_or_copied(send):
     grid = HyperCommGrid("tp=2,dp=4", world_size=8)

@@ -1,4 +1,4 @@
-"""Sizes of grids, views and sets in every accepted form."""
+"""Test sizes of grids, views and sets in every accepted form."""
 
 import pytest
 
@@ -21,7 +21,8 @@ def test_every_form_of_sizes(args, keywords):
     assert grid.layout == RankLayout([2, 4], ["tp", "dp"])
 
 
-# An unspecified size fills the world from the offset on. Without one, ranks may be left out.
+# An unspecified size fills the world from the offset on. If all sizes are specified, ranks may be
+# left out.
 def test_sizes_with_an_offset():
     assert HyperCommGrid("tp=2,dp=-1", rank_offset=4, world_size=12).layout.ranks == range(4, 12)
     assert HyperCommGrid("tp=2", rank_offset=4, world_size=12).layout.ranks == range(4, 6)

@@ -1,4 +1,4 @@
-"""Groups of views on real gloo processes."""
+"""Test groups of views on real gloo processes."""
 
 import pytest
 import torch.distributed as dist
@@ -9,7 +9,8 @@ from hypercomm import HyperCommGrid
 from hypercomm.testing import registered_groups
 
 
-# Dense tp=2,dp=4 with an expert view ep=4,expt_dp=2: each group sums over numpy's members.
+# In the grid tp=2,dp=4 with an expert view ep=4,expt_dp=2, each group sums over the ranks that
+# numpy finds.
 @pytest.mark.parametrize("batched", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.ranks(8)
 def test_dense_and_expert_groups(batched):

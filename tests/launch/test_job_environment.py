@@ -1,4 +1,4 @@
-"""The variables that launchers set, and the job that they describe."""
+"""Test the jobs that the variables of launchers describe."""
 
 import random
 
@@ -38,8 +38,8 @@ MPIRUN = open_mpi(2, 4, 2, OMPI_COMM_WORLD_LOCAL_SIZE="4", PMIX_NAMESPACE="12")
 NODE7 = ("node7", 29500)
 
 
-# The first launcher with complete variables is used. If launchers agree, the variables of one can
-# complete those of another.
+# The first launcher with complete variables is used. If launchers agree, the variables of one
+# launcher can complete the variables of another launcher.
 @pytest.mark.parametrize(
     ("environment", "name", "rank", "size", "local", "place"),
     [
@@ -54,12 +54,12 @@ NODE7 = ("node7", 29500)
         (step(2, 9, 1, SLURM_STEP_NUM_TASKS="4"), "srun", 2, 4, 1, ("gpu07", 24567)),
         (by_hand(2, 4) | step(2, 4, 1), "the environment", 2, 4, 1, ("gpu07", 24567)),
         (pmi(2, 4) | step(2, 4, 1), "MPICH", 2, 4, 1, ("gpu07", 24567)),  # srun --mpi=pmi2
-        # variables of an outer launcher come from its daemons
+        # srun starts the daemons of the launcher, so SLURM's variables describe these daemons
         (ELASTIC | by_hand(9, 16, 1) | PLACE | step(1, 2, 0), "torchrun", 9, 16, 1, NODE7),
         (open_mpi(9, 16, 1) | PLACE | step(1, 2, 0), "Open MPI", 9, 16, 1, NODE7),
         (pmi(9, 16) | PLACE | step(1, 2, 0), "MPICH", 9, 16, None, NODE7),
         (by_hand(5, 8, 5) | PLACE | step(0, 1, 0), "the environment", 5, 8, 5, NODE7),
-        # on one host rank 0 is local, and the port follows from the name of this mpirun:
+        # On one host, rank 0 is local. The port is derived from the name of this mpirun:
         # crc32(b"12") = 1330857165
         (MPIRUN, "Open MPI", 2, 4, 2, ("127.0.0.1", 27165)),
         ({"RANK": " "} | open_mpi(2, 4, 1) | PLACE, "Open MPI", 2, 4, 1, NODE7),
@@ -95,7 +95,7 @@ def test_environment_without_a_job():
         (step(0, 8, 0, SLURM_STEP_ID=str(2**32 - 6)), ["SLURM_NTASKS=8", "start it with srun"]),
         (by_hand(0, 8) | open_mpi(1, 4, 1), ["WORLD_SIZE=8", "OMPI_COMM_WORLD_SIZE=4", "unset"]),
         (by_hand(0, 1) | step(3, 8, 3), ["WORLD_SIZE=1", "SLURM_NTASKS=8", "unset"]),
-        (by_hand(4, 4), ["RANK=4 and WORLD_SIZE=4", "ranks of a job of 4 are 0 to 3"]),
+        (by_hand(4, 4), ["RANK=4 and WORLD_SIZE=4", "a job of 4 ranks has ranks 0 to 3"]),
         (by_hand(-1, 4), ["RANK must be an integer", "'-1'"]),
         (by_hand("9" * 5000, 4), ["RANK must be an integer", "'999"]),
         (step(0, 1, 0, SLURM_STEP_ID="9" * 5000), ["SLURM_STEP_ID must be an integer"]),
@@ -132,8 +132,8 @@ def test_random_values_give_a_job_or_an_error():
     assert jobs > 5
 
 
-# The world size or rank of a process that has not joined yet. If only WORLD_SIZE or RANK is set,
-# that value is used, even inside a SLURM step (srun --pty bash).
+# find_number() returns the world size or the rank of a process that has not joined yet. If only
+# WORLD_SIZE or RANK is set, that value is used, even inside a SLURM step (srun --pty bash).
 @pytest.mark.parametrize(
     ("environment", "size", "rank"),
     [
@@ -151,7 +151,7 @@ def test_world_size_and_rank_before_joining(environment, size, rank):
     assert [one and one[0] for one in found] == [size, rank]
 
 
-# The first host of a node list, in each form that srun writes.
+# The address is the first host of a node list, in each form that srun writes.
 def test_first_host_of_a_node_list():
     lists = ["n1", "gpu-a-01,gpu-a-02", "n[001-128]", "n[7,9-12]-ib,m1", "r[1-2]n[3-4]"]
     found = [find_job(step(1, 4, 1, SLURM_STEP_NODELIST=hosts)).address for hosts in lists]

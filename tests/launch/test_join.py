@@ -1,4 +1,4 @@
-"""join() in each kind of job, on each kind of device, and its errors."""
+"""Test join() in each kind of job and on each kind of device, and its errors."""
 
 import os
 import socket
@@ -107,7 +107,7 @@ def test_join_in_fake_and_simulated_worlds(monkeypatch):
 
 
 # If no other rank joins, the error names the rank and the address, and nothing is initialised. If
-# the port is in use, the error says how to choose another one.
+# the port is in use, the error suggests how to choose another port.
 @pytest.mark.full
 def test_join_without_other_ranks():
     port = free_port()
@@ -203,7 +203,7 @@ def test_device_and_backend(kind, arguments, backend, device, started, monkeypat
         ({"backend": "glooo"}, GroupOptionsError, "unknown backend 'glooo'"),
         ({"backend": "nccl", "device": "cpu"}, LaunchError, "'cpu' does not fit .* 'nccl'"),
         ({"rank": 1, "size": 2, "address": "a", "port": 1}, LaunchError, "local_rank= or device="),
-        (job_of(7, 8), LaunchError, "8 ranks .* a device each, and the host has 4 of type 'cuda'"),
+        (job_of(7, 8), LaunchError, "8 ranks .* a device each, but the host has 4 of type 'cuda'"),
     ],
 )
 def test_invalid_arguments(arguments, error, message, monkeypatch):

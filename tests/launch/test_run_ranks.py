@@ -1,4 +1,4 @@
-"""run_ranks: results, output and failures of local ranks. No process is left behind."""
+"""Test the results, output and failures of run_ranks(), and that no process is left behind."""
 
 import faulthandler
 import functools
@@ -97,7 +97,7 @@ def test_functions_are_pickled_by_value():
 
 
 def on(rank, act):
-    """Return a body that reports its pid and calls `act` on one rank, for which the others wait."""
+    """Return a body that reports its pid and calls `act` on one rank. The other ranks wait."""
 
     def body():
         report(os.getpid())
@@ -130,9 +130,9 @@ def raise_odd_error():
 full = functools.partial(pytest.param, marks=pytest.mark.full)
 
 
-# The error names the first rank that fails, with its traceback, signal or exit code. It does not
-# name ranks that fail as a consequence. All ranks and their child processes end within seconds. The
-# next job works.
+# The error names the first rank that fails, with its traceback, signal or exit code. The error does
+# not name ranks that fail as a consequence. All ranks and their child processes end within seconds.
+# The next job works.
 @pytest.mark.parametrize(
     ("rank", "act", "begin", "end"),
     [
@@ -155,8 +155,8 @@ def test_first_failing_rank_is_named(rank, act, begin, end):
     assert run_ranks(dist.get_rank, 2) == [0, 1]
 
 
-# Ranks that do not return in time are ended, and the error has the stack of each. A stopped rank
-# has no stack to show.
+# Ranks that do not return in time are ended, and the error contains the stack of each rank. A
+# stopped rank has no stack to show.
 @pytest.mark.full
 def test_timeout_shows_stacks():
     pids = []

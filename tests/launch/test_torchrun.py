@@ -1,4 +1,4 @@
-"""join() under torchrun. (test_job_environment.py tests the variables of other launchers.)"""
+"""Test join() under torchrun. (test_job_environment.py tests the variables of other launchers.)"""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Two worlds in threads of one process: each call uses the world that it names."""
+"""Test that each call uses the world that it names, with two worlds in threads of a process."""
 
 import threading
 
@@ -76,7 +76,7 @@ def test_meshes_of_a_joined_world_without_world():
         position = tuple(mesh.get_coordinate())  # a list before torch 2.13
         assert mesh.get_group("all") is first["tp", "dp"].group
         assert position == (0, 0)
-        with pytest.raises(LayoutError, match=r"'dp' of .* has other groups"):
+        with pytest.raises(LayoutError, match=r"'dp' of .* has different process groups"):
             second.device_mesh()
         own = torch.tensor([3.0])
         tensor = DTensor.from_local(own, mesh, [Shard(0), Shard(0)], run_check=False)
@@ -152,7 +152,8 @@ def test_destroy_during_as_default(had_world, begins):
     world.leave()
 
 
-# destroy_process_group() during two nested blocks. The block that was entered first ends last.
+# destroy_process_group() is called during two nested blocks. Leaving these blocks does not change
+# the default group that was created afterwards.
 @pytest.mark.usefixtures("_ended")
 def test_destroy_during_two_blocks():
     begin()
@@ -172,8 +173,8 @@ def test_destroy_during_two_blocks():
     third.leave()
 
 
-# If the former default world ends during a block, such as after an error in another thread, it does
-# not become the default again.
+# If the former default world ends during a block, for example after an error in another thread,
+# this world does not become the default again.
 @pytest.mark.usefixtures("_ended")
 def test_world_that_ended_is_not_restored():
     first, second = alone("one"), alone("two")

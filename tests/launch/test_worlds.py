@@ -1,4 +1,4 @@
-"""join_world on real processes: members, differences, missing ranks, restarts, and the store."""
+"""Test join_world() on real processes."""
 
 import contextlib
 import json
@@ -45,7 +45,7 @@ LIMIT_S = 1.0
 class Crew:
     """Processes without a WORLD, each of which calls a function.
 
-    The function is called with a function `join`. `result` returns its result or error.
+    The function gets a function `join` as its argument. `result` returns the result or the error.
     """
 
     def __init__(self, folder):
@@ -55,7 +55,7 @@ class Crew:
         self.address = f"tcp://127.0.0.1:{self.port}"
 
     def start(self, act, part, *ranks, label="", **arguments):
-        """Start a process for each of these ranks of a part of the world. It calls `act(join)`."""
+        """Start a process for each of these ranks of a part. Each process calls `act(join)`."""
         for rank in ranks:
             given = {"name": "w", "parts": PARTS, "part": part, "rank": rank}
             given |= {"timeout": timedelta(seconds=20)} | arguments
@@ -174,7 +174,7 @@ def in_a_job(act, port, rank, size):
     return body
 
 
-# The trainers have a WORLD with other rank numbers, the engines have none.
+# The trainers have a WORLD with other rank numbers, and the engines have no WORLD.
 def test_grids_by_parts(crew):
     parts = {"trainer": 4, "engine": 2}
     port = free_port()
@@ -221,7 +221,8 @@ def test_weights_move_between_parts(crew):
     assert crew.result("engine0")["value"] == wanted
 
 
-# A process is in two worlds on one store, with different ranks. Their groups are separate.
+# A process is in two worlds on one store, with a different rank in each world. The groups of the
+# worlds are separate.
 @pytest.mark.full
 def test_two_worlds_on_one_store(crew):
     def both(join):
@@ -334,7 +335,7 @@ def test_engine_restarts(crew, is_waiting):
     assert crew.values("again", "trainer0", "trainer1") == [6, [3, 3, 6, True], [3, 3, 6, True]]
     if not is_waiting:
         crew.mark("awake")
-        assert "end this one" in crew.result("engine0")["value"]
+        assert "end this process" in crew.result("engine0")["value"]
 
 
 # If the engine is lost, the trainers can continue in the world without it.
@@ -402,7 +403,7 @@ def test_many_rejoins_leak_nothing(crew):
 
 @contextlib.contextmanager
 def other_service(port, reply):
-    """Serve something other than a store on a port, which sends `reply` or nothing."""
+    """Run a service that is not a store on a port. The service sends `reply`."""
     is_over = threading.Event()
 
     def serve():
@@ -432,7 +433,7 @@ def test_port_without_a_store(reply):
 
 
 # If the process that serves the store is killed while others wait, each waiting process raises.
-# Once all have joined again at the same address, they can continue.
+# Once all processes have joined again at the same address, they can continue.
 @pytest.mark.full
 def test_store_is_restarted(crew):
     def train(join):
@@ -511,8 +512,8 @@ def test_one_name_in_two_stores():
         assert shake_hands(second) == 0
 
 
-# Two threads enter as_default(), and either may leave first. Afterwards torch has its first
-# default.
+# Two as_default() blocks overlap, as in two threads, and either block may end first. Afterwards
+# torch has its first default.
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_two_threads_as_default(order):
     worlds = [join_world(dist.HashStore(), **GOOD | {"name": name}) for name in ("one", "two")]

@@ -1,4 +1,4 @@
-"""The difference between two layouts, checked by visiting all ranks to build sets of tuples."""
+"""Compare the difference between two layouts with sets of tuples, built by visiting all ranks."""
 
 import itertools
 import re
@@ -31,7 +31,7 @@ def coordinates_of(case):
 
 
 def groups_by_dims(case):
-    """Map dims to their groups. Dims are omitted if fewer dims have the same groups."""
+    """Map sets of dims to their groups. A set is omitted if a smaller set has the same groups."""
     layout = case[0]
     coords = coordinates_of(case)
     found = {}
@@ -79,9 +79,9 @@ PAIRS = st.one_of(
 )
 
 
-# Every combination of dims appears in a change. It is paired with each combination of the other
-# layout with which it shares groups. The number and the size of the groups match sets of tuples,
-# and so does the number of groups that both layouts have (with the same members in the same order).
+# Every combination of dims appears in a change. The combination is paired with each combination of
+# the other layout that has some of the same groups. The number and the size of the groups, and the
+# number of groups that both layouts have, match sets of tuples.
 @given(PAIRS)
 def test_changes_match_sets_of_groups(pair):
     before, after = map(groups_by_dims, pair)

@@ -1,4 +1,4 @@
-"""Laws of RankGroups on layouts of every kind. The oracles are numpy and slices of lists."""
+"""Test the laws of RankGroups on layouts of every kind, against numpy and slices of lists."""
 
 import itertools
 import pickle
@@ -27,7 +27,7 @@ many = settings(max_examples=examples(600))
 
 
 # enumerate_ranks returns numpy's transpose with the dims in the given order. With the dims in
-# reversed order, its rows are those of groups().
+# reversed order, its rows are the rows of groups().
 @many
 @given(layouts_with_tables(), st.data())
 def test_enumerate_ranks_agrees_with_transpose(case, data):
@@ -218,8 +218,8 @@ def no_enumeration(monkeypatch):
         monkeypatch.setattr(module, "lattice", fail)
 
 
-# Queries of one rank enumerate nothing: its groups, groups derived from them, its coordinates and
-# its neighbours. For a rank outside, nothing is enumerated either, and the error message is short.
+# Queries for the groups, derived groups, coordinates and neighbours of one rank do not enumerate
+# ranks. For a rank outside, no ranks are enumerated either, and the error message is short.
 @large
 @pytest.mark.parametrize("dims", [["tp"], ["cp", "dp"], ["tp", "pp"]], ids="-".join)
 @pytest.mark.usefixtures("no_enumeration")

@@ -1,6 +1,6 @@
-"""Laws of RankLayout on layouts of every kind: dense, with gaps, any strides, a list of ranks.
+"""Test the laws of RankLayout against numpy in Fortran order.
 
-The oracle is numpy in Fortran order.
+The layouts are of every kind: dense, with gaps, with any strides, and with a list of ranks.
 """
 
 import json
@@ -236,7 +236,7 @@ def test_list_with_even_steps_equals_strides(case):
         assert twin.groups(dim) == layout.groups(dim)
 
 
-# ---- from an order, from a world size -----------------------------------------------------------
+# ---- sizes from the world size ------------------------------------------------------------------
 
 
 # An unspecified size is the world size divided by the other sizes. It can be missing, -1 or a bare
@@ -253,8 +253,8 @@ def test_unspecified_size_is_inferred(order, sizes, open_name, offset):
     assert RankLayout(text.replace(open_name, f"{open_name}=-1"), **world) == expected
 
 
-# fit() returns the best of all layouts that fit. If none fits, the error suggests numbers of ranks.
-# For each of them, a layout fits.
+# fit() returns the best of all layouts that fit. If no layout fits, the error suggests numbers of
+# ranks, and a layout fits each of these numbers.
 @given(
     st.integers(1, 60),
     st.sets(st.integers(1, 8), min_size=1),

@@ -1,4 +1,4 @@
-"""Sizes in every accepted form, text that cannot be parsed, and every way to name dims."""
+"""Test every form of sizes, text that cannot be parsed, and every way to name dims."""
 
 import itertools
 import math

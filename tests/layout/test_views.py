@@ -1,4 +1,4 @@
-"""Views: their groups compared with numpy, creation in a fake world, and errors."""
+"""Test the groups of views against numpy, their creation in a fake world, and errors."""
 
 import numpy as np
 import pytest
@@ -49,7 +49,7 @@ def grid_of(layout):
 
 
 # The groups of a view of a dense, shifted or listed layout are the groups that numpy finds, in the
-# same order. The grid and the view object return the same.
+# same order. The grid and the view object return the same groups.
 @pytest.mark.full
 @settings(max_examples=examples(1000))
 @given(st.data(), st.booleans())
@@ -167,7 +167,7 @@ def test_shared_and_private_groups():
         (["tp", "ep"], "expert", UnknownDimError, "no view has all of these dims"),
         ("xx", "expert", UnknownDimError, "'xx'"),
         ("tp", "other", UnknownDimError, "'other' is not registered .*'expert'"),
-        ([], "expert", LayoutError, "dims is empty"),
+        ([], "expert", LayoutError, "no dims are given"),
         (["ep", "ep"], "expert", LayoutError, "is listed twice"),
     ],
 )

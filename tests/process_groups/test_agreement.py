@@ -1,4 +1,4 @@
-"""Agreement on real gloo processes. tests/simulated_job covers all other faults."""
+"""Test that real gloo processes agree on creations. tests/simulated_job covers all other faults."""
 
 import gc
 import os
@@ -21,7 +21,7 @@ LONG = timedelta(seconds=40)
 EVERY = ["tp", "dp"]
 
 
-# Ranks that agree raise nothing, even if one is slow. A rank outside the grid takes no part.
+# Ranks that agree raise nothing, even if a rank is slow. A rank outside the grid takes no part.
 @pytest.mark.parametrize("verify", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.ranks(5)
 def test_agreeing_ranks_create_groups(verify):
@@ -39,8 +39,8 @@ def test_agreeing_ranks_create_groups(verify):
         assert [sum_over(group) for group in groups] == expected
 
 
-# If a grid is destroyed while a thread waits in a creation, the creation fails, and no group is
-# left.
+# If a grid is destroyed while a thread waits for the creation of a group, the creation fails, and
+# no group is left.
 @pytest.mark.ranks(2)
 def test_destroy_during_a_creation():
     grid = HyperCommGrid([2], ["dp"])
@@ -109,7 +109,8 @@ def test_destroy_and_abort_are_idempotent():
             one.create_pg("x")
 
 
-# Ctrl-C ends a waiting creation and leaves nothing. The other rank raises, and a retry succeeds.
+# Ctrl-C ends a creation that waits, and no group is left. The other rank raises, and a retry
+# succeeds.
 @pytest.mark.ranks(2)
 def test_ctrl_c_during_a_creation():
     grid = HyperCommGrid([2], ["dp"])

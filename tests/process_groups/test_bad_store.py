@@ -1,4 +1,4 @@
-"""Values in the store that hypercomm did not write raise a named error, in a simulated job."""
+"""Test that values in the store that hypercomm did not write raise an error that names the key."""
 
 import json
 import re
@@ -108,8 +108,8 @@ def test_wrong_types_raise(value):
     assert tried > 10
 
 
-# JSON that differs only in its spacing is also rejected, because a compare-and-set would never
-# succeed.
+# JSON that differs only in its spacing is also rejected, because a compare-and-set compares bytes
+# and would never succeed.
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_other_spacing_raises(value):
     fields = json.loads(value.encode())

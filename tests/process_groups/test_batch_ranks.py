@@ -1,4 +1,4 @@
-"""Several groups in one call, and lazy connections, on real gloo processes."""
+"""Test several groups in one call, and lazy connections, on real gloo processes."""
 
 import os
 import time
@@ -21,7 +21,7 @@ def test_serving_rank_exits_after_a_mismatch():
     rank = dist.get_rank()
     grid = HyperCommGrid("tp=2,dp=2")
     if rank == 0:
-        time.sleep(1.5)  # by now the others check only rarely
+        time.sleep(1.5)  # after this time, the other ranks check the store only rarely
     with pytest.raises(PlanMismatchError, match="ranks differ at position 0"):
         grid.create_pgs(["dp"] if rank == 0 else ["tp"])
     if rank == 0:
@@ -40,7 +40,7 @@ def test_lazy_groups_connect_when_used():
         with HyperCommGrid([4], ["dp"], lazy_init=lazy_init) as grid:
             groups = [grid.create_pg("dp", name=name) for name in "abc"]
             created = sockets() - before
-            # each eager group connects a rank to three others; a lazy one listens
+            # an eager group connects a rank to three others; a lazy group only listens
             assert created <= 6 if lazy_init else created >= 3 * 3
             assert [sum_over(group) for group in groups] == [1111] * 3
             assert sockets() - before > created or not lazy_init
@@ -50,7 +50,7 @@ def test_lazy_groups_connect_when_used():
 
 # The gloo groups of one call share a listening socket and a receiving thread. Therefore one call
 # for eight groups opens seven fewer sockets and threads than eight calls. A group still works after
-# another one is destroyed. A call that fails closes its sockets.
+# another group is destroyed. A call that fails closes its sockets.
 @pytest.mark.ranks(2)
 def test_groups_of_one_call_share_a_device():
     plan = [{"dims": "dp", "name": name} for name in "abcdefgh"]

@@ -1,4 +1,4 @@
-"""Several groups in one call, explanations, and splits of WORLD, in fake worlds."""
+"""Test several groups in one call, explain(), and splits of WORLD, in fake worlds."""
 
 import collections
 from datetime import timedelta
@@ -155,7 +155,7 @@ def test_groups_with_equal_colors_split_in_turns(monkeypatch, bound):
         grid = HyperCommGrid([8, 2, 32, 8], ["tp", "cp", "dp", "pp"])
         plan = grid.explain("cp")
         grid.create_pg("cp")
-    assert plan.reason.endswith("in 2 turns, because torch's colours of some groups are equal")
+    assert plan.reason.endswith("in 2 turns, because torch gives some groups the same colour")
     assert bound == [[[0, 8]], [[1988, 1996]]]
 
 
@@ -171,7 +171,7 @@ def test_lists_with_equal_colors_split_in_turns(monkeypatch, bound):
 
 
 # Groups of one colour are split in separate turns. Every rank makes the same number of calls. Each
-# rank of the grid passes its group in one of them. No call has two groups of the same colour.
+# rank of the grid passes its group in one call. No call has two groups of the same colour.
 @pytest.mark.parametrize("colors", [[1, 2, 1, 1], [5, 5, 5, 5], [3, 4, 4, 3]], ids=str)
 def test_turns_separate_equal_colors(monkeypatch, bound, colors):
     monkeypatch.setattr(torchdist, "split_colors", lambda _groups: colors)

@@ -1,4 +1,4 @@
-"""A rank or the store dies, stops or is slow: every call ends in time with the right error."""
+"""Test that every call ends in time with the right error if a rank or the store dies or stops."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from hypercomm.errors import GroupCreationTimeout, HyperCommError
 from hypercomm.testing import registered_groups
 
 GRACE_S = scaled_s(2)
-"""How long after its timeout a call may end."""
+"""A call may end this many seconds after its timeout."""
 
 SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
 
@@ -28,7 +28,7 @@ SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
 
 
 def signal_at(fault, number):
-    """Send a signal to this rank, now, or once all ranks have arrived but before they connect."""
+    """Send a signal to this rank now, or after all ranks have arrived but before they connect."""
     if fault == "before":
         signal_self(number)
     dist.distributed_c10d._new_process_group_helper = lambda *_, **__: signal_self(number)
@@ -40,6 +40,8 @@ def lose_one(rank, fault, victim, number, timeout_s):
     dist.barrier()
     if rank == victim and fault != "after":
         signal_at(fault, number)
+    if rank == 0 and fault == "after waiting":
+        time.sleep(1.0)  # the other ranks publish that they wait for this rank
     begin = time.monotonic()
     if fault == "after":
         group = grid.create_pg(["tp", "dp"], timeout=timedelta(seconds=timeout_s))
@@ -62,12 +64,14 @@ def lose_one(rank, fault, victim, number, timeout_s):
 
 
 # If a rank is killed or stopped before it joins a creation, or before it connects, every other rank
-# raises within the timeout plus two seconds, names the lost rank, and keeps nothing. If the rank is
-# lost after the creation, the next collective fails in time. destroy() neither hangs nor leaves
-# anything.
+# raises within the timeout plus two seconds. The error names the lost rank, and no group is kept.
+# If the rank is lost after the creation, the next collective fails in time. destroy() does not
+# hang, and no group is left.
 @pytest.mark.full
 @pytest.mark.parametrize("number", SIGNALS)
-@pytest.mark.parametrize(("fault", "victim"), [("before", 0), ("during", 2), ("after", 3)])
+@pytest.mark.parametrize(
+    ("fault", "victim"), [("before", 0), ("during", 2), ("after waiting", 2), ("after", 3)]
+)
 def test_lost_rank_is_named(tmp_path, number, fault, victim, timeout_s):
     timeout_s *= 2  # a pause of the whole machine must not make other ranks late
     run_scenario(tmp_path, lose_one, 4, fault, victim, number, timeout_s, victims=[victim])
@@ -120,15 +124,16 @@ def lose_the_store(rank, server, number):
     names = [*calls]
     for name in names[2 * rank :] + names[: 2 * rank]:
         begin = time.monotonic()
-        # A rank that was paused for long, as under load, assumes that the others have timed out.
+        # Under load, a rank may pause for long. It then assumes that the other ranks have timed
+        # out.
         with pytest.raises(HyperCommError, match=r"store|timed out on the other ranks"):
             calls[name](grids[name])
         limit_s = STORE_S * (3 if name == "survivors" else 1) + GRACE_S
         assert time.monotonic() - begin < limit_s, name
 
 
-# If the process that serves the store is dead or unresponsive, each call ends in time with a
-# HyperCommError that names the store. So do all later calls.
+# If the process that serves the store is dead or unresponsive, each call and all later calls end in
+# time with a HyperCommError that names the store.
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
 def test_lost_store_is_named(tmp_path, number):

@@ -1,4 +1,4 @@
-"""Several hosts, simulated by network namespaces on one switch, with torchrun on each host."""
+"""Test a job of several hosts, which are network namespaces on one switch. Each runs torchrun."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ def ip(*arguments):
 
 
 class Hosts:
-    """Hosts 10.0.0.1, 10.0.0.2, ... in namespaces, and a namespace for the switch between them."""
+    """Namespaces for hosts 10.0.0.1, 10.0.0.2, ..., and for the switch that connects the hosts."""
 
     def __init__(self, folder):
         self.folder = folder

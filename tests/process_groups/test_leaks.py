@@ -1,4 +1,4 @@
-"""Many cycles of creating and destroying groups leak nothing."""
+"""Test that many cycles of creating and destroying groups leak nothing."""
 
 import gc
 import threading
@@ -32,10 +32,10 @@ def resources():
     }
 
 
-# Groups are created and destroyed many times, one call per group in every other cycle. All process
+# Groups are created and destroyed many times, in one call or with one call per group. All process
 # groups, threads and files are released, and after the first cycles the memory of each rank grows
-# by less than 5 MB. No reference to a group remains: gloo closes connections with the last
-# reference.
+# by less than 5 MB. The open files show that no reference to a group remains, because gloo closes
+# connections with the last reference.
 @pytest.mark.parametrize(
     "count",
     [pytest.param(10, marks=pytest.mark.full), pytest.param(500, marks=pytest.mark.slow)],

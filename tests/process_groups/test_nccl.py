@@ -1,4 +1,4 @@
-"""NCCL, with several ranks on one GPU. Runs only where a GPU is found (pytest -m gpu).
+"""Test NCCL with several ranks on one GPU. The tests run only where a GPU is found (-m gpu).
 
 test_nccl_calls.py records the calls of NCCL without a GPU.
 """
@@ -68,7 +68,7 @@ def test_groups_have_right_sums(bound, creation):
 
 
 def create_while_others_sleep(bound, lazy_init):
-    """Ranks 2 and 3 create their group and use it while the others sleep."""
+    """Create a group of ranks 2 and 3 and use the group, while the other ranks sleep."""
     rank = begin(bound=bound)
     start = time.monotonic()
     total = None
@@ -86,7 +86,7 @@ def create_while_others_sleep(bound, lazy_init):
     return total, took_s, every
 
 
-# Members create the groups of a grid at an offset without ranks outside, which sleep.
+# The ranks of a grid at an offset create their group while the ranks outside the grid sleep.
 @pytest.mark.parametrize("bound", [False, True])
 @pytest.mark.parametrize("lazy_init", [None, True, False])
 def test_creation_does_not_wait_for_other_ranks(bound, lazy_init):
@@ -98,7 +98,7 @@ def test_creation_does_not_wait_for_other_ranks(bound, lazy_init):
 
 
 def mixed():
-    """Sum on the CPU and the GPU over groups that have both backends of WORLD, or one of them."""
+    """Sum on the CPU and the GPU over groups with both backends of WORLD, or with one backend."""
     begin("cpu:gloo,cuda:nccl", bound=True)
     with HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
         both = grid.create_pg("dp", name="both")
@@ -113,7 +113,7 @@ def mixed():
     return found
 
 
-# On a WORLD with gloo and NCCL, a group has both backends or one of them.
+# On a WORLD with gloo and NCCL, a group can have both backends or only one.
 def test_mixed_world():
     for rank, found in enumerate(on_one_card(mixed)):
         own = [101, 1010][rank % 2]
@@ -121,7 +121,7 @@ def test_mixed_world():
 
 
 def abort():
-    """All ranks except rank 0 start a collective that waits for it, and abort."""
+    """Start a collective that waits for rank 0 on all other ranks, and abort the grid there."""
     rank = begin(bound=True)
     store = store_of_world()
     before = registered()

@@ -1,4 +1,4 @@
-"""The calls that reach NCCL. A fake records them, because the tests run without a GPU.
+"""Test the calls that reach NCCL. A fake records the calls, because the tests run without a GPU.
 
 torch's own functions create the groups. test_nccl.py tests NCCL itself, if there is a GPU.
 """
@@ -30,11 +30,12 @@ def is_lazy(call):
     return bool(getattr(call.options, "lazy_init", False))
 
 
-# ---- creation by members only -------------------------------------------------------------------
+# ---- creation by the ranks of a group -----------------------------------------------------------
 
 
-# If WORLD is bound, only the members of a grid at an offset create its groups: no rank splits, no
-# other rank is needed, and WORLD stays bound. torch 2.15 and newer have an option of NCCL for this.
+# If WORLD is bound to a device, the ranks of a grid at an offset create their groups alone. No rank
+# splits WORLD, no other rank is needed, and WORLD stays bound. torch 2.15 and newer have an option
+# of NCCL for this.
 @pytest.mark.parametrize("creation", ["auto", "local"])
 def test_offset_grid_on_a_bound_world(creation):
     with recorded_nccl() as calls, lone_world("nccl", 8, rank=5, device_id=CUDA_5):
@@ -72,7 +73,7 @@ def test_joined_world_on_a_bound_world():
 
 
 def sum_over(group):
-    """Return the sum of 10**rank over the members, or None without a group."""
+    """Return the sum of 10**rank over the ranks of a group, or None if there is no group."""
     if group is None:
         return None
     number = torch.tensor([10.0 ** dist.get_rank()])
@@ -86,7 +87,7 @@ def begin_bound(backend):
     return restart_world(backend, device_id=device, timeout=timedelta(seconds=30))
 
 
-# Two real ranks create their group. The other two wait until the group exists.
+# Two real ranks create their group. The other two ranks wait until the group exists.
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 @pytest.mark.ranks(4)
@@ -194,8 +195,8 @@ def test_strategy_per_key():
 
 
 # A WORLD of gloo and NCCL is split into groups with the requested backends, without enumeration,
-# and real ranks communicate over both backends. Before torch 2.14 a split has wrong options for
-# gloo, so only the members create such groups.
+# and real ranks communicate over both backends. Before torch 2.14, a split has wrong options for
+# gloo, so the strategy "local" creates groups that have gloo.
 @needs_parts
 @pytest.mark.ranks(4)
 def test_mixed_world():
@@ -251,8 +252,8 @@ def test_names_after_a_partial_split():
         assert [ranks for ranks in order if ranks in by_name] == mine
 
 
-# For a layout with a list of ranks, groups are split if a split keeps the order of the ranks (torch
-# 2.15). Otherwise only the members create the groups.
+# For a layout with a list of ranks, WORLD is split if a split keeps the order of the ranks (torch
+# 2.15). Otherwise, the strategy "local" creates the groups.
 def test_order_of_ranks_is_kept():
     listed = RankLayout([2, 2], ["tp", "dp"], ranks=[1, 0, 3, 2])
     with recorded_nccl() as calls, lone_world("nccl", 4, device_id=torch.device("cuda:0")):
@@ -266,7 +267,7 @@ def test_order_of_ranks_is_kept():
 # ---- abort --------------------------------------------------------------------------------------
 
 
-# abort() passes all groups to NCCL before it ends the first one, as torch does for a whole job.
+# abort() passes all groups to NCCL before it ends the first group, as torch does for a whole job.
 @pytest.mark.skipif(IS_PLUGIN, reason="torch 2.14 and newer do the same in C++")
 def test_abort_ends_all_groups_together():
     with recorded_nccl() as calls, lone_world("nccl", 8, rank=5):

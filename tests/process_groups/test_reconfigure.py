@@ -1,4 +1,4 @@
-"""Process groups that are the same objects after a loss, with other members."""
+"""Test process groups that stay the same objects when other ranks replace lost ranks."""
 
 import time
 from datetime import timedelta
@@ -15,7 +15,7 @@ from hypercomm import HyperCommGrid
 from hypercomm.errors import GroupOptionsError, PlanMismatchError
 
 HAS_IT = hasattr(dist, "_reconfigure")
-"""Whether torch can change the members of a group: from 2.14 on."""
+"""Whether torch can change the ranks of a group, as torch 2.14 and newer can."""
 
 LONG, SHORT = timedelta(seconds=60), timedelta(seconds=1)
 
@@ -60,9 +60,9 @@ def lose_and_regain(rank):
     return [*seen, took_s < scaled_s(10)]
 
 
-# After a loss with a spare rank, a reshape that differs between ranks, a valid reshape, and a
-# reshape that uses the spare rank again, the group objects are still the same. Modules can keep
-# them.
+# The group objects stay the same after the loss of a rank, a reshape that differs between ranks, a
+# valid reshape that leaves a spare rank, and a reshape that uses the spare rank again. Modules can
+# keep these objects.
 @pytest.mark.skipif(not HAS_IT, reason="torch has it since 2.14")
 def test_groups_keep_their_identity(tmp_path):
     seen = run_scenario(tmp_path, lose_and_regain, 6, victims=[VICTIM])

@@ -1,4 +1,4 @@
-"""Reshape in fake worlds: the groups that a rank keeps, creates and destroys."""
+"""Test in fake worlds which groups a rank keeps, creates and destroys in a reshape."""
 
 import math
 from collections import Counter
@@ -162,8 +162,8 @@ def test_enumerated_groups_are_kept_on_all_ranks_or_none():
             assert len(registered_groups()) == 2
 
 
-# The groups of a DeviceMesh are used for their dim as long as none of them changes. They are never
-# destroyed, and are not used for other keys.
+# The groups of a DeviceMesh are used for their dim as long as the groups of this dim do not change.
+# They are never destroyed, and are not used for other keys.
 def test_groups_of_a_device_mesh_are_never_destroyed():
     with fake_world(8, rank=5):
         mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
@@ -230,8 +230,8 @@ def test_impossible_targets_change_nothing(target, views, error, names):
         grid.reshape("tp=2,dp=4")
 
 
-# Keys that share a group before a reshape also share one afterwards. A key that may not share keeps
-# a separate group.
+# Keys that share a group before a reshape also share a group afterwards. A key that may not share
+# keeps a separate group.
 def test_shared_keys_stay_shared():
     with fake_world(8, rank=5), HyperCommGrid([2, 1, 4], ["tp", "cp", "dp"]) as grid:
         dp = grid.create_pg("dp", share="identical")
@@ -246,13 +246,14 @@ def test_shared_keys_stay_shared():
         assert dist.get_process_group_ranks(one) == [1, 5]
         assert registered_groups() == {dist.group.WORLD, one, grid.get_pg("dp", name="own")}
         result = grid.reshape("tp=4,dp=2")
-        assert list(map(str, result.destroyed)) == ["cp+dp"]  # only the key: dp uses the group
+        # Only the key is destroyed, because dp uses the group.
+        assert list(map(str, result.destroyed)) == ["cp+dp"]
         assert grid.get_pg("dp") is one
         assert grid.explain("dp").served_by is None
 
 
-# A rank outside has None before and after a reshape. In a grid without a world, only the dims
-# change.
+# A rank outside the grid has None before and after a reshape. In a grid without a world, a reshape
+# changes only the dims.
 def test_rank_outside_and_grid_without_world():
     with fake_world(8, rank=7), HyperCommGrid([2, 2], ["tp", "dp"]) as grid:
         grid.create_pg("tp")

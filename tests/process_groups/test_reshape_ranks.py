@@ -1,4 +1,4 @@
-"""Reshape on real gloo processes: the sum over a group shows its members."""
+"""Test reshape on real gloo processes. The sum over a group shows which ranks took part."""
 
 import contextlib
 import time
@@ -23,7 +23,7 @@ ERROR = ZeroDivisionError("on purpose")
 
 
 def numpy_sums(layout, keys):
-    """Return, by key, the sum of 10**member over each group of this rank, from numpy alone."""
+    """Return the sum of 10**member over each group of this rank, by dims, computed with numpy."""
     sizes = {name: int(size) for name, size in (part.split("=") for part in layout.split(","))}
     place = [*sizes.values()], [*sizes], 0
     groups = {dims: group_of(*place, dims, dist.get_rank()) for dims in keys if {*dims} <= {*sizes}}
@@ -37,7 +37,7 @@ def sums(grid):
 
 # Reshape to another layout and back, twice. After each reshape, every key sums over the ranks that
 # numpy finds, and kept groups are the same objects. This is tested with and without verify, and
-# with one call per group or one call for all.
+# with one call for each group or one call for all groups.
 @pytest.mark.parametrize(
     ("verify", "batched"), [(False, True), pytest.param(True, False, marks=pytest.mark.full)]
 )
@@ -71,7 +71,7 @@ def test_reshape_there_and_back(verify, batched):
 # If one rank fails in the creation, it raises its error. The other ranks soon raise and name this
 # rank. No group is lost or added, and a retry succeeds. One key uses a group of another grid. A
 # reshape that fails does not destroy this group. A reshape that succeeds uses the group, and the
-# other grid keeps it.
+# other grid keeps the group.
 @pytest.mark.full
 @pytest.mark.ranks(4)
 def test_failed_reshape_changes_nothing():

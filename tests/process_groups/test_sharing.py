@@ -1,4 +1,4 @@
-"""Groups that serve several keys or grids."""
+"""Test groups that serve several keys or grids."""
 
 import gc
 
@@ -12,8 +12,8 @@ def grid_of(**arguments):
     return HyperCommGrid([2, 4], ["tp", "dp"], share="identical", **arguments)
 
 
-# share_with= works in one direction: the first grid never uses groups of the second one. The second
-# grid keeps a reference to the first one.
+# share_with= works in one direction: the lender never uses groups of the borrower. The borrower
+# keeps a reference to the lender.
 def test_share_with_works_in_one_direction():
     with fake_world(8, rank=5):
         lender = grid_of()
@@ -29,7 +29,7 @@ def test_share_with_works_in_one_direction():
         borrower.destroy()
 
 
-# A key that may share its group still shares one after a reshape.
+# A key that may share its group still shares a group after a reshape.
 def test_group_is_shared_after_a_reshape():
     with fake_world(8, rank=5), HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"]) as grid:
         grid.create_pg("tp", share="identical")

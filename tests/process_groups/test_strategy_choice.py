@@ -1,4 +1,4 @@
-"""How creation="auto" chooses a strategy for groups with ranks in any order."""
+"""Test how creation="auto" chooses a strategy for groups with ranks in any order."""
 
 import inspect
 
@@ -22,9 +22,9 @@ def old_new_group(**_ranks_and_options):
     """A `new_group` without `sort_ranks`, as in torch 2.10."""
 
 
-# A strategy that cannot keep the order of members raises, and the error names the strategies that
-# can. "auto" uses one of these. If WORLD is bound to a device, only groups with ascending ranks are
-# split off.
+# A strategy that cannot keep the order of the ranks raises, and the error names the strategies that
+# keep the order. "auto" uses one of these strategies. If WORLD is bound to a device, only groups
+# with ascending ranks are split off.
 def test_strategy_choice(monkeypatch):
     with fake_world(10):
         assert strategy(LISTED) == "local"

@@ -1,4 +1,4 @@
-"""A grid continues with the survivors of a loss, or with additional ranks."""
+"""Test that a grid continues with the survivors after ranks die, or with additional ranks."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ def die():
 
 
 def is_clean(grid):
-    """Return whether torch has WORLD and the groups of the grid, and no others."""
+    """Return whether torch has WORLD, the groups of the grid, and no other groups."""
     return registered_groups() == {dist.group.WORLD, *filter(None, grid.pgs.values())}
 
 
@@ -42,7 +42,7 @@ def create(grid, *keys):
 
 
 def groups_in(ranks, tp, rank):
-    """Return the groups of a rank over tp and dp, with tp as the fastest dim in a list of ranks."""
+    """Return the expected tp and dp groups of a rank. In the list of ranks, tp varies fastest."""
     if rank not in ranks:
         return {"tp": None, "dp": None}
     at = ranks.index(rank)
@@ -57,7 +57,7 @@ def groups_in(ranks, tp, rank):
 
 
 def lose(rank, losses):
-    """Lose ranks once or twice. A loss gives the victims, and then the arguments of reshape()."""
+    """Lose ranks once or twice. Each loss has the victims, and then the arguments of reshape()."""
     grid = create(HyperCommGrid("tp=2,dp=-1"), "tp", "dp", ["tp", "dp"])
     left = {*range(grid.layout.size)}
     for victims, ranks, target in losses:
@@ -78,8 +78,9 @@ def lose(rank, losses):
         assert is_clean(grid)
 
 
-# Ranks die, once or twice. The others raise, find the survivors, and communicate over new groups.
-# The new layout may have the ranks in any order, and may leave out a partner of a lost rank.
+# Ranks die once or twice. The other ranks raise, find the survivors, and communicate over new
+# groups. The new layout may have the ranks in any order, and may leave out a partner of a lost
+# rank.
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("size", "losses"),
@@ -138,7 +139,7 @@ def test_timeouts_of_survivors():
 # ---- lists of ranks -----------------------------------------------------------------------------
 
 
-# Ranks outside the grid join it by making the same call, and can leave again, in any order.
+# Ranks outside the grid join the grid by making the same call, and can leave again, in any order.
 @pytest.mark.ranks(8, timeout=90)
 def test_ranks_join_and_leave():
     rank = dist.get_rank()
@@ -182,7 +183,7 @@ LOSSES = [
     (2, [0, 1, 3], [0, 1, 2], "tp=1,dp=3", "2: tp=0,dp=1"),
     (0, [1, 2], [1, 0], "tp=2,dp=1", "0: dp=0"),
 ]
-"""Victim, remaining ranks, ranks and layout of the grid in the new WORLD, reported loss."""
+"""Each entry: the victim, the remaining ranks, the new ranks and layout, and the reported loss."""
 
 
 def renew(rank, folder):
@@ -208,17 +209,17 @@ def renew(rank, folder):
     assert not dist.is_initialized()
 
 
-# One of four ranks dies, then the first of the remaining ranks. Each time, the remaining ranks make
-# a new WORLD, in which the grid continues. The result reports the lost ranks with their old rank
-# numbers.
+# One of four ranks dies, and then the first of the remaining ranks dies. Each time, the remaining
+# ranks make a new WORLD, in which the grid continues. The result reports the lost ranks with their
+# old rank numbers.
 @pytest.mark.full
 @pytest.mark.parametrize("in_a_file", [False, True])
 def test_renew_world_after_losses(tmp_path, in_a_file):
     run_scenario(tmp_path, renew, 4, str(tmp_path) if in_a_file else "", victims=[0, 2])
 
 
-# renew_world() names a rank that does not join or that passes other ranks, and nothing changes. A
-# rank that is not in the list raises. The new WORLD keeps no group of the old one, even if rank
+# If a rank does not join or passes other ranks, the error names this rank, and nothing changes. A
+# rank that is not in the list raises. The new WORLD keeps no group of the old WORLD, even if rank
 # numbers are equal.
 @pytest.mark.full
 @pytest.mark.parametrize(
@@ -246,7 +247,7 @@ def test_renew_world_without_a_rank(lists, error, named):
         with renew_world([2, 0, 1], timeout=PATIENCE) as job:
             assert job.rank == [1, 2, 0][rank]
             assert sum_over(dist.group.WORLD) == 111
-            assert grid.reshape("tp=2,dp=1", ranks=[0, 1]).kept == ()  # other processes
+            assert grid.reshape("tp=2,dp=1", ranks=[0, 1]).kept == ()  # ranks are renumbered
             assert sums_and_members(grid)["tp"] == (
                 expected_sum_and_members([0, 1]) if job.rank < 2 else None
             )

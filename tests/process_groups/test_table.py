@@ -1,4 +1,4 @@
-"""The table of groups with several threads: its entries are reserved, live, or ended."""
+"""Test a grid's table of groups with several threads. An entry is reserved, live or ended."""
 
 import threading
 
@@ -15,7 +15,7 @@ LONG_S = 20
 
 
 class Gate:
-    """Blocks the first creation of a group until `opened` is set, then raises `error` if given."""
+    """Blocks the first creation of a group until `opened` is set. Then raises `error`, if given."""
 
     def __init__(self, monkeypatch):
         self.arrived, self.opened = threading.Event(), threading.Event()
@@ -145,7 +145,7 @@ def test_reshape_during_a_creation_raises(gate):
 
 
 # Two grids of a set share groups that one call creates. If one grid destroys a shared group, the
-# other keeps it.
+# other grid keeps the group.
 def test_set_shares_groups_created_in_one_call():
     with (
         fake_world(8, rank=5),

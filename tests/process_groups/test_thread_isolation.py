@@ -1,4 +1,4 @@
-"""A creation changes no state of torch that another thread of the process sees."""
+"""Test that a creation changes no state of torch that another thread of the process sees."""
 
 import os
 import threading
@@ -109,8 +109,8 @@ def test_reconfigurable_groups(seen):
             assert seen == [before]
 
 
-# During the creation, WORLD appears to have no device in the creating thread, also to torch's
-# helper function. Other threads see the device, and hypercomm still finds it.
+# During the creation, WORLD appears to the creating thread to have no device. Other threads see the
+# device, and hypercomm still finds the device.
 @pytest.mark.skipif(capabilities.since("2.15"), reason="torch has a switch since 2.15")
 def test_creating_thread_sees_world_unbound():
     timeout = timedelta(seconds=5)

@@ -1,4 +1,4 @@
-"""Timeouts on a machine whose cores are all busy."""
+"""Test timeouts on a machine whose cores are all busy."""
 
 import multiprocessing
 import time
@@ -47,7 +47,7 @@ def calls(number):
 
 
 def calls_without_one_rank():
-    """Make calls that one rank does not join, and return how each one ended."""
+    """Make calls that one rank does not join, and return how each call ended."""
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == ABSENT:
         store.wait([f"done {rank}" for rank in range(4) if rank != ABSENT], timedelta(minutes=9))

@@ -1,6 +1,6 @@
-"""Groups are created in spite of changes in torch.
+"""Test that groups are created in spite of differences between releases of torch.
 
-If the installed torch does not have a change, a replacement behaves like a torch with the change.
+If the installed torch lacks a difference, a replacement behaves like a torch that has it.
 """
 
 import os
@@ -24,8 +24,8 @@ from hypercomm.testing import fake_world
 VERSION = torch.torch_version.TorchVersion(torch.__version__)
 
 
-# If gloo cannot be set up, the error tells the reason and does not mention torch. Ranks that wait
-# for this rank raise the same error long before the timeout. Afterwards groups can be created.
+# If gloo cannot be set up on one rank, its error gives the reason. Ranks that wait for this rank
+# raise the same error long before the timeout. Afterwards, groups can be created.
 @pytest.mark.ranks(2)
 def test_failed_gloo_setup_is_reported():
     grid = HyperCommGrid([2], ["dp"])
@@ -71,7 +71,8 @@ def test_set_timeout():
         dist.barrier()
 
 
-# Without torch's private function for one group, hypercomm warns and enumerates.
+# Without torch's private function that creates one group, hypercomm warns, and each rank creates
+# all groups.
 def test_torch_without_private_helper():
     done = forked_programs.run(WITHOUT_HELPER)
     assert done.returncode == 0, done.stderr
@@ -132,8 +133,8 @@ def test_too_old_torch_is_reported():
         assert expected in " ".join((done.stderr + done.stdout).split())
 
 
-# With TorchComms, torch 2.14 creates a group with calls of its members only, as "local" does. An
-# older torch splits WORLD.
+# With TorchComms, the strategy is "local" from torch 2.14 on. Older releases need all ranks, so the
+# strategy is "enumerate".
 def test_groups_through_torchcomms(monkeypatch):
     for name in ("_use_torchcomms_enabled", "_torchcomms_handles_backend"):
         monkeypatch.setattr(dist.distributed_c10d, name, lambda *_: True, raising=False)

@@ -1,1 +1,1 @@
-"""The simulated job: it runs the real agreement of ranks, under many schedules and faults."""
+"""Runs the real agreement of ranks in a simulated job, with many schedules and faults."""

@@ -1,4 +1,4 @@
-"""Every call that ranks make together, as a program of a simulated job, and checks of the runs."""
+"""Simulates every call that ranks make together, and checks the runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from simulated_job.job import Job, Made, attempt, gate, mark, simulate_job, slee
 
 T = 10.0
 GRACE_S = 2.0
-"""How long after its timeout a call may end."""
+"""The time after its timeout within which a call must end, in seconds."""
 
 
 class Call(NamedTuple):
@@ -48,7 +48,7 @@ def with_groups() -> HyperCommGrid:
 
 
 def a_set() -> Call:
-    """Return a call of two grids that share ranks."""
+    """Return a call that creates groups of two grids with the same ranks."""
     grids = GridSet.colocated(3, a="tp=3", b="dp=3")
     return Call(
         lambda: grids.create_pgs({"a": ["tp"], "b": ["dp"]}),
@@ -58,7 +58,7 @@ def a_set() -> Call:
 
 
 def a_transfer() -> Call:
-    """Return a transfer from rank 0 to ranks 1 and 2."""
+    """Return a call that transfers a tensor from rank 0 to ranks 1 and 2."""
     mapping = RankMapping(RankLayout([1], ["tp"]), RankLayout([2], ["dp"], 1))
 
     def make() -> None:
@@ -71,13 +71,13 @@ def a_transfer() -> Call:
 
 
 def a_consent(world: World | None = None) -> Call:
-    """Return the agreement of ranks before a transfer."""
+    """Return the call in which ranks agree before a transfer."""
     mapping = RankMapping(RankLayout([1], ["tp"]), RankLayout([2], ["dp"], 1))
     return Call(lambda: consent(world or current(), mapping, "all"), lambda: None, world)
 
 
 def a_state(world: World | None = None) -> Call:
-    """Return a transfer of a state from two ranks to one."""
+    """Return a call that transfers a state from two ranks to another rank."""
     mapping = RankMapping(RankLayout([2], ["tp"]), RankLayout([1], ["tp"], 2), along=None)
 
     def make() -> None:
@@ -95,7 +95,7 @@ PARTS = {"trainer": 2, "engine": 1}
 
 
 def joined(number: int | None = None, **options: Any) -> JoinedWorld:
-    """Join a world of two trainers and an engine as the process `number`, by default this rank."""
+    """Join a world of two trainers and an engine as process `number`. Default: the rank."""
     part, rank = [("trainer", 0), ("trainer", 1), ("engine", 0)][
         dist.get_rank() if number is None else number
     ]
@@ -105,13 +105,13 @@ def joined(number: int | None = None, **options: Any) -> JoinedWorld:
 
 
 def worlds() -> object:
-    """Return the groups of worlds that this rank has joined."""
-    sleep(0.1)  # a thread that outlives a failed call undoes what the call has done
+    """Return the names of the groups of joined worlds that this rank has."""
+    sleep(0.1)  # a thread may still undo what a failed call has done
     return [group.name for group in this_rank().groups() if "/worlds/" in group.name]
 
 
 def a_rejoin() -> Call:
-    """Return the call of this rank when the engine joins again: trainers call `rejoin`."""
+    """Return the call of this rank when the engine joins again. The trainers call `rejoin`."""
     world = joined()
     gate("all have joined")
     if dist.get_rank() < 2:
@@ -129,7 +129,8 @@ class Case(NamedTuple):
         retries: Whether the call can be repeated after any fault. A transfer cannot, because data
             in flight is lost and torch cannot undo a collective.
         is_notified: Whether a rank raises the error of a call that failed just before the rank
-            arrived. A rank that joins a world again does not: it waits until the others call again.
+            arrived. A rank that joins a world again raises no error, but waits until the other
+            ranks call again.
     """
 
     size: int
@@ -178,7 +179,7 @@ CASES = {
 
 
 def program(case: str) -> Any:
-    """Make a call. All living ranks repeat it until it succeeds."""
+    """Make the call of a case. All living ranks repeat the call until it succeeds."""
     _, set_up, retries, _ = CASES[case]
     call = set_up()
     gate("is set up")
@@ -189,7 +190,7 @@ def program(case: str) -> Any:
         attempt(call.make)
         seen.append(call.seen())
         gate(f"turn {turn}")
-        sleep(0.1)  # a thread that outlives a failed call undoes what the call has done
+        sleep(0.1)  # a thread may still undo what a failed call has done
         groups.append(this_rank().groups())
         if "" in this_rank().job.kinds(turn):
             break  # the error of an interrupted rank does not show whether the call succeeded
@@ -202,7 +203,7 @@ def program(case: str) -> Any:
 def broken(
     job: Job, timeout_s: float = T, extra_s: float = 0.0, *, is_notified: bool = True
 ) -> list[str]:
-    """Return the guarantees that a run has broken, without guarantees of single cases.
+    """Return the guarantees of all cases that a run has broken.
 
     Args:
         job: The run.
@@ -278,7 +279,7 @@ _UNKNOWN = {"KeyboardInterrupt", "RuntimeError"}
 
 
 def points_of(case: str) -> int:
-    """Return the largest number of steps of a rank in a call without a fault."""
+    """Return how many steps the busiest rank takes in a call without a fault."""
     job = simulate_job(program, CASES[case].size, args=(case,), timeout_s=T)
     assert broken(job) == [], job
     assert all(call.error is None for rank in job.ranks for call in rank.calls), job

@@ -1,4 +1,4 @@
-"""The simulated job: the real code on all ranks, with a simulated store, gloo and clock."""
+"""Runs the real code on all ranks of a simulated job, with a simulated store, gloo and clock."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Fault(NamedTuple):
     Attributes:
         rank: The rank.
         at: The step of the rank at which the fault occurs, counted from 1 after `mark`.
-        kind: "dies", "is interrupted" or "pauses". For a fault of the rank's next store operation:
-            "loses a request", "loses a reply", "waits for a request" or "waits for a reply". "is
-            cut off" makes the store silent for all ranks.
+        kind: "dies", "is interrupted" or "pauses". Other kinds affect the next store operation of
+            the rank: "loses a request", "loses a reply", "waits for a request", "waits for a
+            reply", or "is cut off", which makes the store silent for all ranks.
         seconds: The duration of a pause, of a wait, or of the silence of the store.
     """
 
@@ -76,13 +76,13 @@ class Group(NamedTuple):
 
 @attrs.define
 class Server:
-    """The content of the store, and the times at which it is gone or silent.
+    """The content of the store, and the times at which the store is gone or silent.
 
     Attributes:
         held: The keys and values.
         gone_s: The time from which the store is gone.
         silent_s: The time from which the store is silent.
-        back_s: The time at which it replies again, also to requests sent during the silence.
+        back_s: The time at which the store replies again, also to requests sent in the meantime.
         requests: How many requests the store has received.
     """
 
@@ -148,7 +148,7 @@ class Client(dist.Store):  # type: ignore[name-defined, misc]
         """Wait until all keys are set.
 
         Raises:
-            DistStoreError: They are not set in time.
+            DistStoreError: A key is not set in time.
         """
         scheduler, server = self._rank.job.scheduler, self._server
         until_s = scheduler.now_s + timeout.total_seconds()
@@ -284,7 +284,7 @@ class JobGroup(SimulatedGroup):
         return self._work(lane, at + 1, lambda: tensors[0].copy_(lane[at]))
 
     def _lane(self, key: object) -> dict[int, Any]:
-        """Return the pending tensors of a collective, or of a pair of members, given as `key`."""
+        """Return the pending tensors of the collective or pair of members with this key."""
         return self.rank_process.job.lanes.setdefault((self.group_name, key), {})
 
     def _work(self, lane: dict[int, Any], count: int, end: Callable[[], object]) -> Any:
@@ -318,7 +318,7 @@ class Rank:
         error: The error of the program.
         calls: The calls that the program made through `attempt`.
         is_dead: Whether the rank has died.
-        points: How many steps the rank has made since `mark`.
+        points: How many steps the rank has taken since `mark`.
         held: The process groups that the rank has when its program ends.
         store: The rank's client of the store.
     """
@@ -439,7 +439,7 @@ class Job:
 
     @property
     def is_stuck(self) -> str:
-        """The reason why the run was ended early; "" if it was not."""
+        """The reason why the run was ended early, or "" if it was not ended early."""
         return self.scheduler.is_stuck
 
     def calls(self, number: int) -> list[Made]:
@@ -490,18 +490,19 @@ def simulate_job(
     """Run a program on all ranks of a job in this process. Equal seeds give equal runs.
 
     Args:
-        program: Called with `args` on every rank.
+        program: The function that every rank calls with `args`.
         size: The number of ranks.
         args: The arguments of the program.
         seed: Determines the order in which ranks run.
         faults: The faults of ranks.
         timeout_s: The timeout of WORLD.
         server: The store. The store of an earlier job can be used again.
-        most_steps: After this many steps, the run is ended early.
+        most_steps: The number of steps after which the run is ended early.
     """
     scheduler = Scheduler(seed, most_steps)
     server = server or Server()
-    server.held["cpu//0/0"] = f"address of job {len(server.held)}".encode()  # gloo's for WORLD
+    # Rank 0 of a gloo WORLD publishes its address under this key.
+    server.held["cpu//0/0"] = f"address of job {len(server.held)}".encode()
     job = Job(scheduler, size, timedelta(seconds=timeout_s), [*faults], server)
     was_collecting = gc.isenabled()
     gc.disable()  # grids warn when they are collected, which would differ between runs
@@ -585,7 +586,7 @@ def attempt(function: Callable[..., Any], *args: object, **keywords: object) -> 
 
 
 def gate(name: str) -> None:
-    """Wait, without the store, until all ranks that have not ended have called this function."""
+    """Wait until all ranks that still run have called this function. The store is not used."""
     rank = this_rank()
     job = rank.job
     rank.gates[name] += 1

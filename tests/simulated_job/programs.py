@@ -1,4 +1,4 @@
-"""Random programs for ranks, where one rank may make a mistake."""
+"""Draws random programs for all ranks of a job. One rank may make a mistake."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _OF_SET = [("a", "tp"), ("b", "dp")]
 
 @attrs.frozen
 class Program:
-    """The calls of every rank, and the mistake of one rank, as (rank, step, mistake)."""
+    """The calls of every rank. `odd` is the mistake of one rank, as (rank, step, mistake)."""
 
     ranks: int
     steps: tuple[Step, ...]

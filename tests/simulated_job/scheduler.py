@@ -1,4 +1,4 @@
-"""Threads that run one at a time on a virtual clock. Their order depends on random delays."""
+"""Runs threads one at a time on a virtual clock. Random delays determine their order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Task:
     """A simulated thread.
 
     Args:
-        owner: The process of the task, or None for the job.
+        owner: The process that the task belongs to, or None if the task belongs to the job.
         action: The function that the task runs.
         is_main: Whether the job lasts until the task ends.
 
@@ -45,12 +45,12 @@ class Scheduler:
 
     Args:
         seed: Determines all delays.
-        most_steps: After this many steps, a run is ended early.
+        most_steps: The number of steps after which a run is ended early.
 
     Attributes:
         now_s: The virtual time.
         current: The task that runs.
-        trace: The steps of the run: time, owner, action.
+        trace: The time, owner and action of each step of the run.
         is_stuck: The reason why the run was ended early, or "".
     """
 
@@ -83,7 +83,7 @@ class Scheduler:
     # ---- functions for tasks --------------------------------------------------------------------
 
     def pause(self, what: str, seconds: float = 0.0) -> None:
-        """Run other tasks. Faults happen here.
+        """Let other tasks run. Faults occur in this method.
 
         Raises:
             EndedError: The process has ended.
@@ -201,7 +201,7 @@ class Scheduler:
 
 
 class SimulatedSystem:
-    """The methods of the library's `system`, on the virtual clock.
+    """Implements the methods of the library's `system` on the virtual clock.
 
     For an ended process, the time is infinite, and every wait returns immediately.
     """
@@ -215,7 +215,7 @@ class SimulatedSystem:
         return math.inf if task is None or task.is_ended else self._scheduler.now_s
 
     def sleep(self, seconds: float) -> None:
-        """Run other tasks."""
+        """Let other tasks run."""
         self._scheduler.pause("sleep", seconds)
 
     def event(self) -> Event:
@@ -241,11 +241,11 @@ class Event:
         self._is_set = False
 
     def is_set(self) -> bool:
-        """Return whether it is set."""
+        """Return whether the event is set."""
         return self._is_set
 
     def set(self) -> None:
-        """Wake all tasks that wait for the event."""
+        """Set the event, and wake all tasks that wait for it."""
         self._is_set = True
         self._scheduler.notify(self)
 

@@ -1,4 +1,4 @@
-"""A fault of one rank at every step of every call, and random programs with one mistake."""
+"""Tests a fault of one rank at every step of every call, and random programs with a mistake."""
 
 import itertools
 import random
@@ -26,8 +26,8 @@ def check(case, seed, rank, at, kind, seconds):
     assert broken_by_fault(job, case) == [], (seed, job)
 
 
-# If a rank is interrupted after all ranks have joined, this rank has no world, but the other ranks
-# have one.
+# Interrupts of join_world and rejoin are left out. If a rank is interrupted after all ranks have
+# joined, this rank has no world, but the other ranks have one.
 PAIRS = [
     (case, fault)
     for case, fault in itertools.product(CASES, FAULTS)
@@ -35,8 +35,8 @@ PAIRS = [
 ]
 
 
-# After any fault of one rank, the other ranks have the same outcome in time. An error names no
-# other rank. A failed call leaves nothing, and one retry by all ranks succeeds.
+# After any fault of one rank, the other ranks have the same outcome in time. Errors name only the
+# rank that had the fault. A failed call leaves nothing behind, and one retry by all ranks succeeds.
 @pytest.mark.parametrize("case", CASES)
 def test_sample_of_faults(case):
     drawn = random.Random(case)
@@ -71,8 +71,8 @@ def check_program(seed, *, odd):
     assert broken_by(drawn, job) == [], (seed, drawn, job)
 
 
-# Ranks that run the same program raise no error. If one rank makes a mistake, no other rank is
-# named. All ranks have the same outcome of collective calls in time, and all can continue.
+# Ranks that run the same program raise no error. If one rank makes a mistake, errors name no other
+# rank. Collective calls have the same outcome on all ranks in time, and all ranks can continue.
 @pytest.mark.full
 @pytest.mark.parametrize("odd", [False, True])
 def test_sample_of_programs(odd):

@@ -1,4 +1,4 @@
-"""Every interleaving of the calls of two or three ranks. A dict replaces the store.
+"""Tests every interleaving of the calls of two or three ranks. A dict replaces the store.
 
 A state consists of the position of each rank in its steps, and the content of the store. Each state
 is visited once. The ranks run `Member.call`, as in production and in the simulated job.
@@ -52,7 +52,7 @@ class Ended(NamedTuple):
 
 
 def repeat(rank, size, deed, is_connecting):
-    """Make a call in which the rank does `deed`. Repeat the call without it until all agree.
+    """Make a call in which the rank does `deed`. Repeat the call without the deed until all agree.
 
     A deed is an item of DEEDS, such as "fails", or "cannot connect". "" stands for a normal call.
     """
@@ -203,7 +203,7 @@ class Search:
         return self.nodes.setdefault(place, Node(replies, asks, tuple(ended)))
 
     def after(self, state):
-        """Yield the states that may follow. If all ranks wait, time passes for all."""
+        """Yield the states that may follow a state. If all ranks wait, time passes for all."""
         is_blocked = True
         running = [
             (rank, node)
@@ -247,7 +247,7 @@ class Search:
             yield self.answered(done, rank, reply)
 
     def answered(self, state, rank, reply):
-        """Return a state after a rank has received a reply."""
+        """Return the state after a rank has received a reply."""
         node = state.nodes[rank]
         nodes = list(state.nodes)
         if reply not in node.after:
@@ -323,8 +323,8 @@ def test_three_ranks_have_one_outcome(deed, is_connecting):
     assert search.broken() == []
 
 
-# If a rank waits for too long, dies, or loses a store operation, at any operation, the other ranks
-# have the same outcome.
+# At any operation, a rank may wait for too long, die, or lose the operation. The other ranks have
+# the same outcome.
 @both
 @pytest.mark.parametrize("deed", ["", pytest.param("fails", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
@@ -343,8 +343,8 @@ def test_one_outcome_after_faults(deed, deaths, late, lost, is_connecting):
 
 
 # Ranks 0 and 1 wait for each other in different calls. This is no circle of waits if the round of
-# one call has ended and its rank has not seen this yet. There is no circle either if rank 1 has
-# another thread.
+# one call has ended, even if the waiting rank has not noticed the end yet. There is no circle
+# either if rank 1 has another thread.
 @pytest.mark.parametrize(("ended", "threads"), [("", 1), ("own", 1), ("other", 1), ("", 2)])
 def test_circle_of_waits_ignores_ended_rounds(ended, threads):
     own, other = (
@@ -459,7 +459,7 @@ def test_rejection_after_a_timeout_begins_no_round():
     assert Record.decode("job/record", held["job/record"]).round == 0
 
 
-# Ranks that continue without others can make several calls. A rank that was left behind cannot.
+# Ranks that continue without a rank can make several calls. The calls of the excluded rank fail.
 def test_fenced_calls():
     held = {}
     scopes = [attrs.evolve(scope_of(rank), is_fenced=True) for rank in (0, 1)]

@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a creation: either all ranks have the group, or none has."""
+"""Test that after Ctrl-C at any moment of a creation, all ranks have the group, or none has."""
 
 import sys
 from datetime import timedelta
@@ -15,7 +15,7 @@ FILES = {"creation.py", "driver.py", "grid.py", "protocol.py", "reshape.py", "ta
 
 
 def create(profile=None):
-    """Create a group of all ranks, and return the keys that this rank then has."""
+    """Create a group of all ranks, and return the grid and its keys on this rank."""
     grid = HyperCommGrid("tp=2")
     sys.setprofile(profile)
     attempt(grid.create_pg, "tp", timeout=timedelta(seconds=5))
@@ -33,7 +33,7 @@ def check_all_or_none(job):
 
 
 def interrupt_at(number):
-    """Return a profile function that raises KeyboardInterrupt at one call of a creation."""
+    """Return a profile function that raises KeyboardInterrupt in the call with this number."""
     seen = 0
 
     def profile(frame, event, _argument):
@@ -48,7 +48,7 @@ def interrupt_at(number):
     return profile
 
 
-# Python raises KeyboardInterrupt in the main thread, when it calls a function.
+# Python may raise KeyboardInterrupt whenever the main thread calls a function.
 def test_an_interrupt_at_each_call_of_the_main_thread():
     def program(number):
         return create(None if dist.get_rank() else interrupt_at(number))
@@ -93,8 +93,8 @@ def test_an_interrupt_while_another_one_is_handled():
     assert step > 10
 
 
-# A rank that is interrupted during a reshape has the layout and the keys of the other rank. One of
-# its old groups may stay in torch if it is interrupted while it destroys them.
+# If a rank is interrupted during a reshape, both ranks have the same layout and keys. An old group
+# may stay in torch on this rank if the interrupt stops the destruction of the old groups.
 def test_an_interrupt_at_each_call_of_a_reshape():
     def program(number):
         grid = HyperCommGrid("tp=2,dp=1")

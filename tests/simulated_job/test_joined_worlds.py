@@ -1,4 +1,4 @@
-"""Processes that join a world, join it again, or never join. Process 3 starts as rank 2 again."""
+"""Tests processes that join a world, join it again, or never join. Process 3 restarts rank 2."""
 
 import math
 
@@ -41,7 +41,7 @@ def test_different_facts_fail_all_processes(fact, seed):
 
 
 # If a process dies at any step while it joins, it can be started again within the timeout. If the
-# first process is still running, it raises.
+# first process is still running, the first process raises.
 @pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("first_s", [0.0, 0.5])
 def test_process_is_restarted_while_it_joins(first_s, step):
@@ -67,8 +67,8 @@ WAKES_S = {"before": 0.5, "within": 1.5, "after": 3.5}
 
 
 # A process is paused at one of its first requests, and a second process replaces it. The first
-# process continues before, while or after the second one joins. The other ranks raise nothing, or
-# raise once and then succeed with one rejoin().
+# process continues before, while or after the second process joins. The other ranks raise no error,
+# or they raise one error and then succeed after one rejoin().
 @pytest.mark.parametrize("wakes", WAKES_S)
 def test_replaced_process_continues(wakes):
     def program(order):
@@ -106,7 +106,7 @@ def test_replaced_process_continues(wakes):
         assert len(ended) == 1, (
             at,
             job,
-        )  # the second process if the first had not claimed the rank, otherwise the first
+        )  # the second process ends if the first process had not claimed the rank before the pause
         assert "another process has joined" in str(ended[0].calls[-1].error), (at, job)
         assert {*kinds[5 - ended[0].number]} <= {"WorldRestartedError"}, (at, job)
         assert len(job.ranks[0].calls) >= 13, (at, job)
@@ -120,9 +120,9 @@ CALLS = {
 }
 
 
-# When a rank joins again, calls in progress raise immediately. Once all others have called
-# rejoin(), everything works, and nothing of the former world is left. The process that had the rank
-# before must end.
+# When a rank joins again, calls in progress raise immediately. Once all other ranks have called
+# rejoin(), all calls succeed, and the store has no keys of the former world. The calls of the
+# process that had the rank before fail.
 @seeds
 @pytest.mark.parametrize("name", CALLS)
 def test_rank_joins_again(name, seed):

@@ -1,4 +1,4 @@
-"""Situations in which ranks agree, each with its outcome."""
+"""Tests the outcome of situations in which ranks have to agree."""
 
 from datetime import timedelta
 from functools import partial
@@ -41,7 +41,7 @@ def check_time(job, limit_s):
 # ---- the simulated job itself --------------------------------------------------------------------
 
 
-# Equal seeds give equal runs, whatever has run before; different seeds give different runs.
+# Equal seeds give equal runs, whatever has run before. Different seeds give different runs.
 def test_same_seed_gives_the_same_run():
     def program():
         return square().create_pgs(["tp", "dp"])
@@ -109,7 +109,7 @@ MISTAKES = {
 
 
 # If one rank differs or fails before it joins, all ranks raise immediately, including ranks that
-# arrive later. Nothing is left, and the next call succeeds.
+# arrive later. No group is left, and the next call succeeds.
 @seeds
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistake_fails_all_ranks_immediately(mistake, seed):
@@ -176,8 +176,8 @@ def test_two_threads_in_different_orders(seed):
     check_time(job, 2 * QUICK_S)
 
 
-# Two threads call ensure_pg for one group, and the first times out. The second creates and keeps a
-# new group.
+# Two threads call ensure_pg for one group, and the call of the first thread times out. The call of
+# the second thread creates and keeps a new group.
 @seeds
 def test_two_threads_ensure_one_group(seed):
     def program():
@@ -208,8 +208,8 @@ def test_two_threads_ensure_one_group(seed):
 # ---- missing ranks -------------------------------------------------------------------------------
 
 
-# In a chain of waits, the error names only the rank at the end of the chain as missing. `absent`
-# contains, for each rank, the rank for which it waits.
+# In a chain of waits, the error names only the rank at the end of the chain as missing. On each
+# rank, `absent` contains the rank for which this rank waits.
 @seeds
 def test_chain_of_waits_names_the_last_rank(seed):
     def program():
@@ -230,7 +230,7 @@ def test_chain_of_waits_names_the_last_rank(seed):
     assert [call.error.absent for call in last] == [(1,), (2,), (3,)], job
 
 
-# Ranks wait for a slow rank. All ranks name a rank that never arrives, even in a large job.
+# Ranks wait for a slow rank. If a rank never arrives, all other ranks name it, even in a large job.
 @pytest.mark.parametrize(("size", "missing"), [(4, 3), (4, 0), (40, 17)])
 def test_missing_rank_is_named_by_all(size, missing):
     def program():
@@ -250,6 +250,33 @@ def test_missing_rank_is_named_by_all(size, missing):
     assert {call.error.missing for call in job.calls(1)} == {(missing,)}, job
 
 
+def has_finished(job, rank):
+    """Return whether a rank has set its "done" bit, and has made another step since."""
+    steps = [what for _, owner, what in job.scheduler.trace if owner == f"rank {rank}"]
+    return any(what.startswith("add") and "/done/" in what for what in steps[:-1])
+
+
+# If a rank waits for a slow rank and then dies at any step before it has finished, all other ranks
+# name it.
+@pytest.mark.parametrize("late_s", [0.0, 1.0])
+def test_rank_that_waited_and_died_is_named(late_s):
+    def program():
+        mark()
+        grid = square()
+        if dist.get_rank() == 0:
+            sleep(late_s)
+        attempt(grid.create_pg, ["tp", "dp"])
+        return grid
+
+    for at in range(1, 60):
+        job = simulate_job(program, 4, faults=[Fault(2, at, "dies")], timeout_s=T)
+        check_time(job, T + late_s + GRACE_S)
+        if has_finished(job, 2):
+            break
+        assert {call.error.missing for call in job.calls(0)} == {(2,)}, (at, job)
+    assert at > 10
+
+
 # If a rank dies after it has set its "done" bit, the calls of the other ranks do not fail.
 @pytest.mark.parametrize("victim", [0, 3])
 def test_death_of_a_finished_rank_fails_nobody(victim):
@@ -264,15 +291,14 @@ def test_death_of_a_finished_rank_fails_nobody(victim):
         job = simulate_job(program, 4, faults=[Fault(victim, at, "dies")], timeout_s=T)
         if len(job.living()) == 4:
             break
-        steps = [what for _, owner, what in job.scheduler.trace if owner == f"rank {victim}"]
-        if any(what.startswith("add") and "/done/" in what for what in steps[:-1]):
+        if has_finished(job, victim):
             finished += 1
             assert {*job.kinds(0)} == {""}, (at, job)
     assert finished > 0
 
 
-# Ranks with different deadlines have the same outcome. It names only ranks that had not arrived
-# when the first deadline passed.
+# Ranks with different deadlines have the same outcome. The outcome names only ranks that had not
+# arrived when the first deadline passed.
 @seeds
 def test_ranks_with_different_deadlines(seed):
     delays_s = dict(enumerate([0.0, 8.0, 16.0, 16.0, 24.0, 0.0]))
@@ -290,7 +316,8 @@ def test_ranks_with_different_deadlines(seed):
     assert named <= {2, 3, 4}, job
 
 
-# If one rank stalls, only one call of the other ranks fails, even if they repeat it immediately.
+# If one rank stalls, only one call of the other ranks fails, even if these ranks repeat the call
+# immediately.
 @pytest.mark.parametrize("step", [15, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("pause_s", [T - 0.3, T, T + 2.0])
 def test_stall_costs_one_call(pause_s, step):
@@ -355,7 +382,7 @@ def test_no_status_is_left(seed):
         assert {*after.values()} == {False}
 
 
-# Ctrl-C on a waiting rank also fails the call of ranks that arrive later.
+# Ctrl-C on a waiting rank also makes the call fail on ranks that arrive later.
 @seeds
 @pytest.mark.parametrize("call", ["create_pgs", "reshape"])
 def test_interrupted_call_fails_ranks_that_arrive_later(call, seed):
@@ -488,7 +515,7 @@ def test_survivors_agree_after_a_death(step):
             assert len(values) == 1, job
             ((ranks, _),) = values
             kinds = {rank.calls[-1].kind for rank in left}
-            is_whole = victim not in ranks or len(left) == 4  # else: died after survivors()
+            is_whole = victim not in ranks or len(left) == 4  # otherwise it died after survivors()
             late = ({"GroupCreationTimeout"}, {"CreationError"})  # died before or after arriving
             assert kinds == {""} or (kinds in late and not is_whole), job
 

@@ -1,4 +1,4 @@
-"""A store that is slow or silent for a while: calls time out, and the next calls succeed."""
+"""Test that a store which is slow or silent for a while makes no later call fail."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ from simulated_job.job import (
 )
 
 LATE_S = 1.0
-"""How much later the last rank arrives, so that the others publish that they wait."""
+"""The delay of the last rank, in seconds. Meanwhile, the other ranks publish that they wait."""
 
 SILENT_S = T + LATE_S + 2.5
 

@@ -1,4 +1,4 @@
-"""Tests on real ranks: `given_ranks`, and the output of pytest with hypercomm's plugin."""
+"""Test `given_ranks`, and the output of pytest with hypercomm's plugin."""
 
 import functools
 import os
@@ -161,7 +161,8 @@ def about(report, test):
 
 
 # Each size is a separate test on as many ranks. A size that is too large is skipped with the
-# reason. given_ranks skips examples that are too large. If all examples are, the test is skipped.
+# reason. given_ranks skips examples that are too large. If all examples are too large, the test is
+# skipped.
 def test_each_size_is_a_test(report):
     for test in (
         "test_sum[ranks=1]",

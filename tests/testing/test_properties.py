@@ -1,4 +1,4 @@
-"""Properties of parallel layers: correct layers pass on real ranks, planted mistakes are found."""
+"""Test that properties of parallel layers accept correct layers and find planted mistakes."""
 
 import functools
 import re
@@ -21,7 +21,7 @@ from hypercomm.errors import LayoutError, UnknownDimError
 from hypercomm.testing import properties
 from hypercomm.testing.properties import PropertyError
 
-# ---- sharded layers; `bug` names a mistake to make -----------------------------------------------
+# ---- sharded layers, each with an argument `bug` for the mistake to make -------------------------
 
 
 class Sum(torch.autograd.Function):

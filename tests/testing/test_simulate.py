@@ -1,4 +1,4 @@
-"""simulate(): the groups that all ranks of a large job create, one rank after the other."""
+"""Test the groups that simulate() records for the ranks of a job, and the disagreements."""
 
 import contextlib
 import copy
@@ -64,8 +64,8 @@ def test_groups_match_numpy():
     assert str(got) == "128 of 128 ranks: 192 process groups, 5 on each rank\nall ranks agree"
 
 
-# torch.distributed returns the values of each simulated rank, also through names imported before.
-# Afterwards this process's WORLD and environment are as before.
+# torch.distributed returns the values of each simulated rank, also through names that were imported
+# before the simulation. Afterwards, WORLD and the environment of this process are unchanged.
 @pytest.mark.parametrize("outer", [contextlib.nullcontext, lambda: fake_world(8, rank=3)])
 def test_torch_calls_in_a_simulation(monkeypatch, outer):
     monkeypatch.setenv("RANK", "77")
@@ -104,7 +104,7 @@ def test_torch_calls_in_a_simulation(monkeypatch, outer):
     assert "WORLD_SIZE" not in os.environ
 
 
-# Megatron's code runs unchanged. (tests/compat compares it with hypercomm.)
+# Megatron's code runs unchanged. (tests/compat compares Megatron with hypercomm.)
 def test_megatron_in_a_simulation():
     from megatron_oracle import parallel_state as megatron
 
@@ -185,7 +185,7 @@ def test_second_job_in_a_simulation():
 
 
 # With use_local_synchronization=True, torch names a group by how many groups the rank has created.
-# Therefore ranks with different memberships hang (pytorch issue 173608). A simulation finds this.
+# Therefore ranks with different memberships hang (pytorch issue 173608). Simulations find the hang.
 def test_uneven_memberships_in_torch_disagree():
     def theirs():
         if dist.get_rank() in (0, 3):
@@ -199,7 +199,8 @@ def test_uneven_memberships_in_torch_disagree():
         wrong.check()
 
 
-# A rank that skips a creation, swaps two, or passes other options is named.
+# A disagreement names a rank that skips a group creation, swaps two creations, or passes other
+# options.
 @pytest.mark.parametrize(
     ("calls", "absent", "differs"),
     [
@@ -267,7 +268,8 @@ def test_invalid_simulations(function, options, error, message):
     assert not dist.is_initialized()
 
 
-# Ranks call barriers, each in a random order. They finish if and only if the orders have no cycle.
+# Each rank calls barriers in a random order. The ranks finish if and only if the orders have no
+# cycle.
 @given(st.data())
 def test_cycles_of_barriers_are_found(data):
     world = range(data.draw(st.integers(2, 5)))

@@ -1,4 +1,4 @@
-"""Collectives of simulated ranks are recorded, and compared between all ranks."""
+"""Test that collectives of simulated ranks are recorded, and compared between all ranks."""
 
 import contextlib
 import itertools
@@ -17,7 +17,7 @@ from hypercomm import HyperCommGrid, run_ranks
 from hypercomm.errors import RankFailedError, SimulationError
 from hypercomm.testing import simulate
 
-# torch 2.13 has new names for some collectives, and warns about the old ones.
+# torch 2.13 has new names for some collectives, and warns about the old names.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 
 
@@ -184,7 +184,7 @@ def swaps(odd, tp):
         dist.all_reduce(torch.zeros(4), group=group)
 
 
-# Each mistake of rank 5 is found and named. Ranks 4 and 5 are a tp group.
+# A simulation finds each mistake of rank 5 and names the rank. Ranks 4 and 5 are a tp group.
 @pytest.mark.parametrize(
     ("program", "differs"),
     [
@@ -226,9 +226,9 @@ def test_mistake_of_one_rank_is_named(program, differs):
     assert simulate(run, 8, args=(5,), ranks=[6, 7]).disagreements == ()
 
 
-# Ranks whose calls differ are named, the minority first, even if a third rank is absent.
-# Consequences are not reported. Here, rank 3 waits for rank `begins_two`, which has begun two calls
-# and waits for the second one.
+# The difference names the ranks whose calls differ, the minority first, even if a third rank is
+# absent. Consequences are not reported. Here, rank 3 waits for rank `begins_two`, which has begun
+# two calls and waits for the second call.
 @pytest.mark.parametrize("absent", [False, True])
 @pytest.mark.parametrize("begins_two", [0, 2])
 def test_only_the_first_difference_is_reported(begins_two, absent):
@@ -275,9 +275,9 @@ SEND, RECV = [message(dist.send, 1)], [message(dist.recv, 0)]
 NEVER_SENT, NEVER_RECEIVED = ((1,), {0: "never sends it"}), ((0,), {1: "never receives it"})
 
 
-# A send without its receive, a receive without its send, and messages that wait for each other are
-# found. Messages do not count as collectives of their group. Nothing is known about a rank that is
-# not simulated.
+# A simulation finds sends without a receive, receives without a send, and messages that wait for
+# each other. Messages do not count as collectives of their group. Nothing is known about a rank
+# that is not simulated.
 @pytest.mark.parametrize(
     ("steps", "simulated", "found"),
     [
@@ -312,7 +312,7 @@ def test_unmatched_messages_are_found(steps, simulated, found):
     assert simulate(run, 3, ranks=simulated).disagreements == ()
 
 
-# A creation and a collective that wait for each other are also found.
+# A simulation also finds a group creation and a collective that wait for each other.
 def test_creation_and_barrier_wait_for_each_other():
     def run():
         grid = HyperCommGrid([2, 2], ["tp", "dp"])
@@ -372,7 +372,7 @@ def run_steps(steps, odd, change, at):
             work.wait()
 
 
-# Ranks that make the same calls agree. If one rank makes one change, that rank is named.
+# Ranks with the same calls agree. If one rank makes one change, a disagreement names that rank.
 @given(st.data())
 def test_random_programs(data):
     steps = data.draw(STEPS)

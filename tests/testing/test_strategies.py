@@ -1,4 +1,4 @@
-"""The public strategies keep and reach their bounds, reject impossible bounds, and shrink."""
+"""Test that the public strategies keep and reach their bounds, and that examples shrink."""
 
 import re
 
@@ -26,7 +26,7 @@ LAYOUT = RankLayout("tp=2,cp=3,dp=4", rank_offset=5)
 
 
 def find(strategy, condition=lambda _: True):
-    """Find the smallest example without the database, whose keys depend on the condition's text."""
+    """Find the smallest example, without the database. Its keys depend on the condition's text."""
     return hypothesis.find(strategy, condition, settings=settings(max_examples=2000, database=None))
 
 
@@ -63,8 +63,8 @@ def test_layouts_keep_their_bounds(given_bounds, data):
     assert 0 <= layout.rank_offset <= given_bounds["max_offset"]
 
 
-# Each bound is reached, so none is tighter than documented. Layouts shrink towards few dims, small
-# sizes, the first names and offset 0.
+# Each bound is reached, so no bound is tighter than documented. Layouts shrink towards few dims,
+# small sizes, the first names and offset 0.
 @pytest.mark.full
 @pytest.mark.torch_free
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_mappings(mapping, weight):
     assert weight.source.ranks[0] == weight.target.ranks[0] == 0
 
 
-# Shardings cut axes that exist.
+# Shardings split axes that exist.
 @pytest.mark.torch_free
 @given(st.lists(st.integers(0, 3), max_size=4), st.data())
 def test_shardings(shape, data):

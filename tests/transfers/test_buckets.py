@@ -1,4 +1,4 @@
-"""The plan of a state, against numpy: every element arrives once, in balanced, bounded buckets."""
+"""Test with numpy that the plan of a state delivers every element once, in balanced buckets."""
 
 import math
 from collections import Counter
@@ -20,7 +20,7 @@ some = settings(max_examples=examples(200), deadline=None)
 
 
 def parts_of(mapping, shape, *, is_source):
-    """Map each rank of source or target to its part of a tensor that counts its elements."""
+    """Map each source or target rank to its part of a tensor with the elements 0, 1, 2, ..."""
     whole = np.arange(math.prod(shape)).reshape(shape)
     owned = held(mapping, shape, is_source=is_source)
     return {rank: whole[np.ix_(*axes)] for rank, axes in owned.items()}
@@ -42,7 +42,7 @@ def planned(parameters, limit):
 
 @st.composite
 def plans(draw):
-    """Draw two layouts at any offsets, and parameters cut by their dims, also unevenly."""
+    """Draw two layouts at any offsets, and parameters that their dims split, also unevenly."""
     source, target = (
         draw(layouts(max_ranks=12, max_offset=8, dim_names=("tp", "cp", "dp"))) for _ in range(2)
     )
@@ -58,8 +58,8 @@ def plans(draw):
 
 
 # Every element that a target rank needs arrives once, from a rank that has the element. An element
-# that the target rank already has is copied there. In one bucket, what a rank sends and receives
-# does not exceed the limit.
+# that the target rank already has is copied there. In one bucket, the bytes that a rank sends and
+# receives do not exceed the limit.
 @some
 @given(plans())
 def test_every_element_arrives_once(plan):

@@ -1,4 +1,4 @@
-"""The mapping of ranks from one layout to another, against numpy."""
+"""Test the mapping of ranks from one layout to another against numpy."""
 
 import pickle
 from collections import Counter, defaultdict
@@ -25,7 +25,7 @@ many = settings(
 
 @st.composite
 def cases(draw):
-    """Draw a mapping: any order of dims, offsets and stages, several dims on one axis."""
+    """Draw a mapping with dims in any order. Several dims may split one axis."""
     sides = [draw(layouts_with_tables(max_ranks=32, max_size=3, dim_names=DIMS)) for _ in range(2)]
     source, target = (layout for layout, _ in sides)
     along = draw(st.sampled_from(["dp", "dp", "dp", "tp", None]))
@@ -44,7 +44,7 @@ def cases(draw):
 
 
 def both_ends(mapping):
-    """Return, by numpy, the parts of the whole tensor on the ranks of source and target."""
+    """Return numpy's parts of the full tensor for the source ranks and for the target ranks."""
     shape = whole_of(mapping).shape
     return [held(mapping, shape, is_source=is_source) for is_source in (True, False)]
 
@@ -82,10 +82,10 @@ def check_delivery(mapping):
 
 
 def served(mapping):
-    """Return all pairs (source, target) of ranks with a message, by comparing every pair.
+    """Compare every pair of ranks, and return the pairs (source, target) that have a message.
 
-    A rank that has its part serves itself. If n ranks need a part that R ranks have, the rank with
-    index k of the n ranks gets the part from the rank with index k * R // n of the R ranks.
+    A rank that already has its part serves itself. If n ranks need a part that R ranks have, rank k
+    of the n ranks receives the part from rank k * R // n of the R ranks.
     """
     owned, wanted = both_ends(mapping)
     leaders = mapping.leaders
@@ -121,8 +121,8 @@ def test_every_element_arrives_once(mapping):
     check_delivery(mapping.inverse())
 
 
-# This also holds for a tensor of any shape, where the last shards may be shorter or empty.
-# shape_at() returns the shape of each part.
+# Every element of a tensor of any shape also arrives exactly once. The last shards may be shorter
+# or empty. shape_at() returns the shape of each part.
 @many
 @given(cases(), st.tuples(st.integers(0, 12), st.integers(0, 12), st.integers(0, 12)))
 def test_every_element_of_any_shape_arrives_once(mapping, shape):
@@ -154,9 +154,9 @@ def test_every_element_of_any_shape_arrives_once(mapping, shape):
             assert each.shape_at(rank, shape, is_source=True) == data.shape
 
 
-# sends(), receives() and table() return the same messages, and the table is sorted. A rank that has
-# its part gets it from itself. The other ranks are served evenly by the ranks that have the part.
-# The expected messages are computed by comparing every pair of ranks.
+# sends(), receives() and table() return the same messages, and the table is sorted. A rank that
+# already has its part receives it from itself. The ranks that have a part serve the other ranks
+# evenly. The expected messages are computed by comparing every pair of ranks.
 @many
 @given(cases())
 def test_messages_match_all_pairs(mapping):
@@ -204,7 +204,7 @@ def test_ranks_outside_the_stage():
             query(rank)
 
 
-# By default cp cuts the sequence, which is the axis other than the batch axis.
+# By default, cp splits the sequence, which is the axis other than the batch axis.
 def test_cp_cuts_the_sequence_by_default():
     cp, dp = RankLayout("cp=2"), RankLayout("dp=2")
     assert RankMapping(cp, dp).shards == (("cp", 1),)
@@ -215,7 +215,7 @@ def test_cp_cuts_the_sequence_by_default():
     assert RankMapping(cp, dp, None).shards == ()
 
 
-# A dim that has size 1 on both sides cuts no axis, so layouts with cp=1 accept any tensor.
+# A dim of size 1 in both layouts splits no axis, so layouts with cp=1 accept any tensor.
 def test_dims_of_size_1_cut_nothing():
     mapping = RankMapping("tp=2,cp=1,dp=2", RankLayout("tp=2,cp=1,dp=2", rank_offset=4))
     assert mapping.received_shape([8]) == (8,)
@@ -225,8 +225,9 @@ def test_dims_of_size_1_cut_nothing():
     assert whole.table()["start"].shape == (2, 0)
 
 
-# The weights of one stage are mapped. In tp=2,pp=2, ranks 2 and 3 have the halves of stage 1. Each
-# of four target ranks needs a quarter. Any size can be mapped to any other size.
+# weights() maps a weight of one stage. In tp=2,pp=2, ranks 2 and 3 each have one half of a weight
+# of stage 1, and each of four target ranks needs a quarter. Any size can be mapped to any other
+# size.
 def test_weights_of_a_stage():
     mapping = RankMapping.weights("tp=2,pp=2", "tp=4", {"tp": 0}, at={"pp": 1})
     assert mapping.source_ranks == (2, 3)

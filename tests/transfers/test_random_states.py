@@ -1,4 +1,4 @@
-"""Transfers of random states: layouts, DTensors, uneven, empty and fused tensors, many dtypes."""
+"""Test transfers of random states, with DTensors, uneven, empty and fused tensors."""
 
 from types import SimpleNamespace
 
@@ -28,7 +28,7 @@ def missing(case, given, due):
     ]
 
 
-# The plan of all ranks is carried out in this process. Each part that arrives equals torch's chunk.
+# This process carries out the plan of all ranks. Each part that arrives equals torch's chunk.
 @pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.slow)])
 def test_plans_match_torch_chunks(count):
     random = np.random.default_rng(1)
@@ -60,7 +60,7 @@ def test_plans_match_torch_chunks(count):
     assert moved > 500 * count
 
 
-# Random states are transferred by transfer_state, on the ranks of a simulated job.
+# transfer_state() transfers random states on the ranks of a simulated job.
 @pytest.mark.full
 @pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.slow)])
 def test_transfers_on_simulated_ranks(count):
@@ -80,7 +80,7 @@ def test_transfers_on_simulated_ranks(count):
         assert len(wrong) == 2 * WORLD
 
 
-# Random states are transferred as DTensors, on real ranks.
+# transfer_state() transfers random states as DTensors on real ranks.
 @pytest.mark.full
 @pytest.mark.parametrize("count", [12, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.ranks(WORLD, timeout=240)
@@ -119,8 +119,8 @@ def test_spans_match_distribute_tensor(length):
             ).tolist()
 
 
-# A strided shard, as FSDP2 makes from a tensor parallel parameter, consists of a shard of each
-# piece.
+# FSDP2 makes strided shards of tensor-parallel parameters. A strided shard consists of a shard of
+# each piece of the axis.
 @pytest.mark.parametrize("length", [0, 1, 5, 8, 11])
 def test_spans_of_strided_shards(length):
     whole = torch.arange(length)

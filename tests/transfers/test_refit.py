@@ -1,4 +1,4 @@
-"""Refits of trainers and engines: DTensors, fused names, dtypes, cached plans, lost ranks."""
+"""Test refits, which send the weights of a trainer to an engine with other shards."""
 
 import math
 import signal
@@ -42,7 +42,7 @@ class Model(nn.Module):
 
 
 # The state dict of a module after parallelize_module and fully_shard is sent as it is, before and
-# after a training step. It arrives in plain tensors cut in three, and in DTensors.
+# after a training step. It arrives in plain tensors that are split in three, and in DTensors.
 @pytest.mark.clients
 @pytest.mark.parametrize("is_hybrid", [False, True])
 @pytest.mark.ranks(7, timeout=120)
@@ -154,7 +154,7 @@ def test_tensors_that_do_not_fit():
             {},
         ),
         (
-            "and (12, 3) in into: ",
+            "and (12, 3) in into=: ",
             (),
             good,
             lambda: {"w": torch.zeros(6, 3)},
@@ -182,7 +182,7 @@ def test_tensors_that_do_not_fit():
             {"dtype": torch.bfloat16},
         ),
         (
-            "2 needs 'v' for into['qkv'], but state contains 'k', 'q'",
+            "2 needs 'v' for into['qkv'], but state= contains 'k', 'q'",
             (),
             lambda: {"q": ROWS, "k": ROWS},
             lambda: {"qkv": torch.zeros(6, 3)},
@@ -299,7 +299,7 @@ def test_plan_is_cached():
         return mock.patch.object(module, name, wrapper)
 
     def move(rows, number):
-        """Transfer `rows` rows. The first rank has four of them, the second the rest."""
+        """Transfer `rows` rows. The first rank has four rows, and the second has the rest."""
         calls.clear()
         whole = torch.arange(float(rows)) + number
         into = {"w": torch.zeros(rows)}
@@ -375,7 +375,7 @@ def test_lost_rank_is_reported(how, number, tmp_path):
     assert {found[2][0], found[3][0]} == {"StateTransferError"}
 
 
-# If there are fewer KV heads than ranks, heads are copied, as inference engines do.
+# If there are fewer KV heads than ranks, several ranks receive a copy of the same head.
 @pytest.mark.full
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
 @pytest.mark.ranks(6, timeout=60)

@@ -1,4 +1,4 @@
-"""Transfers of states on real gloo processes: results, buckets, failures and invalid arguments."""
+"""Test transfers of states on real gloo processes."""
 
 import contextlib
 import time
@@ -19,7 +19,7 @@ SHARDS = {"*.qkv.weight": {"tp": 0}, "*.proj.weight": {"tp": 1}, "embedding": {"
 
 
 def whole_state(layers=3, hidden=24):
-    """Return all parameters, equal on every rank: several dtypes, a scalar, an empty tensor."""
+    """Return parameters that are equal on every rank. They include a scalar and an empty tensor."""
     generator = torch.Generator().manual_seed(3)
 
     def random(*shape, dtype=torch.float32):
@@ -35,7 +35,7 @@ def whole_state(layers=3, hidden=24):
 
 
 def parts(whole, layout, rank):
-    """Return a rank's parts of the whole tensors by torch.chunk, or None outside the layout."""
+    """Return torch's chunks of the full tensors for a rank, or None outside the layout."""
     if rank not in layout:
         return None
     size = layout.size_of("tp", default=1)
@@ -55,8 +55,8 @@ def strided(tensor):
     return tensor.t().contiguous().t()
 
 
-# Each rank receives torch's chunks: several dtypes, scalars, empty and strided tensors, in buckets
-# of any size, with and without checksums, and with names in any order.
+# Each rank receives torch's chunks of scalars, empty tensors and strided tensors of several dtypes.
+# The buckets have different sizes, with and without checksums, and the names are in any order.
 @pytest.mark.full
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.ranks(6, timeout=120)
@@ -93,7 +93,7 @@ def test_parts_match_torch_chunks(verify):
 
 
 def small_move():
-    """Return a transfer from two ranks to two others, its buffers, and a list of missing names."""
+    """Return a function that transfers a state, the buffers, and a function that checks them."""
     rank = dist.get_rank()
     whole = whole_state()
     source, target = RankLayout("tp=2"), RankLayout([2], ["tp"], 2)
@@ -187,7 +187,7 @@ def test_wrong_arguments_fail_all_ranks():
     mapping = RankMapping("tp=1", RankLayout([2], ["tp"], 1), along=None)
 
     def move(state=GOOD, into=CUT, **more):
-        """A value in `more` is for all ranks, or a tuple of the source's and the target's value."""
+        """Transfer. A tuple in `more` has a value for the source and a value for the targets."""
         more = {"shards": {"*.weight": {"tp": 0}, "*": {}}, **more}
         at_end = {k: v[min(rank, 1)] if isinstance(v, tuple) else v for k, v in more.items()}
         ends = {"state": state} if rank == 0 else {"into": into}
@@ -214,8 +214,8 @@ def test_wrong_arguments_fail_all_ranks():
         assert all(part in str(caught.value) for part in parts_of_message)
     for message, at_fault, more in (
         ("rank 0 must pass state=", 0, {"state": {}}),
-        ("'lm_head' of shards", 0, {"shards": ({"*": {}, "lm_head": {}}, {"*": {}})}),
-        ("state['b.weight']: the mapping cuts", 0, {"state": {**GOOD, "b.weight": torch.ones(())}}),
+        ("'lm_head' of shards=", 0, {"shards": ({"*": {}, "lm_head": {}}, {"*": {}})}),
+        ("['b.weight']: the mapping splits", 0, {"state": {**GOOD, "b.weight": torch.ones(())}}),
         ("bucket_bytes must be at least 1024, got 0", 0, {"bucket_bytes": (0, 1 << 20)}),
         ("start must be at least 0, got -1", 0, {"start": (-1, 0)}),
         ("dtype must be a floating-point dtype", 0, {"dtype": (torch.int8, None)}),
@@ -229,8 +229,8 @@ def test_wrong_arguments_fail_all_ranks():
     assert move() == 1
 
 
-# On a rank of both layouts, buffers must not overlap tensors that are sent. A parameter that does
-# not move may be passed as its own buffer.
+# On a rank in both layouts, buffers must not share memory with tensors that are sent. A parameter
+# that does not move may be passed as its own buffer.
 @pytest.mark.full
 @pytest.mark.ranks(2, timeout=120)
 def test_rank_in_both_layouts():
@@ -242,11 +242,11 @@ def test_rank_in_both_layouts():
     shards = {"a": {"tp": 0}, "b": {}}
     near = {"a": room[1:5], "b": torch.zeros(3)}
     for message, state, into in (
-        ("into['a'] overlaps state['a'] in memory, which is sent", {**mine, "a": room[:2]}, near),
-        ("into['a'] overlaps state['a'] in memory, which is sent", {**mine, "a": room[3:5]}, near),
-        ("rank 0 has 'b' in state=, but no rank has it in into=", mine, {"a": torch.zeros(4)}),
+        ("into['a'] shares memory with state['a'], which is sent", {**mine, "a": room[:2]}, near),
+        ("into['a'] shares memory with state['a'], which is sent", {**mine, "a": room[3:5]}, near),
+        ("rank 0 has 'b' in state=, which no rank has in into=", mine, {"a": torch.zeros(4)}),
         (
-            "of 'b' is (3,) in state= and (4,) in into=: rank 0 sends a part of shape (3,) (whole)",
+            "is (3,) in state= and (4,) in into=: rank 0 sends a part of shape (3,) (unsharded)",
             mine,
             {"a": torch.zeros(4), "b": torch.zeros(4)},
         ),
@@ -275,7 +275,7 @@ ONE = torch.ones(2)
         ("state['a'] must be a torch.Tensor, got 3", ALONE, {"a": 3}, {}),
         ("state['a'] must be a dense tensor", ALONE, {"a": ONE.to("meta")}, {}),
         ("shards", ALONE, {"a": ONE}, {"shards": {"*": 0}}),
-        ("the pattern 'a' of shards", ALONE, {"a": ONE}, {"shards": {"*": {}, "a": {"tp": 0}}}),
+        ("the pattern 'a' of shards=", ALONE, {"a": ONE}, {"shards": {"*": {}, "a": {"tp": 0}}}),
         ("into['a'] is expanded", ALONE, {"a": ONE}, {"into": {"a": torch.ones(1).expand(2)}}),
         ("bucket_bytes must be an int, got 1.5", ALONE, {"a": ONE}, {"bucket_bytes": 1.5}),
         ("start must be at most 0, got 1", ALONE, {"a": ONE}, {"start": 1}),
@@ -289,13 +289,13 @@ def test_invalid_arguments(message, mapping, state, more):
     assert into["a"].tolist() == [0, 0]
 
 
-# Buffers that overlap each other or themselves are rejected, because the result would depend on the
-# order. Views whose elements interleave, and parts of one tensor, are accepted.
+# Buffers whose elements share memory are rejected, because the result would depend on the order.
+# Views whose elements interleave, and parts of one tensor, are accepted.
 @pytest.mark.parametrize(
     ("message", "make"),
     [
-        ("into['a'] overlaps into['b']", lambda one: {"a": one[:3], "b": one[2:5]}),
-        ("into['a'] overlaps into['b']", lambda one: {"a": one[:6:2], "b": one[4:7]}),
+        ("into['a'] shares memory with into['b']", lambda one: {"a": one[:3], "b": one[2:5]}),
+        ("into['a'] shares memory with into['b']", lambda one: {"a": one[:6:2], "b": one[4:7]}),
         ("into['a'] is expanded", lambda one: {"a": one.as_strided((2, 2), (1, 1)), "b": one[6:]}),
         ("", lambda one: {"a": one[:6:2], "b": one[1:6:2]}),
         ("", lambda one: {"a": one[:3], "b": one[3:6]}),
@@ -334,7 +334,7 @@ def test_tensor_of_one_element(verify):
         assert into["column"].item() == [1.0, 4.0][rank - 1]
 
 
-# Ctrl-C on a rank before it has proposed anything fails the call on the others within seconds.
+# If Ctrl-C interrupts a rank before it has proposed anything, the other ranks raise within seconds.
 @pytest.mark.ranks(3, timeout=60)
 def test_early_interrupt_fails_all_ranks():
     rank = dist.get_rank()
@@ -356,8 +356,8 @@ def test_early_interrupt_fails_all_ranks():
     assert rank == 0 or into["w"].tolist() == [1, 1]
 
 
-# After a communication error, the message recommends rejoin() in a joined world. It names the lost
-# message, its size, and the parameters that may be partly written.
+# The error about lost communication recommends rejoin() in a joined world. The error also names the
+# lost message, its size, and the parameters that may be partly written.
 def test_error_of_a_lost_message():
     parts = {"trainer": 1, "engine": 1}
     for world, advice in (

@@ -1,4 +1,4 @@
-"""Transfers on real gloo processes: any layouts against numpy, unusual tensors, errors."""
+"""Test transfers of tensors on real gloo processes. Numpy computes the expected parts."""
 
 import contextlib
 import itertools
@@ -151,7 +151,7 @@ def test_wrong_arguments_fail_all_ranks():
         rejected("on meta", at, apart, torch.zeros(2, 2, device="meta"))
         rejected("torch.sparse_coo", at, apart, torch.zeros(2, 2).to_sparse())
         conjugated = torch.zeros(2, 2, dtype=torch.complex64).conj()
-        rejected("tensor.resolve_conj()", at, apart, conjugated)
+        rejected("resolve_conj().resolve_neg()", at, apart, conjugated)
         sharded = DTensor.from_local(right, DeviceMesh("cpu", [0, 1, 2, 3], _init_backend=False))
         rejected("pass its to_local()", at, apart, sharded)
         rejected("out= is only for ranks in both stages", at, apart, right, out=torch.zeros(2, 2))
@@ -160,10 +160,10 @@ def test_wrong_arguments_fail_all_ranks():
     rejected("(2, 3), got None", 2, led, right)
     rejected("(2, 3), got -100", 2, led, right, dist.GroupMember.NON_GROUP_MEMBER)
     rejected("(2, 3), got (0, 1, 2, 3)", 2, led, right, dist.group.WORLD)
-    rejected("out must have 2 axes", 1, both, mine, good=mine, out=torch.zeros(4))
+    rejected("out= must have 2 axes", 1, both, mine, good=mine, out=torch.zeros(4))
     whole = torch.zeros(4, 2, dtype=torch.int64)
     rejected("torch.float32", 1, both, mine, good=mine, out=whole)
-    rejected("out must not overlap tensor", 3, both, shared[:2], good=mine, out=shared[1:5])
+    rejected("out= must not share", 3, both, shared[:2], good=mine, out=shared[1:5])
     large = RankMapping("dp=2", RankLayout([8], ["dp"]))
     rejected("needs 8 ranks", 0, large, mine, error=WorldSizeError)
     rejected("got 3", 0, apart, right, verify=3, error=GroupOptionsError)
@@ -220,9 +220,9 @@ def test_rows_are_given():
         for rows, message in (
             ([4, 1], f"rank {rank} must {'send' if rank < 2 else 'receive into'} a tensor"),
             ([3, 2, 0], "rows= must contain 2 lengths"),
-            ([3, -2], "each of rows must be at least 0, got -2"),
+            ([3, -2], "every length in rows= must be at least 0, got -2"),
             ([2**62, 2**62], f"rank {rank} must "),
-            (3, "rows must be"),
+            (3, "rows= must be"),
         ):
             if rows == [4, 1] and rank == 2:
                 continue  # the buffer of rank 2 has 4 + 1 rows
@@ -231,8 +231,8 @@ def test_rows_are_given():
             assert message in str(caught.value)
 
 
-# Shards may have any lengths, on any axes that are cut. The parts match numpy. A rank in both
-# stages receives a part with the shape of its own receive buffer.
+# Shards may have any lengths, on any axes that are split. The parts match numpy. A rank in both
+# stages receives a part with the shape of its receive buffer.
 @pytest.mark.full
 @pytest.mark.ranks(6, timeout=120)
 def test_any_lengths_of_shards():

@@ -1,4 +1,4 @@
-"""`ezpz.tp`, tensor parallelism in the manner of fairscale, on a grid.
+"""Implements `ezpz.tp`, which is tensor parallelism as in fairscale, with a grid.
 
 `initialize_tensor_parallel` fills the default `TensorParallelState`, and `destroy_tensor_parallel`
 empties this state. All other functions, and reads and writes of the globals, act on the current
@@ -47,7 +47,7 @@ _GROUPS = {
 }
 """For each dim, in the order of creation: ezpz's name of the dim, and two globals.
 
-The first global contains the group over the dim, the second one contains the ranks of the group.
+The first global contains the group over the dim. The second global contains the ranks of the group.
 """
 
 _GLOBALS = [name for _, *names in _GROUPS.values() for name in names]
@@ -56,10 +56,11 @@ _GLOBALS = [name for _, *names in _GROUPS.values() for name in names]
 def install() -> None:
     """Replace `ezpz.tp` by this module. Other modules, such as `ezpz.tp.layers`, are not replaced.
 
-    Call it before `ezpz` is imported. ezpz need not be installed. A second call has no effect.
+    Call this function before `ezpz` is imported. ezpz need not be installed. A second call has no
+    effect.
 
     Raises:
-        StateError: `ezpz` was imported before. Nothing was changed.
+        StateError: `ezpz` has already been imported. Nothing was changed.
 
     Example:
         >>> install()
@@ -73,7 +74,7 @@ def install() -> None:
 class TensorParallelState(ModuleState):
     """One tensor parallel configuration: its grid, its groups, and the values of ezpz's globals.
 
-    A new state is empty. `create` returns an initialised state without changing the default one.
+    A new state is empty. `create` returns an initialised state without changing the default state.
     Within a `with use(state):` block, the functions of this module act on `state`.
 
     Attributes:
@@ -152,15 +153,16 @@ def initialize_tensor_parallel(
     the call fails, no groups are left.
 
     Args:
-        tensor_parallel_size: Ranks that share each layer's tensors. If it exceeds the world
-            size, the world size is used, with a warning.
-        pipeline_parallel_size: Pipeline stages.
-        context_parallel_size: Ranks that share each sequence.
-        tensor_parallel_backend: Backend of the tensor parallel groups. Default: WORLD's.
-        pipeline_parallel_backend: Backend of the pipeline parallel groups. Default: WORLD's.
-        context_parallel_backend: Backend of the context parallel groups. Default: WORLD's.
-        data_parallel_backend: Backend of the data parallel groups. Default: WORLD's.
-        timeout: Timeout of all groups. Default: WORLD's.
+        tensor_parallel_size: Number of ranks that share each layer's tensors. If this number
+            exceeds the world size, the world size is used, with a warning.
+        pipeline_parallel_size: Number of pipeline stages.
+        context_parallel_size: Number of ranks that share each sequence.
+        tensor_parallel_backend: Backend of the tensor parallel groups. Default: WORLD's backend.
+        pipeline_parallel_backend: Backend of the pipeline parallel groups. Default: WORLD's
+            backend.
+        context_parallel_backend: Backend of the context parallel groups. Default: WORLD's backend.
+        data_parallel_backend: Backend of the data parallel groups. Default: WORLD's backend.
+        timeout: Timeout of all groups. Default: WORLD's timeout.
 
     Raises:
         ConfigurationError: A size is not a positive int, the sizes do not divide the world, or a
@@ -194,13 +196,13 @@ def tensor_parallel_is_initialized() -> bool:
 
 
 def _value_of(dim: str, name: str) -> Any:
-    """Return the value of one of a dim's globals. Raise if it is None."""
+    """Return the value of the global `name` of a dim. Raise if the value is None."""
     value = current.get().read(name)
     if value is None:
         raise StateError(
             f"{_words(dim)} group is not initialized: {name} is None; call "
-            f"initialize_tensor_parallel() first, or create the state in use with "
-            f"TensorParallelState.create()"
+            f"initialize_tensor_parallel() first, or use() a state that "
+            f"TensorParallelState.create() returned"
         )
     return value
 
@@ -236,7 +238,7 @@ def _ranks(dim: str) -> Callable[[], list[int]]:
 def _size(dim: str, default: int | None = None) -> Callable[[], int]:
     """Return a function that returns the size of the calling rank's group over a dim.
 
-    If there is no such group, it returns `default`, or raises if `default` is None.
+    If there is no such group, the function returns `default`, or raises if `default` is None.
     """
     name = _GROUPS[dim][1]
 
@@ -255,7 +257,7 @@ def _size(dim: str, default: int | None = None) -> Callable[[], int]:
 def _rank(dim: str, default: int | None = None) -> Callable[[], int]:
     """Return a function that returns the calling rank's position in its group over a dim.
 
-    If there is no such group, it returns `default`, or raises if `default` is None.
+    If there is no such group, the function returns `default`, or raises if `default` is None.
     """
     name = _GROUPS[dim][1]
 

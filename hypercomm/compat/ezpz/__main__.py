@@ -1,4 +1,4 @@
-"""`python -m hypercomm.compat.ezpz train.py`: runs a program written for ezpz, without edits."""
+"""Runs an unmodified program for ezpz: `python -m hypercomm.compat.ezpz train.py`."""
 
 from hypercomm.compat import program
 from hypercomm.compat.ezpz import install

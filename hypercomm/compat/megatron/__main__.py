@@ -1,4 +1,4 @@
-"""`python -m hypercomm.compat.megatron pretrain_gpt.py`: runs a Megatron program as is."""
+"""Runs an unmodified Megatron program: `python -m hypercomm.compat.megatron pretrain_gpt.py`."""
 
 from hypercomm.compat import program
 from hypercomm.compat.megatron import install

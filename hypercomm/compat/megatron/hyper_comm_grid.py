@@ -1,4 +1,4 @@
-"""Megatron's `hyper_comm_grid`: `HyperCommGrid` with the private names that Megatron's code uses.
+"""Implements Megatron's `hyper_comm_grid`: a `HyperCommGrid` with Megatron's private names.
 
 Source: names, signatures and behaviour follow `megatron.core.hyper_comm_grid`.
 """
@@ -34,11 +34,11 @@ _new_subgroups: Any = dist.new_subgroups_by_enumeration
 
 
 class HyperCommGrid(grid.HyperCommGrid):
-    """`hypercomm.HyperCommGrid` whose groups also have Megatron's joined names.
+    """A `hypercomm.HyperCommGrid` whose groups also have Megatron's names, such as "dp-cp".
 
-    Like Megatron's class, it prefers the environment's WORLD_SIZE to torch.distributed's world
-    size. If a unit test has replaced `torch.distributed.new_subgroups_by_enumeration`, that
-    function creates the groups.
+    Like Megatron's class, this class prefers the environment's WORLD_SIZE to torch.distributed's
+    world size. If a unit test has replaced `torch.distributed.new_subgroups_by_enumeration`, the
+    replacement creates the groups.
 
     Example:
         >>> from hypercomm.testing import fake_world
@@ -69,8 +69,8 @@ class HyperCommGrid(grid.HyperCommGrid):
     def _pgs(self) -> Mapping[Key, ProcessGroup | None]:
         """A read-only mapping of the groups without names, by dims in reversed grid order.
 
-        If a mapping is assigned, those of its groups that the grid did not create are added to the
-        groups of the grid.
+        If a mapping is assigned, its groups are added to the groups of the grid, except for groups
+        that the grid created.
         """
         own = {_joined(key): group for key, group in self.pgs.items() if key.name is None}
         return MappingProxyType(own | self._given)
@@ -113,7 +113,7 @@ class HyperCommGrid(grid.HyperCommGrid):
 
         Raises:
             LayoutError, UnknownDimError: The arguments are wrong. The messages contain the same
-                phrases as Megatron's, because programs search the messages for these phrases.
+                phrases as Megatron's messages, because programs search for these phrases.
         """
         names = list(dim_names or ())
         shared = list(shared_dims or ())
@@ -168,7 +168,7 @@ class HyperCommGrid(grid.HyperCommGrid):
         return self.key_of(*dims) if view is None else self.view(view).key_of(*dims)
 
     def destroy(self) -> None:
-        """Destroy the groups that the grid created, and those that were assigned to `_pgs`."""
+        """Destroy the groups that the grid created, and groups that were assigned to `_pgs`."""
         given = self._given
         self._given = {}
         for group in dict.fromkeys(given.values()):

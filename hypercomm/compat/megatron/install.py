@@ -21,13 +21,15 @@ _HOMES = {
 def install() -> None:
     """Replace modules of `megatron.core` by the modules of this package.
 
-    These are parallel_state, mpu, hyper_comm_grid and process_groups_config. Call it before
-    `megatron.core` is imported. megatron-core need not be installed. A second call has no effect.
+    The replaced modules are parallel_state, mpu, hyper_comm_grid and process_groups_config. Call
+    this function before `megatron.core` is imported. megatron-core need not be installed. A second
+    call has no effect.
+
     If the installed megatron-core is newer than every supported release, a warning lists the names
     that this package does not have.
 
     Raises:
-        StateError: `megatron.core` was imported before. Nothing was changed.
+        StateError: `megatron.core` has already been imported. Nothing was changed.
 
     Example:
         >>> install()

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-any-return"
-"""Megatron's `parallel_state` on grid instances: its functions and its globals.
+"""Implements the functions and the globals of Megatron's `parallel_state` with grids.
 
 The functions act on the current `ParallelState`: the state of a `with use(state):` block, or the
-default one, which `initialize_model_parallel` fills. The globals, such as `_DATA_PARALLEL_GROUP`,
+default state, which `initialize_model_parallel` fills. The globals, such as `_DATA_PARALLEL_GROUP`,
 can be read and written, and getters return written values. DeepSpeed accepts this module as `mpu`.
 
 The functions call one another by their names in this module. If a program replaces a function,
@@ -54,7 +54,7 @@ from hypercomm.process_groups.spec import GroupRequest
 _state = current.get
 
 _NAMES = globals()
-"""The functions of this module. A program may have replaced some."""
+"""The functions of this module. A program may have replaced some of them."""
 
 _inject_gtp_remat_axis = inject_gtp
 default_embedding_ranks = table.default_embedding_ranks
@@ -71,8 +71,8 @@ def use(state: ParallelState) -> contextlib.AbstractContextManager[ParallelState
     """Make the functions and globals of this module act on `state` within a `with` block.
 
     A block affects only the thread or asyncio task that entered the block. A backward pass on a GPU
-    runs in a thread of autograd, so it is outside the block. If several states are alive, a getter
-    that is called in the thread of autograd warns. `initialize_model_parallel` and
+    runs in a thread of autograd, so the pass is outside the block. If several states are alive, a
+    getter that is called in the thread of autograd warns. `initialize_model_parallel` and
     `destroy_model_parallel` always act on the default state.
 
     Example:
@@ -93,37 +93,41 @@ def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
     because Megatron's layers then look for groups in Megatron's own parallel state.
 
     Args:
-        tensor_model_parallel_size: Ranks that share each dense layer's tensors.
-        pipeline_model_parallel_size: Pipeline stages.
-        virtual_pipeline_model_parallel_size: Interleaved stages for each rank of a pipeline.
+        tensor_model_parallel_size: Number of ranks that share each dense layer's tensors.
+        pipeline_model_parallel_size: Number of pipeline stages.
+        virtual_pipeline_model_parallel_size: Number of interleaved stages on each rank of a
+            pipeline.
         pipeline_model_parallel_comm_backend: "nccl" or "ucc". Default: WORLD's backend.
         use_sharp: Enable SHARP for one communicator.
-        context_parallel_size: Ranks that share each sequence.
+        context_parallel_size: Number of ranks that share each sequence.
         hierarchical_context_parallel_sizes: Factors of the context parallel size, innermost first.
-        expert_model_parallel_size: Ranks that share the experts.
-        num_distributed_optimizer_instances: Replicas of the optimizer over the data parallel ranks.
-        expert_tensor_parallel_size: Ranks that share an expert's tensors. Default:
+        expert_model_parallel_size: Number of ranks that share the experts.
+        num_distributed_optimizer_instances: Number of replicas of the optimizer over the data
+            parallel ranks.
+        expert_tensor_parallel_size: Number of ranks that share an expert's tensors. Default:
             `tensor_model_parallel_size`.
         nccl_communicator_config_path: A yaml file with NCCL options for each group.
         distributed_timeout_minutes: Timeout of each group, in minutes.
-        order: The dims, the first one varying fastest.
-        get_embedding_ranks: A function that is called with the ranks of a pipeline, and returns
-            those with word embeddings. It must return the same number of ranks for every pipeline.
-            Default: the first and the last rank.
+        order: The order of the dims. The first dim varies fastest.
+        get_embedding_ranks: A function that is called with the ranks of a pipeline, and returns the
+            ranks with word embeddings. The function must return the same number of ranks for every
+            pipeline. Default: the first and the last rank.
         get_position_embedding_ranks: A function that is called with the ranks of a pipeline, and
-            returns those with position embeddings. Default: the first rank.
+            returns the ranks with position embeddings. Default: the first rank.
         create_gloo_process_groups: Also create a gloo group for each data parallel group.
         high_priority_stream_groups: Keys of groups whose streams have a high priority.
         sharp_enabled_group: "dp" or "dp_replica". Default with `use_sharp`: "dp".
         hybrid_context_parallel: Create groups of 2, 4, 8, ... ranks within each dp-cp group.
-        dynamic_context_parallel: The same feature, as named in Megatron's development branch, with
-            groups of other sizes.
+        dynamic_context_parallel: Create groups of each power of 2 from
+            `min_dynamic_context_parallel_size` on, within each dp-cp group. Megatron's development
+            branch has this option in place of `hybrid_context_parallel`.
         min_dynamic_context_parallel_size: The size of the smallest groups with
             `dynamic_context_parallel`.
         create_all_gather_group: Create a second dp-cp group, so that all-gathers can overlap with
-            the traffic of the first one.
-        gtp_remat_size: Number of GTP peers, which share each weight of the dense layers, gather it
-            for each use, and process different data.
+            the traffic of the first group.
+        gtp_remat_size: Number of peers of generalized tensor parallelism (GTP). GTP peers share
+            each weight of the dense layers, gather the weight for each use, and process different
+            data.
         expert_gtp_remat_size: Number of GTP peers that share the weights of experts.
         rank_offset: The smallest rank of the model.
         local_world_size: The number of ranks of the model. Default: the world size.
@@ -135,7 +139,7 @@ def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
     Raises:
         LayoutError: A size is not a positive int (a ValueError).
         WorldSizeError: The sizes do not divide the world (a RuntimeError). The error names sizes
-            that divide it.
+            that divide the world.
         ConfigurationError: Two choices contradict each other, or the NCCL configuration cannot be
             used (an AssertionError and a RuntimeError).
         FileNotFoundError: The file of the NCCL configuration does not exist.
@@ -362,7 +366,7 @@ def get_hybrid_data_context_parallel_groups(
 def get_dynamic_data_context_parallel_groups(
     check_initialized: bool = True, group_size: int | None = None
 ) -> ProcessGroup:
-    """Return the dynamic group of `group_size` ranks. The largest one is the dp-cp group.
+    """Return the dynamic group of `group_size` ranks. The largest dynamic group is the dp-cp group.
 
     Raises:
         GroupMissingError: There is no group of that size (a KeyError).
@@ -377,8 +381,8 @@ def _of_size(name: str, check_initialized: bool, group_size: int | None) -> Proc
     option = table.ROWS[name].option
     if group_size not in groups:
         raise GroupMissingError(
-            f"there is no group of group_size={short_repr(group_size)} in {name}; the sizes are "
-            f"{list(groups) or f'none: initialise with {option}=True'}"
+            f"there is no group of group_size={short_repr(group_size)} in {name}; "
+            f"{f'the sizes are {list(groups)}' if groups else f'initialise with {option}=True'}"
         )
     return groups[group_size]
 
@@ -455,14 +459,14 @@ def get_data_modulo_expert_parallel_group(
 
 
 def _known(state: ParallelState, name: str, fact: str, getter: str) -> int | None:
-    """Return a group's cached size, or the calling rank's cached position. None if not cached.
+    """Return a group's cached size, or the calling rank's cached position, or None.
 
     Args:
         state: The state that has the group.
         name: The global with the group.
         fact: `SIZE` or `RANK`.
-        getter: The function of this module that returns the group. If a program has replaced it,
-            the cache is not used.
+        getter: The name of the function that returns the group. If a program has replaced this
+            function, the cache is not used.
     """
     return state.facts[fact].get(name) if _NAMES[getter] is _OWN[getter] else None
 
@@ -565,7 +569,7 @@ def _expert_data_getter(fact: str) -> Callable[..., int]:
 
 
 def _peers(with_gtp: bool) -> dict[str, bool]:
-    """Return `with_gtp_remat` unless it is the default, because a replaced getter may lack it."""
+    """Return the argument `with_gtp_remat` if it is False. A replaced getter may lack it."""
     return {} if with_gtp else {"with_gtp_remat": False}
 
 
@@ -586,9 +590,9 @@ def get_sequence_data_parallel_rank() -> int:
 
 
 def get_all_ranks() -> str:
-    """Return the rank's positions in the tp, gtp_remat (from 0.19), dp, cp, pp and ep groups.
+    """Return the calling rank's positions in several groups, joined by underscores.
 
-    The positions are joined by underscores.
+    The groups are tp, gtp_remat (from megatron-core 0.19 on), dp, cp, pp and ep.
     """
     peers = [get_gtp_weight_remat_rank() or 0] if _state().answers_gtp else []
     ranks = [
@@ -606,7 +610,7 @@ def get_all_ranks() -> str:
 
 
 def _setter(name: str) -> Callable[[int | None], None]:
-    """Return a function that sets a size or rank, which getters return instead of the group's."""
+    """Return a function that sets a size or rank, which overrides the value of the group."""
 
     def set_world_size(world_size: int | None) -> None:
         _state().write(name, world_size)
@@ -689,14 +693,14 @@ def get_data_parallel_group_ranks() -> list[int]:
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Return whether this is the first stage. `ignore_virtual=False` checks `vp_stage` too."""
+    """Return whether this is the first stage. With `ignore_virtual=False`, check `vp_stage` too."""
     if not ignore_virtual and _virtual_stage(vp_stage) not in {None, 0}:
         return False
     return get_pipeline_model_parallel_rank() == 0
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Return whether this is the last stage. `ignore_virtual=False` checks `vp_stage` too."""
+    """Return whether this is the last stage. With `ignore_virtual=False`, check `vp_stage` too."""
     if not ignore_virtual:
         stage = _virtual_stage(vp_stage)
         size = get_virtual_pipeline_model_parallel_world_size()
@@ -757,7 +761,10 @@ def _set_global_memory_buffer() -> None:
 
 
 def _set_global_symmetric_memory_buffer() -> None:
-    """Create the symmetric buffer of 256 MiB. Up to 0.16, its class is in `megatron.core.utils`."""
+    """Create the symmetric buffer of 256 MiB.
+
+    Up to megatron-core 0.16, the class of the buffer is in `megatron.core.utils`.
+    """
     utils: Any = importlib.import_module("megatron.core.utils")
     _fill_once(
         _SYMMETRIC,
@@ -787,7 +794,7 @@ def destroy_global_symmetric_memory_buffer() -> None:
 def generate_masked_orthogonal_rank_groups(
     world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]
 ) -> list[list[int]]:
-    """Enumerate the groups over the dims that a mask marks, the first dim varying fastest.
+    """Enumerate the groups over the dims that a mask marks. The first dim varies fastest.
 
     Args:
         world_size: The number of ranks. If the sizes multiply to a larger number, the last
@@ -796,7 +803,7 @@ def generate_masked_orthogonal_rank_groups(
         mask: For each dim, whether the groups span it.
 
     Returns:
-        A list of the ranks of each group, ascending.
+        The ranks of each group, in ascending order.
 
     Raises:
         LayoutError: A size is not a positive int, or the lengths differ.
@@ -814,7 +821,8 @@ def generate_masked_orthogonal_rank_groups(
     count = world_size // groups.group_size
     if count > len(groups):
         raise ConfigurationError(
-            f"{layout.size} ranks of parallel_size {list(parallel_size)} do not fill {world_size=}"
+            f"parallel_size={list(parallel_size)} has {layout.size} ranks, which do not fill "
+            f"{world_size=}"
         )
     return groups.to_array()[:count].tolist()
 
@@ -829,7 +837,7 @@ class RankGenerator:
         dp: Data parallel size.
         pp: Pipeline parallel size.
         cp: Context parallel size. `cp` or `ep` must be 1.
-        order: The dims, the first one varying fastest. Dims of size 1 may be omitted.
+        order: The order of the dims. The first dim varies fastest. Dims of size 1 may be omitted.
         rank_offset: The smallest rank.
         gtp_remat: Number of GTP peers. gtp_remat is a dim if this number is larger than 1. From
             megatron-core 0.19 on, it is always a dim.
@@ -992,7 +1000,7 @@ def create_hybrid_dp_cp_groups(
 def create_dynamic_dp_cp_groups(
     rank: int, ranks: Sequence[int], pg_options: Any, min_cp_size: int = 1
 ) -> dict[int, ProcessGroup]:
-    """Create groups of each power of 2 from `min_cp_size`. See `create_hybrid_dp_cp_groups`."""
+    """Create groups of each power of 2 from `min_cp_size` on. See `create_hybrid_dp_cp_groups`."""
     return _by_size(rank, ranks, pg_options, "DYNAMIC", min_cp_size)
 
 
@@ -1123,10 +1131,9 @@ def _create_by_functions(
     wanted: Sequence[table.WantedGroup],
     requests: Sequence[GroupRequest],
 ) -> list[ProcessGroup | None]:
-    """Create groups with the functions of this module, like Megatron.
+    """Create groups with the functions of this module, as Megatron does.
 
-    Every rank calls the functions for every group of the job, as Megatron does, because a
-    program may have replaced the functions.
+    A program may have replaced the functions, so every rank calls them for every group of the job.
 
     Args:
         config: The configuration.
@@ -1183,7 +1190,7 @@ def _generator(config: table.Configuration, sizes: Mapping[str, int], after: str
 def _create_parts(
     config: table.Configuration, name: str, ranks: list[int], request: GroupRequest
 ) -> Mapping[Any, ProcessGroup]:
-    """Create, among `ranks`, the groups of a table row that has several groups.
+    """Create the groups of a table row that has several groups, within `ranks`.
 
     Returns:
         The calling rank's groups, by position or size.

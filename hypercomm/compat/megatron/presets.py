@@ -1,4 +1,4 @@
-"""The grids that Megatron uses for training and inference, and collections of their groups."""
+"""Makes Megatron's grids for training and inference, and collections of their groups."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def megatron_grids(
 
     Each grid has the dims tp, cp, dp and pp. Its view "expert" numbers the same ranks along the
     dims expt_tp, ep, expt_dp and pp. The grid and the view share pp. The sizes of dp and expt_dp
-    are inferred from the world size. No process group is created. `create_megatron_pgs` creates all
-    groups that Megatron's code needs.
+    are inferred from the world size. This function creates no process groups. `create_megatron_pgs`
+    creates all groups that Megatron's code needs.
 
     Args:
         tp: Tensor parallel size. The default of this and of most other sizes is 1.
@@ -61,12 +61,13 @@ def megatron_grids(
         pp: Pipeline parallel size.
         ep: Expert parallel size.
         expt_tp: Tensor parallel size of the experts. Default: `tp`.
-        gtp_remat: Number of GTP peers, which share each weight and gather it for each use. If it is
-            larger than 1, gtp_remat is a dim of the grid. It is inserted after tp (after cp from
-            megatron-core 0.20 on) unless the order names it.
-        expt_gtp_remat: Number of GTP peers that share the weights of experts. If it is larger than
-            1, expt_gtp_remat is a dim of the view, inserted after ep unless the order names
-            gtp_remat.
+        gtp_remat: Number of peers of generalized tensor parallelism (GTP). GTP peers share each
+            weight, and gather the weight for each use. If this number is larger than 1, gtp_remat
+            is a dim of the grid. Unless the order names gtp_remat, it is inserted after tp, or
+            after cp from megatron-core 0.20 on.
+        expt_gtp_remat: Number of GTP peers that share the weights of experts. If this number is
+            larger than 1, expt_gtp_remat is a dim of the view. Unless the order names gtp_remat,
+            it is inserted after ep.
         tensor_model_parallel_size: Megatron's name of `tp`.
         context_parallel_size: Megatron's name of `cp`.
         pipeline_model_parallel_size: Megatron's name of `pp`.
@@ -77,13 +78,13 @@ def megatron_grids(
         order: The order of the dense and of the expert dims. The first dim varies fastest.
         world_size: Number of ranks of the job. Default: see `HyperCommGrid`.
         inference: The sizes for inference on the same ranks, by the names of the arguments above.
-        name: Distinguishes this set from others. See `GridSet`.
+        name: A name that distinguishes this set from other sets. See `GridSet`.
         backend: Backend of the groups. `HyperCommGrid` documents this and the next five arguments.
-        creation: How groups are created.
+        creation: The strategy that creates the groups.
         share: Whether several keys may use one group.
-        lazy_init: When the members of a group connect.
+        lazy_init: Whether the ranks of a group connect at their first message.
         verify: Whether ranks check that all of them create the same groups in the same order.
-        enable_reconfigure: Whether a reshape that changes the members of a group keeps the group.
+        enable_reconfigure: Whether a reshape may change the ranks of a group and keep the group.
 
     Raises:
         LayoutError: A size is not a positive int, or the order cannot be read.
@@ -108,7 +109,7 @@ def megatron_grids(
         for dim in inference:
             if dim not in {*NAMES, *NAMES.values()}:
                 raise UnknownDimError(
-                    f"unknown dim {short_repr(dim)} in inference; the dims are "
+                    f"unknown dim {short_repr(dim)} in inference=; the dims are "
                     f"{list(NAMES.values())}"
                     f"{did_you_mean(dim, (*NAMES.values(), *NAMES))}"
                 )
@@ -153,24 +154,26 @@ def megatron_requests(
 ) -> list[GroupRequest]:
     """Return the requests with which `create_pgs` creates the groups that Megatron's code needs.
 
-    Dims that the grid does not have count as dims of size 1. If the grid has none of the dims that
-    a field of the collection spans, such as `cp`, groups of one rank are requested for the field,
-    because Megatron's code would treat None as WORLD. On each rank, all such fields share one
-    group. If the dims keep their names, `grid.reshape(...)` derives groups such as the embedding
-    groups again. SHARP is not requested, because only the first communicator of a job can use it.
+    Dims that the grid does not have count as dims of size 1. A field of the collection, such as
+    `cp`, may span only dims that the grid does not have. Groups of one rank are requested for such
+    fields, because Megatron's code would treat None as WORLD. On each rank, all these fields share
+    one group. `grid.reshape(...)` derives groups such as the embedding groups again if the dims
+    keep their names. SHARP is not requested, because only the first communicator of a job can use
+    SHARP.
 
     Args:
         grid: A grid with some of the dims tp, gtp_remat, cp, dp and pp. Its view "expert" has some
-            of the dims tp, ep, gtp_remat, dp and pp, or expt_tp, expt_gtp_remat and expt_dp. If
-            there is no such view, experts have the layout of the dense layers.
+            of the dims tp, ep, gtp_remat, dp and pp. The dims tp, gtp_remat and dp may also be
+            called expt_tp, expt_gtp_remat and expt_dp. If there is no such view, experts have the
+            layout of the dense layers.
         num_distributed_optimizer_instances: The number of optimizer instances over dp.
         hierarchical_context_parallel_sizes: The group size of each level of cp, innermost first.
         create_all_gather_group: Whether to create a second dp-cp group, for all-gathers. With
             expert parallelism, a second expert dp group is also created.
-        get_embedding_ranks: A function that is called with the ranks of a pipeline, and returns
-            those with word embeddings. Default: the first and the last rank.
+        get_embedding_ranks: A function that is called with the ranks of a pipeline, and returns the
+            ranks with word embeddings. Default: the first and the last rank.
         get_position_embedding_ranks: A function that is called with the ranks of a pipeline, and
-            returns those with position embeddings. Default: the first rank.
+            returns the ranks with position embeddings. Default: the first rank.
         nccl_communicator_config_path: A yaml file with NCCL options for each group.
         high_priority_stream_groups: Keys of groups whose streams have a high priority.
 
@@ -197,7 +200,7 @@ def megatron_requests(
         if not table.own_dims(layout, "-".join(DIMS), side):
             raise LayoutError(
                 f"the {side} layout {layout} has none of Megatron's dims tp, cp, ep, dp and pp; "
-                f"rename() its dims"
+                f"rename the dims with rename()"
             )
     configuration = table.Configuration(
         num_distributed_optimizer_instances=num_distributed_optimizer_instances,
@@ -247,7 +250,7 @@ def create_megatron_pgs(
     Args:
         grids: The result of `megatron_grids`, or grids whose dims `megatron_requests` accepts.
         backend: The backend of the groups. See `GridSet.create_pgs`.
-        timeout: The timeout of each group, and of the whole call.
+        timeout: The timeout of each group, and of this call.
         share: Whether several keys may use one group.
         num_distributed_optimizer_instances: The number of optimizer instances. `megatron_requests`
             documents this and the next six arguments. If grids need different values, pass the

@@ -1,4 +1,4 @@
-"""Megatron's `process_groups_config`: the groups of one model as one object.
+"""Implements Megatron's `process_groups_config`: the groups of one model in one object.
 
 Source: names, signatures and behaviour follow `megatron.core.process_groups_config`.
 """
@@ -145,9 +145,9 @@ class ProcessGroupCollection:
 
         Returns:
             A collection with every field whose group was created. Dims that a grid does not have
-            count as dims of size 1, so without cp, `dp_cp` is the same group as `dp`. If the grid
-            has none of the dims of a field, such as `cp`, or if the group of the field is derived,
-            such as `embd`, the field is set to the group whose name is the name of the field.
+            count as dims of size 1, so without cp, `dp_cp` is the same group as `dp`. Two kinds of
+            fields are set to the group with the name of the field: a field such as `cp` if the grid
+            has none of its dims, and a field such as `embd`, whose group is derived.
 
         Example:
             >>> from hypercomm import HyperCommGrid
@@ -169,9 +169,9 @@ class ProcessGroupCollection:
             if groups:
                 held[row.name] = groups
             elif row.gtp and source and table.own_dims(source.layout, GTP, row.grid):
-                continue  # the group of the peers was not created
+                continue  # the group of the GTP peers was not created
             elif row.gtp and not row.otherwise:
-                held[row.name] = {None: None}  # there are no peers
+                held[row.name] = {None: None}  # there are no GTP peers
             used.append(row)
         values = table.values_of(held, used)
         names = table.FIELDS.items()
@@ -188,9 +188,9 @@ class ProcessGroupCollection:
 
         Args:
             pg_collection: The collection of the groups. Default: the current parallel state.
-            model_chunks: The model chunks. The configuration of the first one decides which groups
-                are needed.
-            use_gloo_process_groups: Whether to add gloo groups. With GTP, they are not added.
+            model_chunks: The model chunks. The configuration of the first chunk decides which
+                groups are needed.
+            use_gloo_process_groups: Whether to add gloo groups. With GTP, no gloo groups are added.
 
         Raises:
             ValueError: A needed group was not set, or a gloo group is missing.
@@ -237,7 +237,7 @@ class ProcessGroupCollection:
                 `num_distributed_optimizer_instances` decides which groups are needed.
 
         Raises:
-            ValueError: A group that is needed was not set.
+            ValueError: A needed group was not set.
             StateError: There is no `pg_collection`, and the parallel state is not initialised.
         """
         given = _given(pg_collection)
@@ -248,7 +248,7 @@ class ProcessGroupCollection:
             is_sharded = ddp_config.use_distributed_optimizer
             groups["intra_dist_opt"] = given["intra_dist_opt"] if is_sharded else None
         if groups["expt_dp"] is None:
-            logger.warning("no expt_dp group was given; creating one with this rank alone")
+            logger.warning("no expt_dp group was given; creating a group of this rank alone")
             alone: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)
             groups["expt_dp"] = alone
             if ddp_config.num_distributed_optimizer_instances == 1:
@@ -270,8 +270,8 @@ def resolve_gtp_remat_group(pg_collection: ProcessGroupCollection | None, is_exp
     """Return the group of GTP peers that share the weights of a module.
 
     Args:
-        pg_collection: The groups of the module. If it is None or lacks this field, the current
-            parallel state is used.
+        pg_collection: The groups of the module. If this is None, or if the field of the GTP peers
+            was not set, the current parallel state is used.
         is_expert: Whether the weights belong to experts.
 
     Source: name, signature and behaviour follow `megatron.core.process_groups_config`.
@@ -303,7 +303,7 @@ _PEERS = ("gtp_remat", "expt_gtp_remat")
 
 
 def _groups_of(grid: GridView, row: table.Row) -> dict[Any, Group]:
-    """Return the groups of a table row that were created. The dict may be empty.
+    """Return the created groups of a table row. The dict may be empty.
 
     The key of a single group is None. If the row has several groups, the keys are their names. A
     group over the dims of the row needs no name. A derived group has the name of the field.
@@ -384,10 +384,11 @@ class MultiModuleProcessGroupCollection:
 
     Args:
         module_pgs: The collection of each module, by name.
-        language_model_module_name: The name of the language model, or None if no module is one.
+        language_model_module_name: The name of the language model, or None if no module is a
+            language model.
 
     Raises:
-        ValueError: There are no modules, or the language model is not one of them.
+        ValueError: There are no modules, or the language model is not one of the modules.
 
     Example:
         >>> encoder, llm = ProcessGroupCollection(), ProcessGroupCollection()

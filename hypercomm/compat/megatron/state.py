@@ -1,4 +1,4 @@
-"""ParallelState: one Megatron configuration, its grid, and the groups that `table` lists.
+"""Defines `ParallelState`: one Megatron configuration, its grid, and the groups in `table`.
 
 To create the groups, this module also sets NCCL options, and the environment variables of SHARP
 and UCC.
@@ -50,7 +50,7 @@ OVERRIDES = [
     for what in ("EXPERT_MODEL", "EXPERT_TENSOR", "TENSOR_MODEL", "PIPELINE_MODEL", "DATA")
     for fact in (SIZE, RANK)
 ]
-"""Globals that callers can set to a size or rank, which getters return instead of the group's."""
+"""Globals that callers can set to a size or rank, which overrides the value of the group."""
 
 _RANKS = [row.ranks for row in table.TABLE if row.ranks]
 _OTHERS = (STAGE, STAGES, "_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER", _LIST)
@@ -78,7 +78,7 @@ _GROUPS = {
     name: f"_MPU{name.removeprefix('_INTRA_PARTIAL').partition('_GROUP')[0]}"
     for name in (*table.ROWS, table.EXPERT_ALL_GATHER.name, NO_PART)
 }
-"""For the global of each group, the prefix of the globals that override the group's facts."""
+"""Maps the global of each group to the prefix of the globals that override its size and rank."""
 
 
 def words_of(name: str) -> str:
@@ -87,7 +87,7 @@ def words_of(name: str) -> str:
 
 
 class GlobalMemoryBuffer:
-    """One buffer for each name and dtype, which grows if a larger tensor is requested.
+    """Keeps one buffer for each name and dtype. A buffer grows if a larger tensor is requested.
 
     Example:
         >>> buffer = GlobalMemoryBuffer()
@@ -224,9 +224,9 @@ def options_by_key(
 ) -> dict[str, Any]:
     """Return the backend options that the file and the stream priorities set, by NCCL key.
 
-    Keys with equal options share one options object, so that they can also share groups. If the
-    backend of WORLD supports no options, the result is empty, and a warning is logged. If a program
-    has replaced `get_nccl_options`, the replacement is called for every key.
+    Keys with equal options share one options object, so that these keys can also share groups. If
+    the backend of WORLD supports no options, the result is empty, and a warning is logged. If a
+    program has replaced `get_nccl_options`, the replacement is called for every key.
 
     Raises:
         OSError, YAMLError: The file cannot be read.
@@ -295,7 +295,7 @@ def _set_environment(pipeline_backend: str | None) -> None:
 class ParallelState(ModuleState):
     """One Megatron configuration: its grid, its groups, and the values of Megatron's globals.
 
-    A new state is empty. `create` returns an initialised state without changing the default one.
+    A new state is empty. `create` returns an initialised state without changing the default state.
     Within a `with parallel_state.use(state):` block, Megatron's functions act on `state`.
 
     Attributes:
@@ -304,9 +304,10 @@ class ParallelState(ModuleState):
             state.
         answers_gtp: Whether data parallel getters return groups with GTP peers by default.
         values: The value of each global.
-        facts: For `SIZE` and for `RANK`, a dict from the global of each group to the cached size of
-            the group, or to the calling rank's cached position in the group. If a group is not a
-            ProcessGroup, as in tests with mocks, only values that a caller has set are cached.
+        facts: Two dicts, with the keys `SIZE` and `RANK`. They map the global of each group to the
+            cached size of the group, and to the calling rank's cached position in the group. If a
+            group is not a ProcessGroup, as in tests with mocks, only values that a caller has set
+            are cached.
 
     Example:
         >>> from hypercomm.testing import fake_world
@@ -355,7 +356,7 @@ class ParallelState(ModuleState):
         if name == table.EXPERT_TP and self.values.get(name) is None:
             return self.values[f"{_GROUPS[table.TP]}_{fact}"]
         group = get_group()
-        if group is None:  # there are no GTP peers
+        if group is None:  # only for a group of GTP peers, if there are no peers
             return 0
         return group.size() if fact == SIZE else group.rank()
 

@@ -75,7 +75,7 @@ class Configuration:
         if self.hybrid_context_parallel and self.dynamic_context_parallel:
             raise ConfigurationError(
                 "hybrid_context_parallel and dynamic_context_parallel are names of one feature in "
-                "two branches of Megatron; give one of them"
+                "two branches of Megatron; give only one"
             )
         check_duration(self.timeout)
         check_choice("share", self.share, SHARES)
@@ -90,7 +90,7 @@ class Configuration:
         return self.gtp_remat_size > 1 or self.expert_gtp_remat_size > 1
 
     def creates_gloo(self, grid: str) -> bool:
-        """Return whether the "dense" or "expert" layers have gloo groups. With GTP they do not."""
+        """Return whether the "dense" or "expert" layers have gloo groups, which GTP excludes."""
         with_gtp = self.gtp_remat_size > 1 or (grid == "expert" and self.has_gtp)
         return bool(self.create_gloo_process_groups) and not with_gtp
 
@@ -104,12 +104,13 @@ class Configuration:
 
         Args:
             world_size: The number of ranks.
-            names: The names of sizes in error messages. Default: the names of the arguments.
+            names: Maps arguments to their names in error messages. Default: the arguments
+                themselves.
 
         Raises:
             LayoutError: A size is not a positive int, or the order cannot be read.
             WorldSizeError: The sizes do not divide the world.
-            ConfigurationError, UnknownDimError: The order omits a dim, or names an unknown one.
+            ConfigurationError, UnknownDimError: The order omits a dim, or names an unknown dim.
             ConfigurationError: Two choices contradict each other.
         """
         self._check_sharp()
@@ -260,7 +261,7 @@ def hybrid_sizes(_: Configuration, replicas: int) -> list[int]:
 
 
 def dynamic_sizes(config: Configuration, replicas: int) -> list[int]:
-    """Return the group sizes of dynamic context parallelism: powers of 2 from the smallest on.
+    """Return the group sizes of dynamic context parallelism: powers of 2 from a minimum on.
 
     >>> dynamic_sizes(Configuration(min_dynamic_context_parallel_size=2), 16)
     [2, 4, 8]
@@ -294,8 +295,8 @@ class Row:
         derive: A function that derives the groups from the groups over `dims`, given the position
             or size of the group in a row of several groups. Default: the groups over `dims`.
         gtp: Whether the group exists because of GTP.
-        otherwise: The globals of groups that replace this group if it was not created. The first of
-            them that was created is used.
+        otherwise: The globals of groups that replace this group if it was not created. The first
+            group in this list that was created is used.
         option: The argument that enables the group, which is not created by default.
         overlaps: Whether the group exists to overlap its traffic with the traffic of another group.
         part: For a row of several groups, the prefix of the position or size in their names.
@@ -466,7 +467,7 @@ def _megatron_dims(layout: RankLayout, grid: str) -> dict[str, str]:
         if grid == "dense":
             called = name
         elif f"expt_{name}" in names:
-            continue  # experts use the dim with the prefix
+            continue  # experts use the dim with the prefix expt_ instead
         else:
             called = name.removeprefix("expt_")
         found[name] = "dp" if name == _REPLICAS[grid] and size > 1 else called
@@ -500,7 +501,7 @@ class WantedGroup:
 
 
 _ALWAYS_MADE = f"{EXPERT_MP}_WITH_EGTP"
-"""The group over a GTP dim that Megatron creates even without GTP, from 0.19 on."""
+"""The group over a GTP dim that Megatron creates even without GTP, since 0.19."""
 
 
 def rows(
@@ -587,8 +588,8 @@ def values_of(
     """Return the value of each global of the table: a group, a list by level, or a dict by size.
 
     Args:
-        held: The groups that were created for each global, by part. In rows of several groups, only
-            the groups of the calling rank.
+        held: The groups that were created for each global, by part. A row of several groups has
+            only the groups of the calling rank.
         table: The rows.
     """
     values: dict[str, Any] = {}

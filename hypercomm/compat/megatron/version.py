@@ -22,13 +22,14 @@ NEWEST: Version = (0, 20, 0)
 """The oldest and the newest megatron-core whose names and behaviour are supported."""
 
 CHANGES: dict[str, Version] = {
-    # A collection's field that was not set is None. Before, reading it raised AttributeError.
+    # A collection's field that was not set is None. In 0.16, reading the field raises
+    # AttributeError.
     "unset_is_none": (0, 17, 0),
     # Data parallel getters return groups with GTP peers; RankGenerator has the dim gtp_remat.
     "gtp_remat": (0, 19, 0),
     # If an order does not name gtp_remat, it is inserted after cp in the dense layers
-    # (Megatron-LM pull request 6868). Before, it was inserted after tp. Pull request 6886 will
-    # fold cp into the GTP peers.
+    # (Megatron-LM pull request 6868). Earlier releases insert it after tp. Pull request 6886
+    # will fold cp into the GTP peers.
     "cp_before_gtp_remat": (0, 20, 0),
 }
 """The behaviours that differ between releases, and the first release with the new behaviour."""
@@ -40,7 +41,7 @@ _chosen: Version | None = None
 
 
 def get() -> str:
-    """Return the release whose behaviour is followed.
+    """Return the release of megatron-core whose behaviour is followed.
 
     Example:
         >>> set("0.16.1")
@@ -94,7 +95,7 @@ def changes() -> frozenset[str]:
 
 
 def installed() -> Version | None:
-    """Return the version of megatron-core, or None if it is not installed. It is not imported."""
+    """Return the version of megatron-core, without an import. Return None if not installed."""
     folder = source_folder()
     if folder is None:
         return None

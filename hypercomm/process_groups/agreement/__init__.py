@@ -1,1 +1,1 @@
-"""Agreement between the ranks of a job: the protocol, its driver, and the calls of a grid."""
+"""Lets the ranks of a job agree: the protocol, its driver, and the agreement of a grid."""

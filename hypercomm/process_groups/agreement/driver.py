@@ -1,4 +1,4 @@
-"""Calls that ranks make together: all of them succeed, or all fail and change nothing.
+"""Makes calls together with other ranks: all ranks succeed, or all fail and change nothing.
 
 `agree` makes one such call. The steps of the protocol run in a worker thread, because an operation
 on the store can hang for a quarter of an hour when a link is cut, even with a timeout (seen in
@@ -71,7 +71,7 @@ _LAST_S = 0.5
 """Limit for ending the round without the workers, in seconds."""
 
 _REFUSAL_S = 1.9
-"""Limit of `refuse`, in seconds."""
+"""Time limit of `refuse`, in seconds."""
 
 _LINGER_S = 0.25
 """Time for which the process that serves the store stays after a failure, in seconds."""
@@ -103,7 +103,7 @@ def run(steps: Steps[V], store: Any, until: float = math.inf) -> V:
             return stop.value  # type: ignore[no-any-return]
         now = system.now()
         if now > until:
-            raise LateError("the time is over")
+            raise LateError("the time limit has passed")
         reply = Moment(now) if isinstance(operation, Now) else perform(operation, store)
 
 
@@ -129,8 +129,8 @@ def perform(operation: Operation, store: Any) -> Any:
 def _wait(store: Any, key: str, until: float, slice_s: float) -> str | None:
     """Wait for a key, and return its value, or None if it is not set in time.
 
-    A request occupies the client of the store. It ends after `slice_s` seconds, so that other
-    threads of the process can use the client in between.
+    A request occupies the client of the store. Each request ends after `slice_s` seconds, so that
+    other threads of the process can use the client in between.
     """
     while True:
         left_s = until - system.now()
@@ -150,14 +150,14 @@ def _wait(store: Any, key: str, until: float, slice_s: float) -> str | None:
 
 @attrs.frozen
 class Round:
-    """The round of a call, as the work in it sees it.
+    """The round of a call, as seen by the work of the call.
 
     Attributes:
-        name: A name for the objects that the work creates. It is the same on all ranks, and
+        name: A name for the objects that the work creates. The name is the same on all ranks, and
             different in each round.
         number: The number of the round.
-        store: A client of the world's store for the sole use of this call.
-        stale: Receives keys of the store that no rank needs any more. A later call deletes them.
+        store: A client of the world's store that only this call uses.
+        stale: Receives keys that no rank needs any more. A later call deletes these keys.
         left_s: Seconds until the deadline.
         has_failed: Returns whether the call has failed since the work began.
     """
@@ -170,7 +170,7 @@ class Round:
     has_failed: Callable[[], bool] = lambda: False
 
     def check(self) -> None:
-        """Raise if the call has failed. Work of several steps calls this before each step.
+        """Raise if the call has failed. Work that has several steps calls this before each step.
 
         Raises:
             CreationError: The call has failed; the calling thread raises the reason.
@@ -186,7 +186,7 @@ class Result(Generic[T]):
     Attributes:
         value: The return value of this rank's work.
         pending: The exception, such as KeyboardInterrupt, that interrupted this rank although all
-            ranks agreed. The caller raises it once the caller's state is complete.
+            ranks agreed. The caller raises this exception once its own state is complete.
     """
 
     value: T
@@ -208,7 +208,7 @@ class _Blocked:
 
     Attributes:
         operation: The operation, in the form in which the steps yielded it last.
-        changed: Set when the operation is complete, or the call was interrupted.
+        changed: An event that is set when the operation is complete or the call is interrupted.
         is_continued: Whether another worker continues the steps.
         is_over: Whether the operation is complete.
         reply: The reply of the operation.
@@ -234,7 +234,7 @@ class _Blocked:
 
 
 class _LeftError(BaseException):
-    """Another worker continues the steps, or the call has ended: this worker stops."""
+    """Raised to stop a worker, because another worker continues or the call has ended."""
 
 
 class Driver(Generic[T]):
@@ -286,7 +286,7 @@ class Driver(Generic[T]):
     # ---- in the calling thread ------------------------------------------------------------------
 
     def make(self) -> Result[T]:
-        """Make the call, and return its result. It raises the errors that `agree` documents."""
+        """Make the call and return its result, or raise an error that `agree` documents."""
         pending: BaseException | None = None
         _active.add(self)
         try:
@@ -294,7 +294,7 @@ class Driver(Generic[T]):
                 try:
                     self._wait_for_end(is_interrupted=pending is not None)
                     break
-                except BaseException as error:  # noqa: BLE001 - raised once other ranks know
+                except BaseException as error:  # noqa: BLE001 - raised once the call has ended
                     # Make no calls here, so that a second Ctrl-C is only raised in the `try` block.
                     pending = pending or error
         finally:
@@ -304,9 +304,9 @@ class Driver(Generic[T]):
         return self._conclude(pending)
 
     def _wait_for_end(self, *, is_interrupted: bool) -> None:
-        """Start a worker if there is none, and wait until the call has ended or its time is over.
+        """Start a worker if there is none, and wait for the end of the call or of its time limit.
 
-        An interrupted thread calls this again. It then waits for a short time only.
+        An interrupted thread calls this method again, and then waits only for a short time.
         """
         until = self._member.began + self._member.slow_s
         if is_interrupted:
@@ -331,7 +331,7 @@ class Driver(Generic[T]):
         return now
 
     def _is_stopped_until(self, now: float) -> bool:
-        """Return whether the process was stopped between the last beat and its deadline."""
+        """Return whether the process was stopped after the last check until its deadline passed."""
         return now - self._beat > 2 * _BEAT_S and now >= self._member.deadline
 
     def _moment(self) -> Moment:
@@ -342,7 +342,7 @@ class Driver(Generic[T]):
         """Start another worker for the steps if the current one is blocked beyond the limit.
 
         Returns:
-            The time at which to call this again.
+            The time at which to call this method again.
         """
         now = system.now()
         with self._lock:
@@ -398,10 +398,10 @@ class Driver(Generic[T]):
         system.start(self._roll_back, lambda: None)
 
     def _note_end(self, outcome: Outcome | None, error: BaseException | None) -> None:
-        """Note how the call has ended, and commit if all ranks agreed; the caller holds the lock.
+        """Note how the call has ended, and commit if all ranks agreed.
 
-        The calling thread cannot return before the commit, because it waits for the lock or
-        `_ended`.
+        The caller of this method holds the lock. The thread that makes the call cannot return
+        before the commit, because that thread waits for the lock or for `_ended`.
         """
         self._outcome = outcome
         self._error = error
@@ -436,8 +436,8 @@ class Driver(Generic[T]):
         waited = timedelta(seconds=system.now() - member.began)
         if outcome.kind == "missing" and world.rank in outcome.absent:
             return LateRankError(
-                f"{title} timed out on the other ranks before {name} arrived; call it again on all "
-                f"ranks"
+                f"{title} timed out on the other ranks before {name} arrived; repeat the call on "
+                f"all ranks"
             )
         if outcome.kind in ("missing", "unfinished"):
             return GroupCreationTimeout(
@@ -582,7 +582,7 @@ class Driver(Generic[T]):
             self._roll_back()
 
     def _roll_back(self) -> None:
-        """Undo the work if the call has failed. If the work has not ended, undo what it has done.
+        """Undo the work, or the part of it that is done, if the call has failed.
 
         A worker that is stuck in a backend undoes the rest of its work once the backend returns.
         """
@@ -599,7 +599,7 @@ class Driver(Generic[T]):
 
 @contextlib.contextmanager
 def _as_lost_store() -> Iterator[None]:
-    """Raise an error of torch within a `with` block as StoreLostError, which the steps handle."""
+    """Convert an error of torch in a `with` block to StoreLostError, which the steps handle."""
     try:
         yield
     except RuntimeError as error:
@@ -627,7 +627,7 @@ def _store_failed(
     return failure
 
 
-# ---- what others call ---------------------------------------------------------------------------
+# ---- the functions for other modules ------------------------------------------------------------
 
 
 def limit_of(timeout: timedelta | None, world: World | None) -> float:
@@ -668,19 +668,19 @@ def agree(
     *,
     is_connecting: bool = False,
 ) -> Result[T]:
-    """Make a call together with all ranks of a scope. It succeeds on all of them or on none.
+    """Make a call together with all ranks of a scope. The call succeeds on all ranks or on none.
 
     Args:
         scope: The ranks that take part.
         title: The call, as users know it.
         entries: Returns the proposal of this rank, which must be equal on all ranks.
-        limit_s: The limit for all ranks to finish, in seconds.
+        limit_s: The time within which all ranks must finish, in seconds.
         work: The work of this rank. Default: none, so that ranks only compare their proposals.
         undo: Undoes the work, or the part of it that was done, if the call fails.
         commit: Changes the state of this rank once all ranks have agreed. If there are other
-            ranks, it runs in another thread, where Ctrl-C cannot interrupt it.
-        is_connecting: Whether the work needs the other ranks. It then begins once all ranks have
-            arrived.
+            ranks, `commit` runs in another thread, where Ctrl-C cannot interrupt it.
+        is_connecting: Whether the work needs the other ranks. If so, the work begins once all
+            ranks have arrived.
 
     Returns:
         The value of the work, and the exception that interrupted this rank after the agreement,
@@ -689,7 +689,7 @@ def agree(
     Raises:
         PlanMismatchError: Ranks make different proposals, or have built different grids.
         GroupCreationTimeout: Ranks are missing. The error names them.
-        LateRankError: The other ranks timed out before this one arrived.
+        LateRankError: The other ranks timed out before this rank arrived.
         CreationError: A rank failed, or the store is gone.
         OutcomeUnknownError: The store is gone, and the other ranks may have agreed.
     """
@@ -740,7 +740,7 @@ def _count_threads(world: World) -> int:
 
 @contextlib.contextmanager
 def refusing(scope: Scope | None) -> Iterator[None]:
-    """On an error within a `with` block, call `refuse`."""
+    """Call `refuse` if the `with` block raises an error."""
     try:
         yield
     except BaseException as error:
@@ -778,7 +778,7 @@ def refuse(scope: Scope, error: BaseException) -> None:
 
 
 def _run_once(steps: Steps[V], store: Any, until: float = math.inf) -> V:
-    """Call `run` with a client of a store for its sole use."""
+    """Call `run` with a client of a store that no other call uses at the same time."""
     with client_of(store) as client:
         return run(steps, client, until)
 

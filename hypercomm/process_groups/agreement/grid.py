@@ -1,4 +1,4 @@
-"""The identity of a grid, which its ranks agree on, and its survivors after a loss of ranks."""
+"""The identity of a grid, and the agreement on the survivors after ranks are lost."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class GridAgreement:
     """The identity of one grid, and the scopes of the calls that its ranks make together.
 
     Ranks that build the same grid derive the same keys. Grids with the same layout, name and
-    backend use the same records, which are keys of the store: the n-th call of one rank joins the
-    n-th call of the other ranks. The store therefore has one record for each group, even if such a
-    grid is built often.
+    backend use the same records, which are keys of the store. The n-th call of one rank joins the
+    n-th call of the other ranks. The store therefore has only one record for each group, even if
+    a program builds the grid many times.
 
     Args:
         layout: The layout of the grid.
@@ -88,10 +88,10 @@ class GridAgreement:
     def find_survivors(
         self, world: World | None, limit_s: float, min_ranks: int
     ) -> tuple[int, ...]:
-        """Return the ranks of the grid that arrive in time; all of them return the same ranks.
+        """Return the ranks of the grid that arrive in time. All these ranks get the same result.
 
         The first rank that times out writes the missing ranks into the outcome of the round. The
-        remaining ranks then confirm in a further round that all of them are present.
+        remaining ranks then confirm in another round that all of them are present.
 
         Args:
             world: The world of the grid, or None before there is one.
@@ -122,8 +122,8 @@ class GridAgreement:
                 raise _too_late(world) from error
         if len(ranks) < min_ranks:
             raise CreationError(
-                f"survivors() found {len(ranks)} ranks, {format_ranks(sorted(ranks))}, and "
-                f"min_ranks={min_ranks}; restart the job, or pass a smaller min_ranks"
+                f"survivors() found only {len(ranks)} ranks, {format_ranks(sorted(ranks))}, fewer "
+                f"than min_ranks={min_ranks}; restart the job, or pass a smaller min_ranks="
             )
         return ranks
 

@@ -1,8 +1,8 @@
-"""The agreement protocol, sans-I/O: the whole call of one rank, as one generator.
+"""The agreement protocol, written sans-I/O. One generator makes the call of one rank.
 
-Three laws hold:
+The protocol follows three rules:
 
-1. A round has one outcome, written by one compare-and-set. Every rank adopts it.
+1. A round has one outcome, which one compare-and-set writes. Every rank adopts this outcome.
 2. A rank leaves a round only after it has read or written the outcome of the round.
 3. A rank reads the number of the next round from the record, and counts no rounds itself. Ranks
    that failed or were late therefore join the same round as the others.
@@ -10,14 +10,14 @@ Three laws hold:
 `Member.call` yields operations and is sent the replies. `driver.Driver` performs the operations in
 a job. In tests, a simulated job or a search through all schedules performs them.
 
-Without a fault a rank sends three requests. It joins the round, it sets its bit in the tree of
-finished ranks, and it waits for the end of the round. If the work connects ranks, a rank first sets
-its bit in the tree of arrived ranks and waits until all bits are set, so that the backend never
+Without a fault, a rank sends three requests: to join the round, to set its bit in the tree of
+finished ranks, and to wait for the end of the round. If the work connects ranks, a rank first sets
+its bit in the tree of arrived ranks and waits until all bits are set. The backend therefore never
 waits for a missing rank.
 
-A rank that waits for long publishes its status: the call, and the ranks that it waits for. Errors
-can then name the missing ranks, and describe deadlocks. After a failure the status stays until the
-next call of the rank, so that ranks which time out together can still read it.
+A rank that waits for long publishes its status: the call, and the ranks for which it waits. Errors
+can then name the missing ranks, and describe deadlocks. After a failure, the status stays until the
+next call of the rank, so that ranks which time out together can read the status of each other.
 """
 
 from __future__ import annotations
@@ -66,30 +66,30 @@ _SLOW_RANKS = 4000
 """The delay in seconds is the world size divided by this number, but at least `_SLOW_S`."""
 
 _FINISHED_S = 0.6
-"""Extra wait of finished ranks, in seconds, so that unfinished ranks name the missing ones."""
+"""Extra wait of finished ranks, in seconds, so that unfinished ranks name the missing ranks."""
 
 _FOLLOW_S = 0.3
-"""Extra wait of ranks that do not search, in seconds, so that few ranks read the trees."""
+"""Extra wait of ranks that search for no deadlocks, in seconds, so that few ranks read trees."""
 
 _SEARCHERS = 16
-"""Number of searching ranks in a scope of one block. A larger scope has one in each block."""
+"""Number of ranks that search for deadlocks in a scope of one block. Otherwise one per block."""
 
 _STUCK_S = 1.0
-"""Time for which a rank that could not connect waits until the members connect or fail."""
+"""Longest wait, in seconds, of a rank that could not connect, until members connect or fail."""
 
 _FIRST_S = 1.0
-"""Time for which a rank whose proposal differs waits for the first proposal, in seconds."""
+"""Longest wait, in seconds, for the first proposal if the proposal of this rank differs."""
 
-SAME_CALLS = "every rank must make the same calls in one order"
+SAME_CALLS = "every rank must make the same calls in the same order"
 
 _GO = "go"
 
 _CONNECTING = "members connect at the creation"
-"""The last entry of a proposal whose work needs the other ranks."""
+"""The last entry of a proposal, if the work needs the other ranks."""
 
 
 class EndedCallError(Exception):
-    """The call ends on this rank. Its round does not change, except for `ends_own`.
+    """Raised to end the call on this rank. The round does not change, except with `ends_own`.
 
     Args:
         outcome: The outcome of the call.
@@ -122,7 +122,7 @@ def _delete_before(ended: Ticket) -> Steps[None]:
 
 
 def decide(ticket: Ticket, outcome: Outcome) -> Steps[Outcome]:
-    """End a round and wake its ranks, unless it has ended already. Return its final outcome."""
+    """End a round and wake its ranks, unless the round has already ended. Return its outcome."""
     record = ticket.record
     while True:
         expected = record.encode()
@@ -195,7 +195,7 @@ def first_difference(own: Sequence[str], theirs: Sequence[str], here: str, there
             )
         fields = differing(zip(options, others, strict=True), here, there)
         return f"{fields}; ranks differ at position {position}, {headline}"
-    return f"{here} proposes something else than {there}, which arrived first"
+    return f"the call of {here} differs from the call of {there}, which arrived first"
 
 
 def differing(pairs: Iterable[tuple[str, str]], here: str, there: str) -> str:
@@ -220,7 +220,7 @@ def status_key(namespace: str, rank: int) -> str:
 
 
 def read_status(namespace: str, rank: int) -> Steps[Status | None]:
-    """Return the status of a rank, or None if it has not waited for long or has continued since.
+    """Return the status of a rank, or None if the rank has published none or has continued since.
 
     Raises:
         CreationError: The key does not hold a status.
@@ -236,9 +236,10 @@ def find_circle(
     """Return a circle of ranks that wait for each other in different rounds, or [].
 
     The circle contains one rank of each round. Each rank waits for the next rank in the circle. The
-    first rank is in the same round as this rank.
-    A rank with several waiting threads is not part of a circle, because another of its threads may
-    end the wait. Every status is read twice, to leave out a rank that was about to continue.
+    first rank is in the same round as the calling rank.
+
+    The result is [] if a rank in the circle has several waiting threads, because another thread of
+    this rank may end the wait. Every status is read twice, because a rank may be about to continue.
 
     Args:
         namespace: The prefix of all keys.
@@ -295,7 +296,8 @@ def explain_circle(circle: Sequence[Status]) -> Outcome:
     fields = [(f"{name}: {mine[name]}", f"{name}: {theirs.get(name)}") for name in mine]
     text = (
         f"{differing(fields, own.name, different[0].name)}; ranks have built different grids; "
-        f"every rank must build the same grids in one order, or give each a name=...; {waits}"
+        f"every rank must build the same grids in the same order, or give each grid a name=...; "
+        f"{waits}"
     )
     grids = dict.fromkeys(status.grid for status in circle if status.grid)
     return Outcome("differs", text, grids=tuple(grids), token=token)
@@ -314,15 +316,15 @@ class Member:
         entries: Returns the proposal of this rank, which must be equal on all ranks.
         began: The time at which the call began.
         deadline: The time at which this rank stops waiting.
-        is_connecting: Whether the work needs the other ranks. It then begins once all ranks have
-            arrived.
+        is_connecting: Whether the work needs the other ranks. If so, the work begins once all
+            ranks have arrived.
         threads: Returns how many threads of this process wait for other ranks of the world.
 
     Attributes:
-        ticket: The round, or None before this rank has proposed.
+        ticket: The round, or None before this rank has made its proposal.
         is_working: Whether this rank has begun its work.
         is_finished: Whether this rank has finished its work.
-        error: An error of this rank, which it raises in place of the outcome.
+        error: An error of this rank, which this rank raises in place of the outcome.
     """
 
     scope: Scope
@@ -401,7 +403,7 @@ class Member:
             return self._late(scope.world.rank)  # the others have stopped waiting
         no_reply = Outcome("failed", f"{scope.name} failed: the store did not answer")
         if ticket is None:
-            return no_reply  # the others time out too; `refuse` might fail their next call
+            return no_reply  # `refuse` could fail the next call of the other ranks
         key = ticket.end if self.is_working else ticket.go
         tree = ticket.done if self.is_working else ticket.arrived
         outcome = yield from self._find_missing(tree, key, moment)
@@ -450,7 +452,7 @@ class Member:
 
         Args:
             key: The key of the record.
-            first: This rank, which may be the first one of the round.
+            first: This rank, which may be the first rank of the round.
             refusal: The outcome of the round, if this rank cannot take part.
 
         Returns:
@@ -495,7 +497,7 @@ class Member:
         memory = scope.memory
         key = yield from scope.read_key()
         lines = tuple(self.entries())
-        if self.is_connecting:  # ranks that differ in this would wait for each other for ever
+        if self.is_connecting:  # ranks must not differ in this, or they would wait for ever
             lines = (*lines, _CONNECTING)
         if memory.is_reporting:
             memory.is_reporting = False
@@ -536,7 +538,7 @@ class Member:
         """Set the bit of this rank in a tree, and wait until all bits are set.
 
         Args:
-            tree: The ranks that have arrived, or the ranks that have finished.
+            tree: The tree of the ranks that have arrived, or of the ranks that have finished.
             key: The key that is written once all bits are set, or the round has failed.
 
         Raises:
@@ -589,7 +591,7 @@ class Member:
                 outcome = yield from self._find_missing(tree, key, moment)
                 if outcome is not None:
                     yield from self._end(outcome)
-                until = moment.seconds + slow_s  # all bits are set: the key will be written soon
+                until = moment.seconds + slow_s  # all bits are set, so the key will follow soon
                 continue
             searches = yield from self._check(tree)
             if searches:
@@ -631,7 +633,7 @@ class Member:
         return True
 
     def _find_deadlock(self, own: Status) -> Steps[None]:
-        """End the round if this rank is in a deadlock, or a rank that it waits for was in one.
+        """End the round if this rank is in a deadlock, or waits for a rank that was in a deadlock.
 
         Args:
             own: The status of this rank.
@@ -661,7 +663,7 @@ class Member:
     # ---- the work -------------------------------------------------------------------------------
 
     def _do_work(self) -> Steps[None]:
-        """Do the work of this rank, unless the round ends before it is done."""
+        """Do the work of this rank, unless the round ends before the work is done."""
         moment = yield Now()
         began = moment.seconds
         until = began + self.slow_s
@@ -684,7 +686,7 @@ class Member:
             return (yield from self.interrupt(f"{name} was interrupted"))
         if isinstance(error, StoreLostError):
             reason = f"{name} failed: an operation on the store was lost ({error.__cause__})"
-            if self.ticket is not None:  # the store may be back
+            if self.ticket is not None:  # the store may reply again
                 return (yield from self._decide(Outcome("failed", reason)))
             with contextlib.suppress(HyperCommError, StoreLostError):
                 yield from self.refuse(reason)
@@ -700,7 +702,7 @@ class Member:
         return outcome
 
     def _could_not_connect(self, error: Exception) -> Steps[Outcome]:
-        """Return the outcome after a failed connection. It names members that do not respond."""
+        """Return the outcome after a failed connection. The outcome names silent members."""
         scope = self.scope
         ticket = self._round
         yield from ticket.stuck.mark(scope.position)
@@ -723,13 +725,16 @@ class Member:
         if silent:
             silent = (yield from self._silent_of(silent)) or silent
             return (yield from self._missing(silent, "unfinished", "did not connect"))
-        return Outcome("failed", f"members could not connect ({error}); call it again on all ranks")
+        return Outcome(
+            "failed", f"members could not connect ({error}); repeat the call on all ranks"
+        )
 
     def _find_missing(self, tree: Tree, key: str, moment: Moment) -> Steps[Outcome | None]:
         """Return the outcome at the deadline.
 
         Returns:
-            The outcome, or None if `go` is set: all ranks have arrived, or the round has failed.
+            The outcome, or None if the key `go` is set, because all ranks have arrived or the round
+            has failed.
         """
         scope = self.scope
         ticket = self._round
@@ -750,22 +755,26 @@ class Member:
             if ticket.record.failed:
                 here = {*scope.ranks} - {*absent}
                 if here and here <= {*ticket.record.failed[-1].absent}:
-                    return self._late(*sorted(here))  # the others have stopped waiting for these
+                    return self._late(*sorted(here))  # the other ranks no longer wait for `here`
             return (yield from self._missing(absent, "missing", "did not join"))
         if moment.was_stopped:
             return self._late(own)
         silent = yield from self._silent_of(absent)
-        if not silent and not self.is_finished:  # all of them still wait in this round
-            return Outcome("unfinished", "timed out before all ranks had finished; call it again")
+        if not silent and not self.is_finished:  # all absent ranks still wait in this round
+            return Outcome("unfinished", "timed out before all ranks had finished; repeat the call")
         return (yield from self._missing(silent or absent, "unfinished", "did not finish"))
 
     def _silent_of(self, ranks: Sequence[int]) -> Steps[list[int]]:
-        """Return the ranks that have not published that they wait in this round."""
+        """Return the ranks that have not published, while they worked, that they are in this round.
+
+        A rank that works waits for no other rank. A status with ranks that it waits for was
+        published before the work began, so it does not show that the rank is still alive.
+        """
         ticket = self._round
         silent = []
         for rank in ranks:
             status = yield from read_status(self.scope.memory.namespace or "", rank)
-            if status is None or status.place != (ticket.key, ticket.round):
+            if status is None or status.place != (ticket.key, ticket.round) or status.waits_for:
                 silent.append(rank)
         return silent
 
@@ -781,8 +790,8 @@ class Member:
     def _name_missing(self, missing: Sequence[int]) -> Steps[tuple[tuple[int, ...], str]]:
         """Return the ranks that caused a timeout, and a text that names the first of them.
 
-        If a missing rank waits in another call, or has just timed out in one, it is not the cause.
-        The cause is then the rank that it waits for. The text contains coordinates, host and call.
+        A missing rank is not the cause if it waits in another call, or has just timed out there.
+        The cause is then the rank for which it waits. The text contains coordinates, host and call.
         """
         here = {*self.scope.ranks} - {*missing}
         known: dict[int, Status | None] = {}
@@ -818,7 +827,7 @@ class Member:
         return tuple(causes), f"{text} and {more} more" if more else text
 
     def _waits(self, status: Status) -> bool:
-        """Return whether a rank waits, or was found waiting before it timed out just now."""
+        """Return whether a rank waits, or has only just timed out in a call in which it waited."""
         if status.outcome is None:
             return True
         waited = self._peers.get(status.rank)
@@ -832,7 +841,8 @@ class Member:
             notes.append(format_coords(layout.coords(rank)))
         if status is not None:
             notes.append(f"host {status.host}")
-            if status.outcome is None:
+            is_elsewhere = status.place != (self._round.key, self._round.round)
+            if status.outcome is None and is_elsewhere:
                 others = ", ".join(map(str, status.waits_for))
                 ahead = f" for rank {others}" if others else ""
                 notes.append(f"it waits in {status.call}{ahead}")
@@ -859,7 +869,7 @@ class Member:
         )
 
     def _report(self, waits_for: tuple[int, ...]) -> Steps[Status]:
-        """Publish the status of this rank unless it is unchanged. Return the status."""
+        """Publish the status of this rank if the status has changed. Return the status."""
         memory = self.scope.memory
         rank = self.scope.world.rank
         own = self._status(waits_for)
@@ -870,9 +880,9 @@ class Member:
         return own
 
     def _report_end(self, outcome: Outcome) -> Steps[None]:
-        """Add the outcome of the call to the status of this rank, or clear the status.
+        """Add a failed outcome to the status of this rank, or clear the status after success.
 
-        A rank that has not published a status does so only if the grids of ranks differ.
+        A rank without a published status publishes one only if the ranks have different grids.
         """
         if self.ticket is None or not (self._reports is not None or outcome.grids):
             return

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class Exchange:
-    """Compare and set: a key that has the value `expected` gets the value `text`.
+    """Set a key to `text` if its value is `expected`, or if it is not set and `expected` is "".
 
-    If `expected` is "", the key must not be set. The reply is the value of the key afterwards.
+    The reply is the value of the key afterwards.
     """
 
     key: str
@@ -82,10 +82,10 @@ class Wait:
 
 @attrs.frozen
 class Work:
-    """Do the work of this rank. The reply is whether it is done at the time `until`.
+    """Do the work of this rank. The reply is whether the work is done at the time `until`.
 
-    If it is not, the steps yield the operation again to continue to wait. An error of the work is
-    raised in the steps.
+    If the work is not done, the steps yield the operation again to wait longer. An error of the
+    work is raised in the steps.
     """
 
     until: float
@@ -184,11 +184,12 @@ class Outcome(Stored):
             did not finish), or "restarted" (a rank has joined the world again).
         text: The reason, for the error that ranks raise.
         missing: The ranks that caused a timeout.
-        absent: The ranks that had not arrived or finished: the missing ranks, and ranks that wait
-            for them in other calls.
-        grids: The different grids, if ranks have built grids that differ.
-        token: Identifies the outcome, so that a rank which finds it twice raises it only once.
-        data: Data of the rank that failed, for the errors of the other ranks.
+        absent: All ranks that had not arrived or finished. These are the missing ranks, and the
+            ranks that wait for missing ranks in other calls.
+        grids: The grids as text, if ranks have built different grids.
+        token: Identifies the outcome, so that a rank which finds the outcome twice raises only one
+            error.
+        data: Data that the failed rank adds to the errors of the other ranks.
     """
 
     kind: str = attrs.field(validator=attrs.validators.in_(_KINDS))
@@ -214,7 +215,7 @@ class Proposer:
         title: The name of the rank in errors.
         host: The host of the rank.
         digest: The digest of the rank's proposal.
-        token: Distinguishes otherwise equal attempts of one rank.
+        token: Distinguishes attempts of one rank that are otherwise equal.
     """
 
     rank: int
@@ -229,13 +230,13 @@ class Proposer:
         return f"{self.title} (host {self.host})"
 
     def is_same_rank(self, other: Proposer, *, in_process: bool) -> bool:
-        """Return whether one rank (with `in_process`: one process) made the two proposals."""
+        """Return whether one rank made both proposals, and with `in_process`, one process."""
         process, others = (one.token.partition("-")[0] for one in (self, other))
         is_same = (self.rank, self.title) == (other.rank, other.title)
         return is_same and (process == others or not in_process)
 
     def is_same_call(self, other: Proposer) -> bool:
-        """Return whether one process made the two proposals, and the proposals are equal.
+        """Return whether one process made both proposals, and the proposals are equal.
 
         If the store replies late, an earlier attempt of this rank may have begun the round.
         """
@@ -257,13 +258,13 @@ def _as_proposer(found: Any) -> Proposer:
 
 @attrs.frozen
 class Record(Stored):
-    """The value of a record's key.
+    """The value of the key of a record.
 
     Attributes:
         round: The number of the round.
         first: The rank that began the round.
         outcome: The outcome of the round, or None while it is open.
-        failed: The outcomes of the rounds since the last one in which ranks agreed.
+        failed: The outcomes of the failed rounds since the last round in which all ranks agreed.
         agreed_before: The last earlier round in which all ranks agreed, or -1.
     """
 
@@ -304,7 +305,7 @@ class Record(Stored):
 
         Args:
             left: The last round that the rank has left.
-            reported: The tokens of outcomes that it must not raise again.
+            reported: The tokens of outcomes that the rank must not raise again.
         """
         for number in range(max(left + 1, self.round - len(self.failed)), self.round + 1):
             outcome = self.outcome_of(number)
@@ -317,18 +318,18 @@ class Record(Stored):
 
 @attrs.frozen
 class Status(Stored):
-    """The status of a rank that has waited for long.
+    """The status of a rank that has waited for a long time.
 
     Attributes:
         rank: The rank.
         title: The name of the rank in errors.
         host: The host of the rank.
-        call: The call in which it waits, as users know it.
+        call: The call in which the rank waits, as users know it.
         grid: The grid of the call, as text that ranks compare, or "" for a call without a grid.
         key: The key of the record.
         round: The round.
-        waits_for: The ranks that it waits for, or the first of these ranks.
-        threads: The number of threads of the process that wait for other ranks.
+        waits_for: The ranks for which this rank waits, or the first few of these ranks.
+        threads: How many threads of the process wait for other ranks.
         outcome: The outcome of the call if it has failed, or None while the rank waits.
     """
 
@@ -415,7 +416,7 @@ _TYPES: dict[type, dict[str, tuple[type, ...]]] = {
     Entries: {"lines": (str,)},
     Claim: {"host": (str,), "pid": (int,), "token": (str,)},
 }
-"""The types of the fields of each value. For a tuple, the types of its items."""
+"""Maps each class to the types of its fields. The types of a tuple are the types of its items."""
 
 
 def _fields_of(value: object) -> dict[str, Any]:
@@ -425,7 +426,7 @@ def _fields_of(value: object) -> dict[str, Any]:
 _encoder = json.JSONEncoder(separators=(",", ":"), default=_fields_of)
 
 AGREED_TEXT = AGREED.encode()
-"""The value of the key `end` of a round in which all ranks agreed."""
+"""The value of the key `end` after a round in which all ranks agreed."""
 
 
 # ---- the keys of a round -------------------------------------------------------------------------
@@ -452,7 +453,7 @@ class Ticket:
 
     @property
     def name(self) -> str:
-        """The record and the round: a prefix for keys, and for names of created objects."""
+        """The prefix of keys, and of names of created objects: the record and the round."""
         return f"{self.key}/{self.round}"
 
     @property
@@ -491,19 +492,19 @@ class Ticket:
         return Tree(f"{self.name}/stuck", self.size)
 
 
-# ---- who has arrived ----------------------------------------------------------------------------
+# ---- the ranks that have arrived ----------------------------------------------------------------
 
 WIDTH = 60
-"""The number of ranks per block. Every store can add to an integer of so many bits."""
+"""The number of ranks per block. Every store can add to integers with this many bits."""
 
 
 @attrs.frozen
 class Tree:
-    """The ranks of a scope that have reached a point of a round: one bit each, in blocks of 60.
+    """Tracks which ranks of a scope have reached a point of a round.
 
-    The rank that completes a block sets the bit of the block, one level up. A rank therefore sends
-    one request on average to learn whether all bits are set, and missing ranks are found without
-    reading every block.
+    Each rank has one bit, in blocks of 60 bits. The rank that completes a block also sets the bit
+    of this block in the next level. A rank therefore needs about one request to learn whether all
+    bits are set, and a search for missing ranks does not read every block.
 
     Args:
         prefix: The first part of the keys.

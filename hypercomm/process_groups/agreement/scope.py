@@ -1,4 +1,4 @@
-"""The ranks that agree, and the calling rank's memory of their earlier calls."""
+"""Scopes, which are sets of ranks that agree, and the history of the calling rank's calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WORLD_ADDRESS = "cpu//0/0"
 """The key in WORLD's store under which rank 0 of a gloo WORLD publishes its address."""
 
 MOST = 8
-"""The largest number of missing ranks whose status is read, and which an error names."""
+"""Errors name at most this many missing ranks. Only the status of these ranks is read."""
 
 
 @functools.cache
@@ -37,17 +37,17 @@ def this_host() -> str:
 
 @attrs.define(eq=False)
 class Memory:
-    """The calling rank's memory of its calls in a world.
+    """The history of the calling rank's calls in a world.
 
     Attributes:
         namespace: The prefix of all keys, or None before the first call.
-        process: Distinguishes this process from an earlier one of the same rank.
+        process: A token that distinguishes this process from earlier processes of the same rank.
         entered: Maps the path of each record to the last round in which this rank has set a bit.
         left: Maps the path of each record to the last round that this rank has left.
         agreed: Maps the path of each record to the last round in which this rank has agreed.
         reported: The tokens of outcomes that this rank must not raise again.
-        is_reporting: Whether the store has a status of this rank.
-        stale: Keys that no rank needs any more. The next call deletes them.
+        is_reporting: Whether the store holds a status of this rank.
+        stale: Keys that no rank needs any more. The next call deletes these keys.
     """
 
     namespace: str | None = None
@@ -103,11 +103,11 @@ os.register_at_fork(after_in_child=_begin_again)
 
 @contextlib.contextmanager
 def client_of(store: Any) -> Iterator[Any]:
-    """Yield a client of a store for the sole use of one call of this process.
+    """Yield a client of a store that no other call of this process uses at the same time.
 
     A request that blocks, such as a wait, occupies its client, and several worlds may have the same
-    client. A second call at the same time gets a new connection, which is closed after the `with`
-    block, unless a process group was created with this connection and still uses it.
+    client. If another call already uses the client, this call gets a new connection. The connection
+    is closed after the `with` block, unless a process group that was created with it still uses it.
     """
     own = torchdist.without_prefix(store)
     with _busy_lock:
@@ -125,10 +125,10 @@ def client_of(store: Any) -> Iterator[Any]:
 def _clone(store: Any) -> Any:
     try:
         return store.clone()
-    except (AttributeError, NotImplementedError):  # a store with one client only
+    except (AttributeError, NotImplementedError):  # this kind of store has only one client
         return store
     except RuntimeError as error:
-        if "pure virtual" in str(error):  # a store that is written in Python, without clone()
+        if "pure virtual" in str(error):  # the store is written in Python, and has no clone()
             return store
         raise
 
@@ -137,7 +137,7 @@ _memories: WeakKeyDictionary[World, Memory] = WeakKeyDictionary()
 
 
 def memory_of(world: World) -> Memory:
-    """Return the calling rank's memory of its calls in a world."""
+    """Return the history of the calling rank's calls in a world."""
     try:
         return _memories[world]
     except KeyError:
@@ -145,24 +145,25 @@ def memory_of(world: World) -> Memory:
 
 
 def forget(world: World) -> None:
-    """Forget all calls in a world, because it begins again."""
+    """Forget all calls in a world, because the world begins again."""
     _memories.pop(world, None)
 
 
 @attrs.frozen
 class Scope:
-    """Ranks that make calls together, one after the other, and the record that they use.
+    """A set of ranks that make calls together, one call after the other, through one record.
 
     Attributes:
         world: The world of the ranks.
         path: The key of the record, without the prefix of the world.
         ranks: The ranks, in the same order on all of them.
-        layout: The layout whose coordinates errors add to the names of ranks, if any.
-        grid: The grid, as text that is compared if ranks wait for each other, or "".
-        is_fenced: Whether a rank is excluded after it has missed a round in which the others
-            agreed. The next calls of an excluded rank fail.
-        is_claimed: Whether a rank may be taken over by a newer process, as in a joined world.
-        memory: The calling rank's memory. Default: its memory of calls in the world.
+        layout: The layout from which errors take the coordinates of ranks, if any.
+        grid: The grid as text, or "" for calls without a grid. Ranks that wait for each other
+            compare this text.
+        is_fenced: Whether a rank is excluded after it has missed a round in which the other ranks
+            agreed. Later calls of an excluded rank fail.
+        is_claimed: Whether a newer process may replace the process of a rank, as in a joined world.
+        memory: The history of the calling rank. Default: the history of its calls in the world.
     """
 
     world: World
@@ -201,7 +202,7 @@ class Scope:
         return f"{world.title(world.rank)} (host {this_host()})"
 
     def read_namespace(self) -> Steps[str]:
-        """Return the prefix of all keys of the world. The first call reads it from the store.
+        """Return the prefix of all keys of the world. The first call reads the store.
 
         The prefix contains the number of ranks, and a digest of the address that rank 0 of a gloo
         WORLD has published. The address is different in each job that uses the same store.

@@ -1,4 +1,4 @@
-"""The threads and the clock of the agreement. A simulated job replaces them in `system`."""
+"""The threads and the clock of the agreement. A simulated job replaces the methods of `system`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _Inbox = queue.SimpleQueue[tuple[Callable[[], None], Callable[[], None]]]
 class System:
     """The clock and the threads of this process.
 
-    Functions run in a pool of daemon threads. On a busy machine a new thread is slow to start, and
-    `concurrent.futures` would wait at interpreter exit for a thread that hangs in the store. The
-    pool grows to the largest number of threads that were busy at a time. A forked child starts
-    with an empty pool.
+    Functions run in a pool of daemon threads, because a new thread is slow to start on a busy
+    machine. The pool does not use `concurrent.futures`, which would wait at interpreter exit for
+    a thread that hangs in the store. The pool grows to the largest number of threads that were
+    busy at the same time. A forked child starts with an empty pool.
     """
 
     longest_s = threading.TIMEOUT_MAX
@@ -31,7 +31,7 @@ class System:
         os.register_at_fork(after_in_child=self._idle.clear)
 
     def now(self) -> float:
-        """Return the time, in seconds, as `time.monotonic`."""
+        """Return the time of `time.monotonic`, in seconds."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
@@ -69,7 +69,7 @@ class System:
             action()
             self._idle.append(inbox)
             done()
-            del action, done  # they keep objects of the caller alive
+            del action, done  # the functions would keep objects of the caller alive
 
 
 system = System()

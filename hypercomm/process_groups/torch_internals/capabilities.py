@@ -1,7 +1,7 @@
-"""The installed torch: its release, its backends, and temporary replacements of its attributes.
+"""Describes the installed torch and its backends, and replaces attributes of torch temporarily.
 
-The private names that this folder uses exist in torch 2.10 to 2.15. The function that creates one
-group has a fallback, because every creation depends on it.
+The private names that this folder uses exist in torch 2.10 to 2.15. Only the private function that
+creates one group has a fallback, because every creation depends on this function.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ except AttributeError:
 if not HAS_HELPER:
     logger.warning(
         "torch %s lacks the private name _new_process_group_helper, or it has changed: every rank "
-        "walks every group of the world (creation='enumerate')",
+        "iterates over every group of the world (creation='enumerate')",
         torch.__version__,
     )
 
@@ -103,12 +103,12 @@ def is_other_world() -> bool:
 class Patch:
     """Replaces an attribute while a thread needs it.
 
-    Threads that set the same value share the replacement. A thread with another value waits.
+    Threads that set the same value share the replacement. A thread that sets another value waits.
 
     Args:
         name: The name of the attribute.
-        read: The function that reads the attribute. `inspect.getattr_static` for a property of a
-            class.
+        read: The function that reads the attribute. Pass `inspect.getattr_static` for a property
+            of a class.
     """
 
     def __init__(self, name: str, read: Callable[..., Any] = getattr) -> None:
@@ -154,7 +154,7 @@ class Patch:
 # ---- backends and their options ------------------------------------------------
 
 NCCL = frozenset({"nccl", "nccl2", "nccl-lazy", "nccl-legacy"})
-"""torch's names for NCCL, as of 2.15."""
+"""torch's names for NCCL, as of torch 2.15."""
 
 
 def world_group() -> ProcessGroup:
@@ -189,7 +189,7 @@ def backend_of(group: ProcessGroup) -> str:
 
 @functools.lru_cache(maxsize=64)
 def pairs_of(backend: str) -> tuple[tuple[str, str], ...]:
-    """Return device and backend of each part of a backend string. The device of "gloo" is ""."""
+    """Return the device and backend of each part of a backend string. For "gloo", device is ""."""
     pairs = (part.rpartition(":") for part in backend.lower().split(","))
     return tuple((device.strip(), single.strip()) for device, _, single in pairs)
 

@@ -1,4 +1,4 @@
-"""The addresses and devices of gloo groups, and the lazy connection of their members."""
+"""Controls the devices of gloo groups, and whether their members connect lazily."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ _Options: Any = getattr(getattr(dist, "ProcessGroupGloo", None), "_Options", Non
 def one_device(undo: Callable[[], None]) -> Iterator[None]:
     """Use one device for all gloo groups that this thread creates in a `with` block.
 
-    A device is a listening socket with a thread. torch opens one for each group, which takes about
-    as long as the connection of the group.
+    A device is a listening socket with a thread. By default, torch opens a device for each group,
+    which takes about as long as connecting the group.
 
     Args:
-        undo: Destroys these groups. It is called immediately if the block fails. Otherwise a late
-            peer of the group that failed could connect to the device, and crash gloo.
+        undo: Destroys these groups. `undo` is called immediately if the block fails. Otherwise a
+            late peer of the failed group could connect to the device, and crash gloo.
     """
     devices = _here.devices = []
     try:
@@ -119,9 +119,9 @@ def _options(devices: list[Any], timeout: timedelta) -> Any:
 
 
 class LazyInit:
-    """Whether gloo connects a pair of members at its first message instead of at the creation.
+    """Chooses whether gloo connects two members at their first message or at the creation.
 
-    This is a property of the device of a group. torch creates the device according to an
+    The choice is a property of the device of a group. torch creates the device according to an
     environment variable, which all threads share. If a thread chooses otherwise, this class
     creates the device.
     """

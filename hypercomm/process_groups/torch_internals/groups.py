@@ -51,7 +51,7 @@ _torch: Any = dist.distributed_c10d
 _defaults_lock = threading.Lock()
 
 _kept: WeakKeyDictionary[ProcessGroup, tuple[list[str], str]] = WeakKeyDictionary()
-"""For each group of `new_group`: a list for keys to delete, and the key of this rank's address."""
+"""Maps each group of `new_group` to a list for stale keys and the key of this rank's address."""
 
 
 def why_not_members() -> str | None:
@@ -87,21 +87,22 @@ def new_group(
 
     Args:
         name: The name of the group.
-        ranks: Its members.
-        rank: The calling rank, which is one of them.
-        backend: Its backend.
-        store: A client of the store of these ranks.
-        timeout: Its timeout; None is torch's default.
-        pg_options: Options of its backend.
-        group_desc: Its description.
+        ranks: The members of the group.
+        rank: The calling rank, which is one of the members.
+        backend: The backend of the group.
+        store: A client of the store that the members share.
+        timeout: The timeout of the group; None is torch's default.
+        pg_options: Options of the backend.
+        group_desc: The description of the group.
         lazy_init: Whether members connect at their first message; None is torch's default.
         enable_reconfigure: Whether `reconfigure` gives the group its members afterwards.
         is_default: Whether the ranks are ranks of WORLD. If not, torch creates the group like a
             default process group, but does not register it as the default one.
-        stale: Receives the key of this rank's address, once no member needs it.
+        stale: Receives the key of this rank's address, once no member needs the key.
 
     Raises:
-        ConnectionFailedError: gloo could not connect the members, although all create the group.
+        ConnectionFailedError: gloo could not connect the members, although this rank has
+            published its address.
     """
     backend = dist.Backend(backend)
     timeout = timeout or default_timeout(backend)
@@ -165,12 +166,12 @@ def split_group(
     """Split a group off WORLD. Every rank of WORLD calls this function.
 
     Args:
-        name: The name of the group, the same on all members. None on other ranks.
-        ranks: The members. Other ranks pass any group in which they are not members.
-        backend: The backend of the group: the backend of WORLD, or a part of it.
-        timeout: Its timeout; None is torch's default.
-        pg_options: Options of its backend.
-        group_desc: Its description.
+        name: The name of the group, which is the same on all members. Other ranks pass None.
+        ranks: The members. Other ranks pass any group that does not contain them.
+        backend: The backend of the group, which is the backend of WORLD or a part of it.
+        timeout: The timeout of the group; None is torch's default.
+        pg_options: Options of the backend.
+        group_desc: The description of the group.
 
     Returns:
         The group, or None if the calling rank is not a member.
@@ -203,7 +204,7 @@ def on_device(device: torch.device | None) -> Iterator[None]:
 
 
 _defaults: list[ProcessGroup | None] = []
-"""torch's default process group, followed by the groups that open blocks show in its place."""
+"""torch's default process group, followed by the groups of open `shown_as_default` blocks."""
 
 
 @contextlib.contextmanager
@@ -301,7 +302,7 @@ def abort(groups: Iterable[ProcessGroup]) -> None:
     """
     pending = [group for group in groups if is_registered(group)]
     nccl = [group for group in pending if is_nccl(backend_of(group))]
-    with contextlib.ExitStack() as ends:  # last callback first, even after errors
+    with contextlib.ExitStack() as ends:  # runs all callbacks, the last one first, despite errors
         ends.callback(_end_each, [one for one in pending if one not in nccl], _destroy)
         ends.callback(_end_each, nccl, _torch._abort_process_group)
         if nccl:
@@ -328,7 +329,7 @@ def end_world() -> None:
     """End WORLD and every group of this process, without waiting for other ranks."""
     world = dist.group.WORLD
     nccl = [group for group in registered() if is_nccl(backend_of(group))]
-    with contextlib.suppress(Exception):  # `destroy_world` ends them too
+    with contextlib.suppress(Exception):  # `destroy_world` also ends these groups
         abort(sorted(nccl, key=lambda group: group is world))
     destroy_world()
 
@@ -358,11 +359,11 @@ def _nccl_calls_together(group: ProcessGroup) -> contextlib.ExitStack:
 
 # ---- groups that can be reconfigured (torch 2.14) -----------------------------------------------
 
-# Such a group is created without members. Each member publishes its handle, reads the handles of
-# the others, and connects. This happens at the creation, and again with other members after a loss.
-# gloo publishes addresses under the name of the group, and members whose groups have different
-# names could not connect. All these groups therefore use one prefix, and a number distinguishes
-# each set of members.
+# torch creates a group that can be reconfigured without members. Each member then publishes its
+# handle, reads the handles of the other members, and connects. After ranks are lost, the remaining
+# members do the same again. gloo publishes addresses under the name of the group, so members whose
+# groups have different names could not connect. All these groups therefore use one prefix, and a
+# number distinguishes each set of members.
 
 
 def why_not_reconfigured(backend: str) -> str | None:
@@ -376,7 +377,7 @@ def why_not_reconfigured(backend: str) -> str | None:
 
 
 _SLICE_S = 5.0
-"""The longest request that waits for the handles of members, in seconds."""
+"""The longest time that one request waits for the handles of members, in seconds."""
 
 _ONE_PREFIX = "hypercomm/reconfigure/"
 _prefix = Patch("PrefixStore")
@@ -414,10 +415,10 @@ def reconfigure(
 
     Args:
         group: The group of the calling rank.
-        name: A new name for the group with these members, the same on all of them.
+        name: A new name for the group with these members. All members pass the same name.
         ranks: The members, in the order of their positions in the group.
-        rank: The calling rank, which is one of them.
-        store: A client of the store of these ranks.
+        rank: The calling rank, which is one of the members.
+        store: A client of the store that the members share.
         timeout: The limit for the connection; None is torch's default.
         stale: Receives the keys of the store that no member needs any more.
         left_s: The limit for the wait for handles, in seconds.
@@ -440,7 +441,7 @@ def reconfigure(
 
 
 def _wait_for(store: Any, keys: list[str], left_s: float) -> None:
-    """Wait for keys, in requests of some seconds, so that other threads can use the client."""
+    """Wait for keys in requests of a few seconds, so that other threads can use the client."""
     until = time.monotonic() + left_s
     while True:
         slice_s = min(_SLICE_S, max(0.01, until - time.monotonic()))

@@ -36,7 +36,7 @@ def keeps_mesh_order(mesh: Any) -> bool:
 
 
 def keep_mesh_order(mesh: Any) -> None:
-    """Mark a DeviceMesh whose groups keep the order of its ranks, before it is compared."""
+    """Mark a DeviceMesh as one whose groups keep the order of its ranks, to compare it later."""
     if "_preserve_rank_order" in type(mesh).__annotations__:
         mesh._preserve_rank_order = True
 
@@ -70,7 +70,7 @@ def flatten_mesh(mesh: DeviceMesh, dims: Sequence[str], name: str, group: Proces
     """Use an existing group for several dims of a mesh, as `mesh[dims]._flatten(name)` would.
 
     Args:
-        mesh: A mesh that is not part of another.
+        mesh: A mesh that is not part of another mesh.
         dims: Adjacent dims of the mesh, in its order.
         name: The common name of these dims.
         group: The group over these dims.
@@ -84,8 +84,8 @@ def part_of_mesh(
 ) -> DeviceMesh:
     """Return adjacent dims of a mesh as a mesh of one dim.
 
-    It equals `mesh[dims]._flatten(name)`, which asks the default process group for the rank. The
-    arguments are the arguments of `flatten_mesh`.
+    The result equals `mesh[dims]._flatten(name)`. Unlike `_flatten`, this function does not ask
+    the default process group for the rank. The arguments are the arguments of `flatten_mesh`.
     """
     ranks = torch.tensor(dist.get_process_group_ranks(group))
     part: Any = mesh_of([group], mesh.device_type, ranks, (name,))

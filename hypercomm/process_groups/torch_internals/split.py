@@ -1,9 +1,9 @@
-"""The device that WORLD is bound to, groups that only their members create, and splits of WORLD.
+"""Splits groups off WORLD, and lets members create groups without such a split.
 
 If WORLD is bound to a device, torch splits a group on that device off WORLD's communicator, and
 every rank of WORLD must take part. If only the members create a group, this module prevents the
-split: with NCCL's option `lazy_init` if torch has it (2.15), and otherwise by hiding the device
-from torch.
+split. It uses NCCL's option `lazy_init` if torch has this option (2.15). Otherwise it hides the
+device from torch.
 """
 
 from __future__ import annotations
@@ -42,10 +42,7 @@ _hides: ContextVar[bool] = ContextVar("hides", default=False)
 
 
 def bound_device() -> torch.device | None:
-    """Return the device that WORLD is bound to, or None if there is none.
-
-    A binding that is currently hidden is returned too.
-    """
+    """Return the device that WORLD is bound to, even while it is hidden, or None."""
     token = _hides.set(False)
     try:
         return getattr(dist.group.WORLD, "bound_device_id", None)
@@ -85,7 +82,7 @@ def split_device() -> torch.device | None:
 
 
 def connects_as_told(backend: str) -> bool:
-    """Return whether a backend has NCCL's option `lazy_init`, as nccl2 and nccl-lazy do (2.15)."""
+    """Return whether a backend has NCCL's option `lazy_init`, as nccl2 has since torch 2.15."""
     options = getattr(getattr(dist, "ProcessGroupNCCL", None), "Options", None)
     if not hasattr(options, "lazy_init"):
         return False
@@ -96,7 +93,7 @@ def connects_as_told(backend: str) -> bool:
 
 
 def uses_torchcomms() -> bool:
-    """Return whether torch creates groups through TorchComms, for which only members are needed."""
+    """Return whether torch creates groups through TorchComms, which needs only the members."""
     enabled = getattr(dist.distributed_c10d, "_use_torchcomms_enabled", None)  # torch 2.13
     return enabled is not None and bool(enabled())
 
@@ -134,18 +131,18 @@ def connects_at_creation(backend: str, lazily: bool | None) -> bool:
 def made_alone(
     backend: str, pg_options: Any, timeout: timedelta, lazily: bool | None
 ) -> Iterator[tuple[Any, torch.device | None]]:
-    """Let only the members create a group in a `with` block, without the other ranks.
+    """Make a `with` block in which only the members create a group, without the other ranks.
 
     Args:
         backend: The backend of the group.
-        pg_options: Its options.
-        timeout: Its timeout.
+        pg_options: The options of the backend.
+        timeout: The timeout of the group.
         lazily: Whether members of an NCCL group connect at their first message. None is the
-            default of torch. If WORLD is bound to a device and torch has no option `lazy_init`,
-            the members then connect at the creation.
+            default of torch. With None, the members connect at the creation if WORLD is bound to
+            a device and torch has no option `lazy_init`.
 
     Yields:
-        The options, and the device to connect, which the caller passes to torch.
+        The options and the device that the caller passes to torch.
     """
     device = bound_device()
     is_bound = device is not None and parts_of(backend).get(device.type, "gloo") not in _NEVER_SPLIT
@@ -182,7 +179,7 @@ def why_not_split(backend: str) -> str | None:
     if wanted != world and not since("2.13"):
         return f"WORLD is bound to {device} with {bound!r}, and a split keeps all of its backends"
     if len(set(wanted.values())) > 1 and not since("2.14"):
-        return "before torch 2.14 a split gives every backend the options of the bound one"
+        return "before torch 2.14 a split gives every backend the options of the bound backend"
     whole = [name for part, name in wanted.items() if not _can_split(part)]
     return f"WORLD's {whole[0]!r} cannot be split" if whole else None
 
@@ -197,7 +194,7 @@ def keeps_order() -> bool:
 
 
 def split_colors(groups: NDArray[np.int64]) -> list[int]:
-    """Return the colour with which torch splits each group, a row of ranks, off WORLD.
+    """Return the colour with which torch splits each group off WORLD. Each row is one group.
 
     torch computes the colour in C++, as a hash of the ranks (boost's `hash_combine`).
     """
@@ -220,10 +217,10 @@ def named(name: str | None) -> Iterator[None]:
     """Name the group that this thread splits off WORLD within a `with` block.
 
     torch adds a salt to the name of such a group. Before 2.14 the salt is the number of groups of
-    the calling rank. This number differs between ranks once a split has left some of them out, and
-    a later group then has different names on its members. `destroy_process_group` ends groups in
-    the order of their names, so NCCL may then wait for ever (pytorch issue 190396). The name that
-    is given here is the same on all members.
+    the calling rank. This number differs between ranks after a split that some ranks were not
+    members of, and the members of a later group then use different names for it. Because
+    `destroy_process_group` ends groups in the order of their names, NCCL may then wait for ever
+    (pytorch issue 190396). `name` is the same on all members.
     """
     token = _name.set(name)
     try:
@@ -234,7 +231,7 @@ def named(name: str | None) -> Iterator[None]:
 
 
 def _process_group_name(ranks: Any, use_hashed_name: bool) -> str:
-    """Replace torch's function."""
-    # torch's function also counts the group.
+    """Return the name that `named` has set, or else the name that torch chooses."""
+    # Always call torch's function, because it also counts the group.
     torchs_name: str = _naming.original(dist.distributed_c10d)(ranks, use_hashed_name)
     return _name.get() or torchs_name

@@ -43,12 +43,12 @@ def draw(
     """
     if after is not None and target is not None:
         raise LayoutError(
-            "a second layout requests a picture of a change, and --to a picture of a mapping; "
-            "give one of them"
+            "a second layout requests a picture of a change, and --to requests a picture of a "
+            "mapping; give only one of them"
         )
     where = None if on == ("none",) else machine(on)
     if where is None and on != ("none",):
-        return  # --on live: the first rank of the job draws
+        return  # with --on live, only the first rank of the job draws
     what: RankLayout | RankMapping | LayoutDifference
     if target is not None:
         what = _mapping(*read(sizes, target))

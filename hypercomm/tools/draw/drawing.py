@@ -162,7 +162,7 @@ def draw(
             "host=4,domain=72", a hostfile or SLURM's topology.conf. Default: no machine
             is shown. Pictures of mappings never show the machine.
         groups: The dims whose groups have colours, as in "tp" or "tp,dp+cp". A schematic colours
-            only the groups over the first of these dims. Default: each dim.
+            only the groups over the first of these dims. Default: all dims.
 
     Returns:
         A drawing. Print it, show it in a notebook, or `save` it as SVG or PNG.
@@ -170,7 +170,7 @@ def draw(
     Raises:
         UnknownDimError: `groups` names a dim that the layout does not have.
         LayoutError: `what` has another type or ranks above 2**24, `groups` is given for a change
-            or a mapping, or `on` cannot be read or describes a machine with fewer ranks.
+            or a mapping, `on` cannot be read, or the machine has too few GPUs.
 
     Example:
         >>> import hypercomm
@@ -191,7 +191,7 @@ def draw(
     if isinstance(what, (RankMapping, LayoutDifference)):
         if groups is not None:
             raise LayoutError(
-                "groups (--groups) applies to a layout; leave it out for a change or a mapping"
+                "groups= (--groups) applies to a layout; leave it out for a change or a mapping"
             )
         if isinstance(what, RankMapping):
             return Drawing(mapping_picture(what))

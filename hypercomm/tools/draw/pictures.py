@@ -25,19 +25,21 @@ MOST_RANKS = 64
 # The most repetitions that a schematic draws one by one.
 MOST_DRAWN = 4
 
-# The ranks in a row of a table.
+# The most ranks in one table. Each rank is a column.
 IN_ROW = 8
 
 # The most rows and columns of a mapping's matrix. In larger mappings, ranks share a row or column.
 MOST_ROWS = 16
 
-# If a dim is split between blocks, the name of its outer part has this suffix.
+# A schematic may split a dim into a part within a host and a part across hosts. The name of the
+# part across hosts has this suffix.
 OUTER = "/outer"
 
-# The link between the ranks of one unit, by level. For other levels, it is the level's name.
+# The link between ranks of the same host or NVLink domain. For any other level, the link has the
+# name of the level.
 LINKS = {"host": "NVLink", "domain": "NVLink domain"}
 
-# For each effect of a change on a group: the fill of the group, and the mark in its label.
+# The fill of a group and the mark in its label show the effect of a change on the group.
 FATES = {"kept": "#99DDFF", "partly": "#EEDD88", "gone": "#EE8866", "new": "#BBCC33"}
 MARKS = {"kept": "=", "gone": "-", "new": "+"}
 
@@ -69,7 +71,7 @@ class Box(NamedTuple):
     Args:
         bold: The start of the heading, in bold.
         words: The rest of the heading.
-        inside: Cells only, or other parts only.
+        inside: The cells or the other parts. A box does not mix cells with other parts.
         columns: The number of parts in a row. Default: as many as fit, at most 8.
         framed: Whether the box has a frame.
         is_repeated: Whether the box represents several equal boxes.
@@ -172,7 +174,7 @@ class Scene:
         """Return a description of the groups over some dims, and the name of their link."""
         host, layout, inner, outer = self._blocks
         groups = some = self.layout.groups(*dims)
-        if host:  # all hosts are alike, so some of the groups are enough
+        if host:  # all hosts have the same groups, so some of the groups are enough
             outside = [dim for dim in outer if dim.removesuffix(OUTER) in dims]
             fixed = inner if outside else outer
             some = layout.select(**dict.fromkeys(fixed, 0)).groups(*(outside or dims))
@@ -192,7 +194,9 @@ class Scene:
     # ---- schematics -----------------------------------------------------------------------------
 
     def _schematic(self, lit: Dims, links: Mapping[Dims, str]) -> Box:
-        """Return one block of ranks inside boxes of the dims that repeat it. Stages are columns.
+        """Return a schematic: one block of ranks, in a box for each dim that repeats the block.
+
+        Pipeline stages are columns.
 
         Args:
             lit: The dims whose groups have colours.
@@ -236,10 +240,10 @@ class Scene:
     def _blocks(self) -> tuple[Level | None, RankLayout, Dims, Dims]:
         """The layout as equal blocks of ranks.
 
-        Blocks are hosts if some dims, one of which may be split in two, fill each host exactly.
-        Otherwise, a block spans the first dim larger than 1. The four values are: the level of the
-        hosts, or None if blocks are not hosts; the layout, in which a dim may have been split; the
-        dims inside a block; and the dims outside a block.
+        A block is a host if the first dims fill each host exactly. The last of these dims may be
+        split in two for this purpose. Otherwise, a block spans the first dim larger than 1. The
+        four values are: the level of the hosts, or None if blocks are not hosts; the layout, in
+        which a dim may have been split; the dims inside a block; and the dims outside a block.
         """
         for host in self.levels[:1]:
             units = self._units(host)

@@ -1,4 +1,4 @@
-"""Launch files in place of sizes, for the commands plan, place, draw and diff."""
+"""Lets the commands plan, place, draw and diff accept launch files in place of sizes."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hypercomm.grid.grid_set import GridSet
 
 _MOST_BASES = 8
-"""The most files in a chain of `defaults`."""
+"""The longest chain of files that name each other in `defaults`."""
 
 _LARGEST = 2**18
 """The most bytes of a launch file."""
@@ -39,8 +39,8 @@ class LaunchConfig:
         framework: The name of the framework.
         world_size: The number of ranks, or None if unknown.
         gpus_per_node: The number of ranks on each host, or None if unknown.
-        views: For each module ("training", or for example "actor" and "rollout"), its layout, and
-            as views the other factorisations of the same ranks, such as "expert".
+        views: The layout of each module, by names such as "training", "actor" and "rollout". Other
+            factorisations of the same ranks, such as "expert", are its views.
         sources: The setting that each size was read from, by names such as "training.tp" and
             "world.nodes".
         problems: The problems, as sentences with file and line if known.
@@ -321,7 +321,7 @@ class _Reading:
         return dict(sorted(found.items(), key=lambda pair: pair[0] in self.framework.parents))
 
     def _kind(self, module: _Module) -> str:
-        """Return the kind of a module: the key of its rules and of its layouts."""
+        """Return the kind of a module, which selects its rules and its layouts."""
         kind = self.framework.kind
         words = " ".join(module.words - {"actor_rollout_ref"})
         if kind in ENGINES or known.SERVING.search(words):

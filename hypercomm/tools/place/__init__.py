@@ -1,4 +1,4 @@
-"""Machines as levels, and how the groups of a layout are spread over them."""
+"""Describes machines, and shows how the groups of a layout are spread over hosts and switches."""
 
 from hypercomm.tools.place.live import live_topology as live_topology
 from hypercomm.tools.place.placing import Placed as Placed

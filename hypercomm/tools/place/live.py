@@ -1,8 +1,11 @@
 """The machine of the running job: host names, NVLink domains and SLURM's switches.
 
-Sources: nvmlGpuFabricInfo, https://docs.nvidia.com/deploy/nvml-api: GPUs with the same clusterUuid
-and cliqueId share an NVLink domain. srun(1): SLURM_TOPOLOGY_ADDR lists the switches from the top to
-the leaf, and the node, separated by periods; SLURM_TOPOLOGY_ADDR_PATTERN lists the kind of each.
+Sources:
+
+- nvmlGpuFabricInfo, https://docs.nvidia.com/deploy/nvml-api. GPUs with the same clusterUuid and
+  cliqueId share an NVLink domain.
+- srun(1). SLURM_TOPOLOGY_ADDR lists the switches from the top to the leaf and then the node,
+  separated by periods. SLURM_TOPOLOGY_ADDR_PATTERN lists the kind of each entry.
 """
 
 from __future__ import annotations
@@ -149,8 +152,8 @@ def machine(on: Sequence[str]) -> Topology | Sequence[str] | None:
         on: The values, in the order given.
 
     Returns:
-        The values themselves, for `read_topology`. For "live", the topology of the job on rank 0,
-        and None on the other ranks, which print nothing.
+        The values themselves, which `read_topology` reads. If the value is "live", rank 0 returns
+        the topology of the job, and the other ranks return None and print nothing.
 
     Raises:
         LayoutError: "live" is combined with other values.

@@ -1,4 +1,6 @@
-"""Place a layout on a machine: which groups cross which units, and the best order of the dims.
+"""Place a layout on a machine: find the groups that cross units, and the best order of the dims.
+
+A unit is one host, NVLink domain or switch. All hosts form one level, and all domains another.
 
 The groups over some dims depend only on the sizes and strides of these dims, and the stride of a
 dim is the product of the sizes before it. The search therefore computes the cost of far fewer
@@ -33,12 +35,12 @@ COLUMNS = ("dims", "level", "across", "units per group", "bytes across")
 
 
 class Cost(NamedTuple):
-    """The cost of an order of dims. Costs compare by the first number, then by the next.
+    """The cost of an order of dims. Costs are compared by the first number, then by the next.
 
     Attributes:
         waited: The bytes that steps wait for, multiplied by the weight of each level that they
             cross.
-        overlapped: The same for traffic that overlaps with computation.
+        overlapped: The weighted bytes of the traffic that overlaps with computation.
         minor: The bytes that cross levels of weight 0, such as hosts within an NVLink domain.
     """
 
@@ -52,7 +54,7 @@ class Cost(NamedTuple):
 
 @attrs.frozen
 class Spread:
-    """How the groups over some dims are spread over the units of one level.
+    """Shows how the groups over some dims are spread over the units of one level.
 
     Attributes:
         dims: The dims, in the layout's order.
@@ -64,7 +66,7 @@ class Spread:
         most: The largest number of units over which a group is spread.
         bytes: The bytes that all groups send from unit to unit in a step, or None if no traffic is
             given.
-        first: The first group with ranks in more than one unit. Empty if there is none.
+        first: The first group with ranks in more than one unit, or () if there is no such group.
     """
 
     dims: Dims
@@ -125,7 +127,7 @@ class Placed:
 
     @cached_property
     def spreads(self) -> tuple[Spread, ...]:
-        """How all reported groups are spread over each level."""
+        """The spreads of all reported groups over the units of each level."""
         names = self.layout.dim_names
         each: list[Dims] = [(dim,) for dim in names if self.layout.size_of(dim) > 1] or [names[:1]]
         return tuple(
@@ -182,8 +184,9 @@ class Placed:
     def reordered(self) -> Placed | None:
         """The best order of dims on ranks that are sorted by switch, domain, host and GPU.
 
-        None if the ranks are sorted already, or if sorting them does not reduce the cost. Pass the
-        `layout` of the result to a grid, or its `layout.ranks` to `RankLayout` as `ranks=`.
+        The value is None if the ranks are sorted already, or if sorting them does not reduce the
+        cost. Pass the `layout` of the result to a grid, or its `layout.ranks` to `RankLayout` as
+        `ranks=`.
 
         Example:
             >>> from hypercomm import place
@@ -231,8 +234,8 @@ class Placed:
         """Return how the groups over some dims are spread over one level.
 
         Raises:
-            LayoutError: There is no such level, or these groups are not in the report. Pass them
-                to `place` as `groups`.
+            LayoutError: There is no such level, or these groups are not in the report. Pass their
+                dims to `place` as `groups=`.
         """
         wanted = self.layout.order_dims(dims)
         found = [spread for spread in self.on(level) if spread.dims == wanted]
@@ -278,9 +281,9 @@ class Placed:
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences about tp and ep groups that leave their NVLink domain, one per set of dims.
+        """A sentence for each set of dims whose tp or ep groups leave their NVLink domain.
 
-        On machines without domains, groups that leave their host are listed.
+        On a machine without NVLink domains, the sentences count groups that leave their host.
         """
         level = "domain" if "domain" in self.topology.names else "host"
         found = []
@@ -398,7 +401,8 @@ def place(
             machine names its hosts.
         on: The machine, in any form that `read_topology` accepts.
         traffic: The bytes that each rank sends in a step over each dim, such as "tp=40G,dp=6.5G",
-            or a mapping from dims to bytes. Default: tp is weighted most, then cp and ep, pp, dp.
+            or a mapping from dims to bytes. Default: assumed traffic, most over tp, then over cp
+            and ep, then over pp, and least over dp.
         overlapped: Dims whose traffic overlaps with computation, such as "dp", or a list.
         weights: The cost of a byte that crosses a level, such as "domain=1,leaf=7", or a mapping
             from levels to costs. Default: 1, but 0 for hosts if they are in NVLink domains.
@@ -434,7 +438,7 @@ def place(
     layout = read_layout(layout, world_size=gpus)
     topology = read_topology(on, layout.last_rank + 1)
     if overlapped and traffic is None:
-        raise LayoutError("overlapped (--overlap) needs traffic (--traffic)")
+        raise LayoutError("overlapped= (--overlap) needs traffic= (--traffic)")
     sent = traffics.usual_traffic(layout)
     if traffic is not None:
         sent = traffics.read_traffic(traffic, layout, overlapped)
@@ -451,7 +455,7 @@ def _weights(given: str | Mapping[str, float], topology: Topology) -> dict[str, 
         weights["host"] = 0
     for name, weight in traffics.read_amounts(given, "weights", "domain=1,leaf=7").items():
         if name not in names or not 0 <= weight < 10**9:
-            text = f"weights (--weights) sets {short_repr(name)}={weight}"
+            text = f"weights= (--weights) sets {short_repr(name)}={weight}"
             known = " and ".join(names)
             raise LayoutError(
                 f"{text}; this machine has {known}, and a weight is a number from 0 to 10**9"
@@ -466,12 +470,12 @@ def _weights(given: str | Mapping[str, float], topology: Topology) -> dict[str, 
 def bytes_across(units: NDArray[np.int64], traffic: Traffic) -> int:
     """Return the bytes that groups send from unit to unit in a step.
 
-    NCCL builds a ring that visits each unit once, so a ring over k units has k edges between units.
-    A chain has one edge for each pair of neighbours in different units. In an all-to-all, each rank
-    sends the same amount to every other rank.
+    NCCL builds a ring that visits each unit once, so a ring over k units has k links between units.
+    In a chain, each pair of neighbours in different units has one such link. In an all-to-all, each
+    rank sends the same amount to every other rank.
 
     Args:
-        units: The unit of each member, of shape (groups, size), in the order of the groups.
+        units: The unit of each rank of each group, of shape (groups, size).
         traffic: The traffic of each rank.
 
     Example:
@@ -495,7 +499,7 @@ def bytes_across(units: NDArray[np.int64], traffic: Traffic) -> int:
 
 
 def units_of_groups(units: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the number of units over which each group is spread, given each member's unit.
+    """Return the number of units over which each group is spread, given the unit of each rank.
 
     Example:
         >>> units_of_groups(np.array([[0, 0, 1], [2, 3, 2]])).tolist()
@@ -567,7 +571,7 @@ def best_order(
 def _completed(
     order: Dims, sizes: Mapping[str, int], sent: Iterable[tuple[set[str], Traffic]]
 ) -> Iterator[tuple[Axes, Traffic]]:
-    """Yield axes and traffic of the groups that became known with the last dim of `order`."""
+    """Yield the axes and the traffic of the groups that are known since the last dim of `order`."""
     strides = list(itertools.accumulate((sizes[dim] for dim in order[:-1]), mul, initial=1))
     for dims, one in sent:
         if order[-1] in dims and dims <= {*order}:

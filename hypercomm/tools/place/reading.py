@@ -55,8 +55,8 @@ class _Found:
 
     Attributes:
         source: The name of the source in error messages.
-        slots: The number of GPUs of each host, in the order of ranks. None if it is not given.
-        levels: The unit of each host, by level.
+        slots: The number of GPUs of each host, or None if unknown. Hosts are in the order of ranks.
+        levels: For each level, the unit of each host: its NVLink domain or its switch.
         sizes: The number of GPUs in each unit, by level, if the source names no hosts.
         hosts: The host of each rank, if the source lists the hosts rank by rank.
         gpus: The index of each rank's GPU on its host, if the source lists these indices.
@@ -91,8 +91,8 @@ def read_topology(on: On, world_size: int | None = None) -> Topology:
     over the hosts.
 
     Args:
-        on: A source, or a list of several. If `on` is a `Topology`, its first `world_size` ranks
-            are used.
+        on: A source, or a list of several sources. If `on` is a `Topology`, its first `world_size`
+            ranks are used.
         world_size: The number of ranks. Default: one rank for each GPU of the machine.
 
     Returns:
@@ -121,7 +121,9 @@ def read_topology(on: On, world_size: int | None = None) -> Topology:
         gpus = pluralize(topology.world_size, "GPU")
         hint = ""
         if _lists_hosts(on):
-            hint = "; on (--on) was read as the host of each rank, because its values are not files"
+            hint = (
+                "; on= (--on) was read as the host of each rank, because its values are not files"
+            )
         raise LayoutError(f"{world_size:,} ranks need more than {gpus}{hint}")
     return topology.select(range(world_size))
 
@@ -152,13 +154,13 @@ def _read_machine(on: Any, world_size: int | None) -> Topology:
     elif world_size is None:
         raise LayoutError(
             "the machine names no hosts, so the number of ranks is unknown: give all sizes, or "
-            "world_size (--world-size), or name the hosts, as in on=['node[1-4]', 8] (--on "
+            "world_size= (--world-size), or name the hosts, as in on=['node[1-4]', 8] (--on "
             "'node[1-4]' --on 8)"
         )
     for name, size in sizes.items():
         if name not in levels:
             units = np.arange(world_size)
-            if named and named[0].hosts:  # units consist of neighbouring GPUs, not ranks
+            if named and named[0].hosts:  # a unit has neighbouring GPUs, not neighbouring ranks
                 units[np.argsort(levels["host"].of_rank, kind="stable")] = units.copy()
             units //= size  # in place, because there may be 2**24 ranks
             levels[name] = Level(name, units)
@@ -259,12 +261,12 @@ def _read_hosts(on: Sequence[Any]) -> _Found:
     for pair in on:
         if len(pair) != 2 or not isinstance(pair[0], str) or type(pair[1]) is not int:
             raise LayoutError(
-                f"on lists {short_repr(pair)}, which is not a pair of a host and a GPU; write "
+                f"on= contains {short_repr(pair)}, which is not a pair of a host and a GPU; write "
                 f"'node1', or ('node1', 0) with the index of the GPU"
             )
     (host, gpu), count = Counter(on).most_common(1)[0]
     if count > 1:
-        raise LayoutError(f"on assigns GPU {gpu} of host {host!r} to {count} ranks")
+        raise LayoutError(f"on= assigns GPU {gpu} of host {host!r} to {count} ranks")
     hosts, gpus = zip(*on, strict=True)
     return _Found("the list of hosts", Counter(hosts), hosts=hosts, gpus=gpus)
 
@@ -276,9 +278,9 @@ def _read(on: object) -> _Found:
         as_world_size(on, "the number of GPUs per host")
         return _Found(f"on={on}", sizes={"host": on})
     if isinstance(on, Mapping):
-        return _of_content(on, "on")
+        return _of_content(on, "on=")
     if not isinstance(on, (str, os.PathLike)):
-        raise LayoutError(f"on (--on) must be {_KINDS}; got a value of type {type(on).__name__}")
+        raise LayoutError(f"on= (--on) must be {_KINDS}; got a value of type {type(on).__name__}")
     text = os.fspath(on)
     if os.path.isfile(text):  # noqa: PTH113 - Path raises for a name that is too long
         found = _read_file(text)
@@ -287,7 +289,7 @@ def _read(on: object) -> _Found:
     elif re.search(r"[\[,]", text) and not re.search(r"[/\\{]", text):
         found = _Found(f"the node list {short_repr(text)}", dict.fromkeys(_expand_hosts(text)))
     else:
-        raise LayoutError(f"{short_repr(text)} is not a file; on (--on) must be {_TEXTS}")
+        raise LayoutError(f"{short_repr(text)} is not a file; on= (--on) must be {_TEXTS}")
     if not found.slots:
         raise LayoutError(f"{found.source} names no host")
     return found
@@ -382,7 +384,7 @@ def _expand_brackets(text: str, where: str) -> list[str]:
 
 _FIELD = re.compile(r'\b(\w+)\s*=\s*(?:"([^"]*)"|([^\s"=]+))')
 _FIELDS = {"switchname", "blockname", "nodes", "switches", "blocksizes", "linkspeed"}
-_FIELDS |= {"level", "blockindex", "blocksize", "aggregatedblock"}  # of `scontrol show topology`
+_FIELDS |= {"level", "blockindex", "blocksize", "aggregatedblock"}  # from `scontrol show topology`
 
 
 def _read_conf(text: str, source: str) -> _Found:
@@ -423,7 +425,7 @@ def _read_yaml(text: str, source: str) -> _Found:
 
 
 def _of_topologies(content: list[Any], source: str) -> _Found:
-    """Read the default topology of a topology.yaml, or the only one."""
+    """Read the default topology of a topology.yaml, or its only topology."""
     with suppress(AttributeError, IndexError, KeyError, TypeError):
         default = [one for one in content if one.get("cluster_default", "").lower() == "true"]
         if len(content) > 1 and len(default) != 1:
@@ -466,7 +468,8 @@ def _of_units(units: Sequence[tuple[str, _Names]], source: str) -> _Found:
         for child in _expand_hosts(given.get("switches", ""), f"{where}: "):
             if child not in switches or child == name or parent.setdefault(child, name) != name:
                 raise LayoutError(
-                    f"{where} lists child {child!r}, which is not another switch or has two parents"
+                    f"{where} lists child {child!r}, which is not another switch, or which has two "
+                    f"parents"
                 )
     levels: dict[str, _Names] = {"domain": block_of} if block_of else {}
     # A branch with fewer levels than others repeats its highest switch.

@@ -19,7 +19,7 @@ def _as_names(value: Iterable[str]) -> tuple[str, ...]:
 
 @attrs.frozen(repr=False)
 class Level:
-    """One level of a machine, such as its hosts, and the unit of this level that each rank is in.
+    """One level of a machine, such as its hosts. Each rank is in one unit of the level.
 
     Args:
         name: The name of the level: "host", "domain" (NVLink), "leaf", "spine", or another name.
@@ -121,7 +121,9 @@ class Topology:
             sizes["gpus"] = len(self.gpus)
         names = len(self.levels) + (self.gpus is not None)
         if not self.levels or len(sizes) < names or len({*sizes.values()}) > 1:
-            raise LayoutError(f"levels need distinct names and the same ranks, got {sizes}")
+            raise LayoutError(
+                f"levels= must have distinct names and equally many ranks, got {sizes}"
+            )
 
     @property
     def world_size(self) -> int:

@@ -63,7 +63,7 @@ class Traffic:
     """The traffic of the groups over some dims in one step.
 
     Args:
-        bytes: The bytes that each rank sends. For a chain, the bytes that cross each edge, in
+        bytes: The bytes that each rank sends. For a chain, the bytes between two neighbours, in
             both directions together.
         pattern: "ring", "chain" (a ring that is not closed) or "all-to-all".
         overlapped: Whether the traffic overlaps with computation, so that no step waits for it.
@@ -119,8 +119,8 @@ def read_traffic(
     for dims in hidden:
         if dims not in found:
             raise LayoutError(
-                f"overlapped (--overlap) names {'+'.join(dims)}, whose traffic is not given; add "
-                f"it to traffic (--traffic)"
+                f"overlapped= (--overlap) contains {'+'.join(dims)}, whose traffic is not given; "
+                f"add it to traffic= (--traffic)"
             )
     return found
 
@@ -153,7 +153,7 @@ def read_amounts(
         amount = _AMOUNT.fullmatch(number)
         if not name or amount is None or name in found:
             raise LayoutError(
-                f"{short_repr(part)} in {what} (--{what}) cannot be read; write {example!r}"
+                f"{short_repr(part)} in {what}= (--{what}) cannot be read; write {example!r}"
             )
         found[name] = float(amount[1]) * _UNITS[amount[2]]
     return found

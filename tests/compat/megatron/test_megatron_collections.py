@@ -1,4 +1,4 @@
-"""Process group collections, against Megatron's: fields, states, grids, optimizer and DDP."""
+"""Test process group collections against Megatron's: fields, states, grids, optimizer, DDP."""
 
 import contextlib
 import dataclasses
@@ -78,7 +78,7 @@ RANKS = (0, 5, 15)
 
 @contextlib.contextmanager
 def state_of(module, rank, arguments):
-    """Initialise a Megatron as one rank of 16."""
+    """Initialise `module` as one rank of 16."""
     with fake_world(WORLD_SIZE, rank), comparison.gloo_made_fake(module):
         try:
             module.initialize_model_parallel(**arguments)
@@ -398,7 +398,7 @@ def some_groups():
 
 
 # For a collection that lacks one, two, all but one or all fields, in any combination, the groups or
-# errors match Megatron's. An empty collection is different from None, which means the state.
+# errors match Megatron's. An empty collection is different from None, which selects the state.
 @pytest.mark.parametrize("gloo", [False, True])
 @pytest.mark.parametrize("cp_size", [None, 1, 2])
 @pytest.mark.parametrize("what", NEEDED)
@@ -451,7 +451,7 @@ def test_setup_finds_the_configuration(model, some_groups):
     assert_same(*results)
 
 
-# For DDP without an expert group, a group of the calling rank is created.
+# If DDP has no expert group, a group that contains only the calling rank is created.
 @pytest.mark.parametrize("given", [{}, {"expt_dp": None}])
 def test_setup_for_ddp_creates_an_expert_group(given):
     with fake_world(WORLD_SIZE, 5):
@@ -488,7 +488,7 @@ def test_modules_behave_like_a_dict(modules):
     assert both.language_model_module_name == "llm"
 
 
-# An unknown module is a ValueError, or a KeyError for []. Both errors name the existing modules.
+# An unknown module raises a ValueError that is also a KeyError. It names the existing modules.
 def test_unknown_modules_raise(modules):
     both = modules[2]
     with pytest.raises(ValueError, match=r"'decoder'.*encoder.*llm"):

@@ -1,4 +1,4 @@
-"""Grids and orders against megatron-core: HyperCommGrid and RankGenerator are the oracles."""
+"""Test grids and orders against megatron-core's HyperCommGrid and RankGenerator."""
 
 import functools
 import os
@@ -19,7 +19,7 @@ sizes = st.integers(1, 4)
 
 @st.composite
 def twin_grids(draw):
-    """Draw a shape, names and an offset, and make a grid of hypercomm and one of Megatron."""
+    """Draw a shape, names and an offset. Make a grid of hypercomm and a grid of Megatron."""
     layout = draw(layouts(dim_names=draw(st.sampled_from([MEGATRON_NAMES, FREE_NAMES]))))
     spare = draw(st.integers(0, 3))
     world_size = layout.rank_offset + layout.size + spare
@@ -61,7 +61,8 @@ def test_enumerations_agree(grids, data):
 
 
 # The groups of a token such as "tp-dp-cp" are exactly the same lists for every order of dims:
-# Megatron reads a token as a set of names, and both list groups and members in ascending order.
+# Megatron reads a token as a set of names, and both packages list groups and ranks in ascending
+# order.
 @given(twin_orders(), st.data())
 def test_groups_of_an_order_agree_with_rank_generator(orders_, data):
     ours, theirs = orders_

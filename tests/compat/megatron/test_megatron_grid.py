@@ -1,4 +1,4 @@
-"""Megatron's hyper_comm_grid: keys of groups, and its use with a mocked torch.distributed."""
+"""Test Megatron's hyper_comm_grid: keys of groups, and use with a mocked torch.distributed."""
 
 from unittest import mock
 
@@ -20,7 +20,7 @@ if hasattr(theirs.HyperCommGrid, "register_view"):
 
 @pytest.fixture(params=MODULES, name="grid")
 def grid_of_either(request, monkeypatch):
-    """Return a grid with a view, from hypercomm or Megatron. Both must pass the tests."""
+    """Return a grid with a view, from hypercomm or Megatron. Both grids must pass the tests."""
     monkeypatch.setenv("WORLD_SIZE", "8")
     grid = MODULES[request.param].HyperCommGrid(SHAPE, NAMES)
     grid.register_view(*VIEW)
@@ -113,7 +113,7 @@ def test_keys_in_a_job():
         assert not {group, own, shared} & set(dist.distributed_c10d._world.pg_map)
 
 
-# The private names that Megatron's tests use: dims in reversed order, and the fields of a view.
+# Megatron's tests use these private names, which return dims in reversed order and a view's fields.
 def test_private_names_match_megatron(grid):
     assert grid._order_dims_for(["a", "b", "c"], ["a", "c"]) == (["c", "a"], "c-a")
     assert grid._order_dims_for(["ab", "a"], "a") == (["a"], "a")
@@ -121,7 +121,7 @@ def test_private_names_match_megatron(grid):
     assert (view.name, view.shape, view.dim_names, view.shared_dims) == VIEW
 
 
-# As in Megatron, WORLD_SIZE in the environment wins over the live job, if it is a number.
+# As in Megatron, WORLD_SIZE in the environment overrides the size of the job if it is a number.
 def test_sources_of_the_world_size(monkeypatch):
     with fake_world(8):
         monkeypatch.setenv("WORLD_SIZE", "2")
@@ -165,7 +165,8 @@ def test_errors_of_views_match_megatron(module, arguments, message, monkeypatch)
         assert module is theirs or isinstance(caught.value, HyperCommError)
 
 
-# If this rank is not in a group, torch returns None or a marker. For both, the answer is False.
+# If this rank is not in a group, torch returns None or a marker. The function returns False for
+# both values.
 def test_is_process_group_member():
     with fake_world(4, 1):
         assert ours._is_process_group_member(dist.new_group([0, 1]))

@@ -1,6 +1,6 @@
-"""GTP: the ranks of every group, by arithmetic, for states and grids.
+"""Test the ranks of every group with GTP peers against arithmetic, for states and grids.
 
-If megatron-core has GTP, test_megatron_state.py also compares drawn sizes with it.
+If megatron-core has GTP, test_megatron_state.py also compares groups with megatron-core's groups.
 """
 
 import megatron_comparison as comparison
@@ -56,7 +56,7 @@ GROUPS = [
 DIMS = {name: (dims, wanted) for _, name, dims, wanted in GROUPS}
 FIELDS = {field: name for field, name, _, _ in GROUPS if field is not None}
 PRESET = {DENSE: {"gtp": "gtp_remat"}, EXPERT: {"tp": "expt_tp", "gtp": "expt_gtp_remat"}}
-"""The arguments of `megatron_grids` that are not named like the dim whose size they set."""
+"""Maps dims to the arguments of `megatron_grids` that set their sizes, if the names differ."""
 
 LONG = comparison.LONG | {"gtp_remat": "gtp_remat_size", "expt_gtp_remat": "expert_gtp_remat_size"}
 
@@ -74,7 +74,7 @@ INSTANCES = {"num_distributed_optimizer_instances": 2}
 
 @pytest.fixture(params=["0.16.1", "0.19.2"], name="release")
 def in_a_release(request):
-    """Follow a release. GTP sizes above 1 mean the same in each."""
+    """Follow a release. GTP sizes above 1 have the same effect in each release."""
     with comparison.following(request.param):
         yield request.param
 
@@ -191,7 +191,7 @@ def test_setup_for_an_optimizer(release):
         assert not ProcessGroupCollection.is_gtp_remat_active({"gtp_remat_group": None})
 
 
-# Arguments that 0.19 rejects raise its error types, and create nothing.
+# Arguments that megatron-core 0.19 rejects raise the same types of errors, and create nothing.
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

@@ -1,4 +1,4 @@
-"""install(), each time in a new process, because the order of imports decides the outcome."""
+"""Test install() in new processes, because the order of imports decides the outcome."""
 
 import textwrap
 
@@ -83,7 +83,7 @@ def test_install_before_megatron():
     )
 
 
-# Without megatron-core, the three modules can be imported, but no others.
+# Without megatron-core, the three modules can be imported, but no other modules of Megatron.
 def test_install_without_megatron():
     succeeds(
         HIDE,

@@ -1,4 +1,4 @@
-"""Names, signatures and free functions of Megatron's parallel_state, and invalid calls."""
+"""Test names, signatures and free functions of Megatron's parallel_state, and invalid calls."""
 
 import contextlib
 import inspect
@@ -177,8 +177,8 @@ def test_module_as_deepspeed_mpu():
         ours.destroy_model_parallel()
 
 
-# The sequence-parallel names are aliases of context parallel. The expected ranks are those of
-# Megatron-DeepSpeed without other parallelism: the world is an array over (dp, sp).
+# The sequence-parallel names are aliases of context parallel. Without other parallelism, the world
+# of Megatron-DeepSpeed is an array over (dp, sp).
 @pytest.mark.parametrize("cp", [1, 2, 4])
 @pytest.mark.parametrize("rank", [0, 5, 7])
 def test_sequence_parallel_names(rank, cp):

@@ -1,4 +1,4 @@
-"""NCCL options, SHARP, UCC, environment variables, failed initialisations, memory buffers."""
+"""Test NCCL options, SHARP, UCC, the environment, failed initialisations and memory buffers."""
 
 import contextlib
 import functools
@@ -30,7 +30,7 @@ HELPER = "_new_process_group_helper"  # torch creates every group through this f
 WITH_PEERS = ("gtp_remat_dp", "gtp_remat_dp_cp", "ep_gtp_remat_dp", "tp_ep_gtp_remat_pp")
 """Keys of groups that exist only with GTP peers."""
 
-# A configuration of 16 ranks with every kind of group: dp 4, cp 2, expert dp 2 in 2 instances.
+# A configuration of 16 ranks with every kind of group: dp=4, cp=2, and expert dp=4 in 2 instances.
 ALL_GROUPS = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 2,
@@ -151,7 +151,7 @@ def created_groups():
 
 @contextlib.contextmanager
 def job(module, rank=RANK):
-    """Enter a fake world in which a Megatron can be initialised. Destroy its state afterwards."""
+    """Enter a fake world in which `module` can be initialised. Destroy its state afterwards."""
     with fake_world(WORLD_SIZE, rank), comparison.gloo_made_fake(module):
         try:
             yield
@@ -420,7 +420,7 @@ def test_ucc_environment_matches_megatron(preset):
     assert found[1]["UCX_TLS"] == preset.get("UCX_TLS", "ib,cuda_copy")
 
 
-# One hardware queue is rejected, as in Megatron, and nothing changes.
+# UCC with only one hardware queue is rejected, as in Megatron, and nothing changes.
 @pytest.mark.usefixtures("with_ucc")
 def test_ucc_with_one_queue_raises():
     with mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1"):

@@ -1,4 +1,4 @@
-"""Programs that replace functions of Megatron's parallel_state: the replacements take effect."""
+"""Test that replacements of functions of Megatron's parallel_state take effect."""
 
 import ast
 import collections
@@ -110,7 +110,7 @@ def takes_effect(module, outer, inner, rank):
             except ReplacedError:
                 assert module is theirs or read_globals(ours) == before
                 return True
-            except Exception:  # noqa: BLE001 - such as for NCCL options without NCCL
+            except Exception:  # noqa: BLE001 - for example NCCL options without NCCL
                 pass
             finally:
                 forget(module)
@@ -167,14 +167,17 @@ def test_replaced_embedding_ranks(module):
 
 
 def created_with(module, rank, arguments):
-    """Replace `create_group`. Return its calls, the globals, and whether no group is left."""
+    """Initialise with a replaced `create_group`, and destroy the state.
+
+    Return the calls, the globals, and whether no group is left.
+    """
     calls = collections.Counter()
     with fake_world(WORLD_SIZE, rank):
         before = registered()
         real_create_group = module.create_group
 
-        # This has the signature of the wrapper in ms-swift: `timeout` can be positional, and other
-        # arguments are passed on.
+        # This function has the signature of the wrapper in ms-swift: `timeout` can be positional,
+        # and other arguments are passed on.
         def create_group(ranks=None, timeout=None, *args, **kwargs):
             calls[tuple(sorted(ranks)), kwargs.get("backend")] += 1
             return real_create_group(ranks, timeout, *args, **{**kwargs, "backend": None})
@@ -290,8 +293,7 @@ def test_failing_replacement_leaves_nothing():
         assert ours.get_tensor_model_parallel_world_size() == 2
 
 
-# If a replaced function returns a group that the user created, that group is not destroyed with the
-# state.
+# If a replaced function returns a group of the user, the state does not destroy this group.
 def test_groups_of_the_user_are_not_destroyed():
     with fake_world(4):
         own = dist.new_group([0, 1])

@@ -1,4 +1,4 @@
-"""Megatron's names on real gloo processes. The oracle gives the ranks of each group."""
+"""Test Megatron's names on real gloo processes, with the ranks that megatron-core computes."""
 
 import gc
 import re
@@ -22,7 +22,7 @@ from hypercomm.launch import run_ranks
 # This module imports megatron.core, which ranks must not do before install().
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-# Every kind of group: instances, hierarchy, embedding ends, experts with other sizes, gloo groups.
+# Together, these configurations create every kind of group.
 DENSE = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 2,
@@ -138,7 +138,7 @@ def sums_once(arguments):
     return sums
 
 
-# Hybrid groups communicate even if the last one is smaller.
+# Hybrid groups communicate even if the last group is smaller.
 @pytest.mark.full
 def test_uneven_hybrid_groups():
     for rank, sums in enumerate(run_ranks(partial(sums_once, UNEVEN), 10, timeout=120)):
@@ -206,7 +206,7 @@ def shared(arguments):
 
 
 # With share="identical", a rank has one group for each distinct set of ranks. The all-gather group
-# is an exception: it must be separate, so that its collectives can overlap with others.
+# is an exception: it must be separate, so that its collectives can overlap with other collectives.
 @pytest.mark.parametrize("arguments", [pytest.param(DENSE, marks=pytest.mark.full), EXPERTS])
 def test_share_identical(arguments):
     found = run_ranks(partial(shared, arguments), 8)
@@ -220,7 +220,7 @@ def test_share_identical(arguments):
 
 
 def one_rank_differs(times):
-    """Call with tp=4 on rank 1 and tp=2 elsewhere, then with tp=2 on all ranks, several times."""
+    """Initialise with a wrong size on rank 1, then with equal sizes on all ranks, several times."""
     found = []
     for _ in range(times):
         before = registered()
@@ -268,7 +268,7 @@ def one_rank_late(late):
     return message, left, total
 
 
-# A rank that joins too late is named, nothing is left, and a second try succeeds.
+# The error names a rank that joins too late. No group is left, and a second try succeeds.
 @pytest.mark.full
 def test_late_rank_is_named():
     found = run_ranks(partial(one_rank_late, 3), 4)

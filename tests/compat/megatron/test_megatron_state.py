@@ -1,4 +1,4 @@
-"""parallel_state against megatron-core's: every group, rank, getter and error type."""
+"""Test every group, rank, getter and error type of parallel_state against megatron-core."""
 
 import math
 
@@ -140,7 +140,7 @@ def test_errors_match_megatron(configuration):
     expected = state_of(theirs, world_size, 0, arguments)
     before = read_globals(ours)
     if TAKES_GTP and "tp" not in arguments.get("order", "tp").split("-"):
-        event("an order without tp")  # 0.19 finds "tp" in "gtp_remat", and then fails
+        event("an order without tp")  # 0.19 finds "tp" inside "gtp_remat"
         return
     found = state_of(ours, world_size, 0, arguments)
     assert read_globals(ours) == before
@@ -194,8 +194,8 @@ def shift(value, offset):
     return value + offset if isinstance(value, int) else value
 
 
-# A model that starts at another rank, or has fewer ranks than the job, equals Megatron's model of
-# its size, shifted by the offset. Ranks outside have no groups.
+# If a model starts at another rank, or has fewer ranks than the job, its groups are the groups of
+# Megatron's model of the same size, shifted by the offset. Ranks outside the model have no groups.
 @settings(max_examples=examples(60))
 @given(configurations(), st.integers(0, 9), st.integers(0, 9), st.data())
 def test_offset_shifts_all_ranks(configuration, offset, spare, data):

@@ -1,4 +1,4 @@
-"""The release of megatron-core that is followed, and newer or broken installations."""
+"""Test which release of megatron-core is followed, and newer or broken installations."""
 
 import textwrap
 
@@ -18,7 +18,7 @@ from hypercomm.testing import fake_world
 INSTALLED = ".".join(their_core.__version__.split(".")[:3])
 
 
-# The followed version is the installed one, until another one is set.
+# hypercomm follows the installed version until another version is set.
 def test_followed_version():
     assert version.get() == INSTALLED
     with following("0.17"):
@@ -172,7 +172,7 @@ def test_broken_package_is_treated_as_missing(folder):
 @pytest.mark.parametrize(
     ("file", "text", "found"),
     [
-        ("__init__.py", None, INSTALLED),  # not a package any more, so the installed one is found
+        ("__init__.py", None, INSTALLED),  # no longer a package, so INSTALLED is found
         ("package_info.py", None, "0.20.0"),
         ("package_info.py", "MAJOR = (", "0.20.0"),
         ("package_info.py", "MAJOR = 0\nMINOR = 16", "0.16.0"),

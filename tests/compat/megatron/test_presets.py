@@ -1,4 +1,4 @@
-"""Megatron's grids as presets: every group against megatron-core's parallel_state."""
+"""Test every group of Megatron's grids against megatron-core's parallel_state."""
 
 import functools
 
@@ -214,8 +214,7 @@ def test_names_of_expert_dims(rank, sizes, names, shared):
         assert comparison.plain(collection.cp) == (rank,)
 
 
-# A grid that has none of Megatron's dims is rejected, and so is such a view. The error shows the
-# layout.
+# A grid or a view that has none of Megatron's dims is rejected. The error shows the layout.
 def test_grids_without_megatrons_dims():
     with (
         fake_world(8),
@@ -229,9 +228,9 @@ def test_grids_without_megatrons_dims():
             megatron_requests(grid)
 
 
-# Each group of replicas is cut into as many pieces as there are optimizer instances. An instance
-# consists of the pieces with the same index from all groups. The replicas have one stride, two
-# strides, or a list of ranks.
+# Each group of replicas is split into one part for each optimizer instance. An instance consists of
+# the parts with the same index from all groups. The groups have one stride, two strides, or no
+# stride.
 @pytest.mark.parametrize(
     "layout",
     [

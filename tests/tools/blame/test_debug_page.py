@@ -1,4 +1,4 @@
-"""The page of torch's debug server: while a rank hangs, while calls complete, and at the end."""
+"""Test the page of torch's debug server during a hang, while calls complete, and at the end."""
 
 import html
 import re
@@ -70,9 +70,9 @@ if __name__ == "__main__":
 """
 
 
-# Rank 3 has not entered the all_reduce over dp of ranks 1 and 3, so it is named. Each rank has its
-# coordinates and last call on the page. While calls complete, no rank is named. No process is
-# aborted at the end.
+# Rank 3 has not entered the all_reduce over dp of ranks 1 and 3, so the page names rank 3. The page
+# shows the coordinates and the last call of each rank. While calls complete, no rank is named. No
+# process is aborted at the end.
 @pytest.mark.full
 def test_page_names_the_hanging_rank(tmp_path):
     program = tmp_path / "program.py"

@@ -1,4 +1,4 @@
-"""Files that are not dumps, broken or malicious dumps, and dumps of several jobs."""
+"""Test files that are not dumps, broken or malicious dumps, and dumps of several jobs."""
 
 import json
 import pickle
@@ -25,8 +25,8 @@ def waiting(folder):
     return dumps
 
 
-# A dump that cannot be read is named, and the other dumps are analysed. No rank is blamed because
-# its dump is unreadable. Code in a dump does not run.
+# The verdict names a dump that cannot be read, and analyses the other dumps. An unreadable dump is
+# no reason to blame its rank. Code in a dump does not run.
 @pytest.mark.parametrize(
     "content",
     [
@@ -115,7 +115,7 @@ def test_control_characters_are_replaced(tmp_path):
     assert "all?[31mreduce" in str(blame(dumps.write(tmp_path)))
 
 
-# A file whose name is not that of a dump is ignored. Calls that are complete on some ranks show
+# A file that is not named like a dump is ignored. Calls that are complete on some ranks show
 # nothing about ranks without a dump.
 def test_missing_dumps_are_unclear(tmp_path):
     folder = job().write(tmp_path, but=[0, 1, 3])
@@ -144,7 +144,7 @@ def test_invalid_folders(tmp_path):
         with pytest.raises(WorldSizeError, match=f"--layout {layout} has . ranks, but the job has"):
             blame(folder, layout)
     (folder / "nccl_trace_rank_7").write_bytes(pickle.dumps(Dumps(8).content(7)))
-    with pytest.raises(ToolError, match="nccl_trace_rank_3 and nccl_trace_rank_7 are of two jobs"):
+    with pytest.raises(ToolError, match="trace_rank_3 and nccl_trace_rank_7 belong to two jobs"):
         blame(folder)
     (folder / "other_1.json").write_text(json.dumps(job().content(1)))
     with pytest.raises(ToolError, match=r"rank 1 has two dumps, \S+_1 and other_1\.json"):

@@ -1,4 +1,4 @@
-"""Verdicts on dumps with known mistakes."""
+"""Test the verdicts on dumps with known mistakes."""
 
 import time
 
@@ -162,8 +162,8 @@ def test_skipped_message_is_found(tmp_path):
     assert found(blame(dumps.write(tmp_path))) == [("order", (3,))]
 
 
-# A rank that receives from any rank waits, but the dump does not say for which rank. It is not
-# blamed, even if others wait for it.
+# A rank that receives from any rank waits, but the dump does not show for which rank. The receiving
+# rank is not blamed, even if other ranks wait for it.
 @pytest.mark.parametrize("is_awaited", [False, True])
 def test_receive_from_any_rank_is_unclear(tmp_path, is_awaited):
     dumps = Dumps(3)
@@ -204,8 +204,8 @@ def test_rank_without_a_dump(tmp_path):
     assert found(blame(dumps.write(tmp_path, but=[0]), "tp=2,dp=4")) == [("order", (3,))]
 
 
-# One rank has another dtype in a call, which has no effect. This does not hide that another rank is
-# missing later.
+# Rank 1 passes another dtype in a call, which has no effect. This mistake does not hide that rank 2
+# is missing later.
 def test_two_mistakes_are_found(tmp_path):
     dumps = Dumps(4)
     for rank in range(4):

@@ -1,4 +1,4 @@
-"""A watch in one process: its records, the restoration of torch, and invalid calls."""
+"""Test a watch in one process: its records, the restoration of torch, and invalid calls."""
 
 import contextlib
 import json
@@ -148,7 +148,7 @@ def test_exception_is_recorded(grid, tmp_path):
 # replaced, and nothing is written.
 def test_invalid_watches(grid, tmp_path):
     before = methods_of_process_group()
-    message = "seconds must be a number above 0 and at most 1e6, got .*; write the seconds as a"
+    message = "seconds= must be a number above 0 and at most 1e6, got .*; pass a number, as in"
     for seconds in (0, -1, float("nan"), float("inf"), timedelta(seconds=60), "60"):
         with pytest.raises(ToolError, match=message):
             grid.watch(seconds, tmp_path)
@@ -157,7 +157,7 @@ def test_invalid_watches(grid, tmp_path):
     with pytest.raises(ToolError, match=r"cannot write to the folder '.*/file'"):
         grid.watch(1, tmp_path / "file")
     watch = grid.watch(1, tmp_path / "new" / "er")
-    with pytest.raises(ToolError, match="this process has a watch, which writes /"):
+    with pytest.raises(ToolError, match="this process already has a watch, which writes /"):
         grid.watch(1, tmp_path)
     watch.stop()
     assert methods_of_process_group() == before
@@ -166,8 +166,8 @@ def test_invalid_watches(grid, tmp_path):
         grid.watch(1, tmp_path)
 
 
-# torch's trace analyser finds no mistake in the collectives of four ranks. In torch 2.10 it only
-# knows NCCL's names of collectives, so the records get these names.
+# torch's trace analyser finds no mistake in the collectives of four ranks. In torch 2.10, the
+# analyser knows only NCCL's names of collectives, so the records get these names.
 @pytest.mark.filterwarnings("ignore:`torch.distributed.:FutureWarning")
 def test_torchs_analyser_reads_the_files(tmp_path):
     from torch.distributed.flight_recorder import fr_trace

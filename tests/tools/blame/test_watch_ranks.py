@@ -1,4 +1,4 @@
-"""Real gloo ranks with one mistake: the rank is blamed, with its source line."""
+"""Test that a real gloo rank with a mistake is blamed, with its source line."""
 
 import contextlib
 import time
@@ -33,7 +33,7 @@ def watched(folder, program):
 
 
 def endless_loop(folder):
-    """Loop until all other ranks have timed out. Rank 1 calls this."""
+    """Loop until all other ranks have timed out. Rank 1 calls this function."""
     raised = set()
     while len(raised) < 3:
         for file in folder.glob("*.json"):
@@ -114,8 +114,8 @@ def test_no_mistake(tmp_path):
     assert sorted(verdict.evidence.ranks) == [0, 1, 2, 3]
 
 
-# A rank that loops is blamed with the line of the loop, although it has posted a receive for which
-# nobody waits.
+# A rank that loops is blamed with the line of the loop, although it has posted a receive that no
+# rank waits for.
 def test_looping_rank_is_blamed(tmp_path):
     def loop(rank, groups, _watch):
         call(groups, "dp", "all_reduce")

@@ -1,4 +1,4 @@
-"""Pictures of layouts, changes and mappings. The expected cells are computed from the layouts."""
+"""Test pictures of layouts, changes and mappings. Expected cells are computed from the layouts."""
 
 import io
 import itertools
@@ -61,8 +61,8 @@ def test_each_rank_appears_once(layout):
         assert len(set(colours.values())) == len(colours)
 
 
-# The schematic of a large layout shows one host. The product of the factors in it is the number of
-# ranks.
+# The schematic of a large layout shows one host. The factors in the schematic multiply to the
+# number of ranks.
 @pytest.mark.parametrize(
     ("sizes", "on", "host"),
     [
@@ -92,7 +92,7 @@ def test_schematic_multiplies_to_all_ranks(sizes, on, host):
     assert len(svg) < 60_000
 
 
-# Pipeline stages are columns. The first, the second and the last are shown with their ranks.
+# Pipeline stages are columns. The first, the second and the last stage are shown with their ranks.
 def test_stages_are_columns():
     svg = draw(RankLayout("tp=8,cp=2,dp=8,pp=8"), on=8).svg()
     texts = texts_of(svg)

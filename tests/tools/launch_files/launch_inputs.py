@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Megatron:
-    """Sizes for megatron-core's RankGenerator. dp is inferred from the others."""
+    """Sizes for megatron-core's RankGenerator. dp is inferred from the other sizes."""
 
     tp: int = 1
     pp: int = 1

@@ -1,4 +1,4 @@
-"""Problems of launch files: each names the file, the line and a value that would work."""
+"""Test that each problem of a launch file names the file, the line and a value that would work."""
 
 import contextlib
 import os
@@ -175,7 +175,7 @@ def test_two_values_of_one_size(tmp_path):
         ),
         (f"{RUN} 3", "; tp=2 would fit"),
         (f"{RUN} 2 --context-parallel-size 3", "; cp=2 would fit"),
-        # if it is not set, the experts' tp equals tp, and eight times as many ranks are needed
+        # without a size for the experts' tp, it equals tp, so eight times as many ranks are needed
         (
             f"{RUN} 8 --expert-model-parallel-size 8",
             "expt_tp=8,ep=8,pp=1,dp=-1 needs a multiple of 64",

@@ -1,4 +1,4 @@
-"""The commands plan, place, draw and diff on launch files."""
+"""Test the commands plan, place, draw and diff on launch files."""
 
 import json
 

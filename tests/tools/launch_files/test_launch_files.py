@@ -1,4 +1,4 @@
-"""read_config() on the parallel parts of real launch files, against upstream's ranks."""
+"""Compare read_config() on parts of real launch files with the ranks that upstream computes."""
 
 import math
 import sys
@@ -140,7 +140,7 @@ def test_number_of_inputs():
     assert len({given.name for given in INPUTS}) == len(INPUTS)
 
 
-# `titan_meshes` returns the same meshes as torchtitan's code.
+# The layouts have the same groups as the meshes of torchtitan's code.
 @pytest.mark.clients
 @pytest.mark.parametrize("sizes", [Titan(tp=8), Titan(dp_replicate=2, cp=2, tp=2, ep=8)], ids=str)
 def test_layouts_match_torchtitans_code(sizes):
@@ -186,7 +186,7 @@ def test_inference_engines(text, wanted):
     assert config.problems == ()
 
 
-# DeepSpeed's function lists the expert parallel ranks.
+# The expert parallel groups match the lists that DeepSpeed's function returns.
 @pytest.mark.clients
 def test_expert_ranks_match_deepspeeds_code():
     groups = pytest.importorskip("deepspeed.utils.groups", reason="pip install deepspeed")
@@ -210,8 +210,8 @@ def test_explicit_device_mesh():
     assert str(read_config("device_mesh: [2, 4]").layouts["training"]) == "dim1=4,dim0=2"
 
 
-# Megatron's flag for pp before dp is read. An order that is passed as an argument is used, but is
-# reported as a problem.
+# Megatron's flag that puts pp before dp is read. An order that is passed as an argument is used,
+# but is reported as a problem.
 @pytest.mark.parametrize(
     ("flag", "order", "problems"),
     [
@@ -249,7 +249,8 @@ def test_grids_match_the_torchtitan_preset():
     assert ours["training"].views == preset["training"].views
 
 
-# verl with Megatron is recognised by the name of its configuration, torchtitan by its flags.
+# verl with Megatron is recognised by the name of its configuration, and torchtitan is recognised by
+# its flags.
 def test_frameworks_are_recognised():
     text = "python -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer"
     rollout = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
@@ -301,7 +302,7 @@ def test_line_of_a_value(name, text, line, tmp_path):
     assert (source.value, source.line, source.file) == (2, line, name)
 
 
-# Files named by `defaults` are read first. Keys of the file itself override keys of these files.
+# The files that `defaults` names are read first. Keys of the file itself override their keys.
 def test_defaults_of_hydra(tmp_path):
     (tmp_path / "base.yaml").write_text(
         "policy:\n  megatron_cfg:\n    tensor_model_parallel_size: 2\n"

@@ -1,4 +1,4 @@
-"""The topology of a running job, gathered by its ranks."""
+"""Test the topology that the ranks of a running job gather."""
 
 import ctypes
 import os

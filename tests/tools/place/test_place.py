@@ -1,4 +1,4 @@
-"""Layouts on machines, compared with plain Python and with published values."""
+"""Compare layouts on machines with plain Python and with published values."""
 
 import itertools
 import math
@@ -114,8 +114,8 @@ def cases(most):
             yield dict(zip("abcdef", shape, strict=False)), 1000 * ranks + number
 
 
-# The order that is found costs as little as the best of all orders, computed in plain Python. The
-# default run tries a sample of the cases, the slow run tries all cases.
+# The order that is found costs as little as the best of all orders, which plain Python computes.
+# The default run tries a sample of the cases, and the slow run tries all cases.
 @pytest.mark.parametrize(
     "part", [0, 5, *(pytest.param(at, marks=pytest.mark.slow) for at in range(20))]
 )
@@ -158,14 +158,15 @@ def test_consecutive_hosts_get_no_list_of_ranks(on):
 
 
 def across(placed, level):
-    """Map each dim to the number of its groups in more than one unit, and of all its groups."""
+    """Map each dim to the number of groups in more than one unit, and the number of all groups."""
     return {spread.dims[0]: (spread.across, spread.groups) for spread in placed.on(level)}
 
 
 # TP=4, DP=16, PP=4 on NVL72, whose domains have 18 hosts of 4 GPUs. dp and pp groups span several
-# domains, tp groups do not. With 64 GPUs per domain, only pp groups do. The arithmetic: a tp group
-# is 4k..4k+3, and 4 divides 72. A dp group spans a block of 64 ranks. Only the block 0..63 and
-# three more are within one domain. A pp group spans all 256 ranks.
+# domains, and tp groups do not. With 64 GPUs per domain, only pp groups span several domains. This
+# follows from arithmetic: a tp group is 4k..4k+3, and 4 divides 72. A dp group spans a block of 64
+# ranks. Of the four blocks, only 0..63 is within one domain, so the four dp groups of this block
+# are. A pp group spans all 256 ranks.
 def test_nvl72_domains():
     traffic = {"tp": 40e9, "dp": 6e9, "pp": 1e8}
     placed = place("tp=4,dp=16,pp=4", on="host=4,domain=72", traffic=traffic)

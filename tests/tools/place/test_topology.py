@@ -1,4 +1,4 @@
-"""Descriptions of machines from each kind of source."""
+"""Test descriptions of machines from each kind of source."""
 
 import sys
 import time
@@ -123,7 +123,7 @@ def test_slurm_blocks(write_file):
     assert topology.level("domain").of_rank.tolist() == [rank // 72 for rank in range(144)]
 
 
-# The topology.yaml may have several topologies. The default one or the only one is read.
+# A topology.yaml may have several topologies. The default topology, or the only topology, is read.
 def test_topology_yaml(write_file):
     topology = read_topology(write_file("topology.yaml", SLURM_YAML), 4)
     assert topology.names == ("host", "leaf", "spine")
@@ -132,8 +132,9 @@ def test_topology_yaml(write_file):
     assert read_topology(write_file("topology.yml", only), 4).names == ("host", "domain")
 
 
-# A list contains, for each rank, the host or the host and GPU, in any order. Further sources add
-# levels. If a level is given by a size, the size counts GPUs in the order of the hosts.
+# A list contains the host of each rank, or the host and GPU of each rank. The hosts can be in any
+# order. Further sources add levels. If a level is given by a size, the size counts GPUs in the
+# order of the hosts.
 def test_list_of_hosts(write_file):
     hosts = ["b", "a", "c", "b", "a", "c", "a"]
     for on in (hosts, tuple(hosts)):
@@ -265,7 +266,8 @@ def test_machines_that_are_too_small(write_file):
         read_topology(hosts, 9)
 
 
-# If the optional packages are missing, errors say what to install. Plain lists need no package.
+# If an optional package is missing, the error names the extra to install. Plain lists need no
+# package.
 def test_missing_packages(write_file, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     monkeypatch.setitem(sys.modules, "hostlist", None)

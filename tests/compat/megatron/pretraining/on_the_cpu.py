@@ -8,7 +8,7 @@ torch.cuda.current_stream = torch.cpu.current_stream
 
 
 class OnTheCpu(TorchFunctionMode):
-    """Replaces "cuda" by the CPU where a tensor is created or moved."""
+    """Replaces "cuda" by the CPU when a tensor is created or moved."""
 
     def __torch_function__(self, function, _, args=(), kwargs=None):
         if function is torch.Tensor.cuda:

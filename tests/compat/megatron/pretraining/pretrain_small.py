@@ -1,7 +1,7 @@
 """A program with the structure of Megatron-LM's pretrain_gpt.py, which does not use hypercomm.
 
-It imports Megatron at its top and its model from a file next to it, parses its arguments, and
-trains on mock data. The last rank prints the loss of each step.
+The program imports Megatron at the top of the file, and the model from a file in the same folder.
+It parses its arguments, and trains on mock data. The last rank prints the loss of each step.
 """
 
 import argparse
