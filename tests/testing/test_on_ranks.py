@@ -1,6 +1,5 @@
 """Test `given_ranks`, and the output of pytest with hypercomm's plugin."""
 
-import functools
 import os
 import re
 import textwrap
@@ -141,16 +140,12 @@ def run_pytest(folder, *arguments):
     return done.stdout + done.stderr
 
 
-@functools.cache
-def pytest_output(folder):
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
     """Return the output of pytest for TESTS."""
+    folder = tmp_path_factory.mktemp("project")
     (folder / "test_all.py").write_text(textwrap.dedent(TESTS))
     return run_pytest(folder, "-rA", "--ranks-max=4", "--import-mode=importlib")
-
-
-@pytest.fixture
-def report(tmp_path_factory):
-    return pytest_output(tmp_path_factory.getbasetemp())
 
 
 def about(report, test):
