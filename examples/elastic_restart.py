@@ -56,7 +56,7 @@ def train(folder: str, victim: int = -1, death: int = -1) -> tuple[str, list[flo
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            losses[step] = dp.mean(loss)
+            losses[step] = dp.mean(loss.detach())
             dcp.save(state(), checkpoint_id=f"{folder}/{step}")
         return f"{grid.layout}, from step {len(saved)} on", losses.tolist()
 

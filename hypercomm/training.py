@@ -44,9 +44,11 @@ def grad_norm(parameters: Parameters, norm_type: float = 2.0) -> Tensor:
         norm of each gradient is computed in the dtype of the gradient, but at least in float32.
 
     Raises:
-        GroupOptionsError: `parameters` or `norm_type` is wrong, or the dims of a DTensor are not
-            the dims that shard it.
+        GroupOptionsError: `parameters` or `norm_type` is wrong, a parameter is given twice, or the
+            dims of a DTensor are not the dims that shard it.
         RankOutsideError: The calling rank is not in the grid.
+
+    The dims of plain tensors cannot be checked. With wrong dims, ranks get different norms.
 
     Example:
         >>> from hypercomm import HyperCommGrid
@@ -150,22 +152,38 @@ def _gradients(parameters: Parameters) -> list[tuple[Cut, list[Tensor]]]:
             f"got {short_repr(parameters)}"
         )
     cuts = []
+    seen: dict[int, tuple[Tensor, Cut]] = {}
     for cut, given in parameters.items():
         if cut is not None and not isinstance(cut, GridDims):
             raise GroupOptionsError(
                 f"the keys of parameters= must be dims of a grid, such as grid['tp', 'pp'], or "
                 f"None, got {short_repr(cut)}"
             )
-        own = [given] if isinstance(given, Tensor) else given
-        cuts.append((cut, [_local(cut, one.grad) for one in own if one.grad is not None]))
+        own = [given] if isinstance(given, Tensor) else list(given)
+        for position, parameter in enumerate(own):
+            if id(parameter) in seen:
+                _, first = seen[id(parameter)]
+                raise GroupOptionsError(
+                    f"parameters= contains a parameter of shape {tuple(parameter.shape)} twice: "
+                    f"under the key {_key(first)}, and at position {position} under the key "
+                    f"{_key(cut)}; give each parameter once"
+                )
+            seen[id(parameter)] = parameter, cut
+        cuts.append((cut, [_local(cut, one) for one in own if one.grad is not None]))
     return cuts
 
 
-def _local(cut: Cut, gradient: Tensor) -> Tensor:
+def _key(cut: Cut) -> str:
+    return "None" if cut is None else f"grid[{', '.join(map(repr, cut.dims))}]"
+
+
+def _local(cut: Cut, parameter: Tensor) -> Tensor:
     """Return this rank's part of a gradient. `cut` must match the placements of a DTensor."""
-    if not hasattr(gradient, "to_local"):
-        return gradient.detach()
-    dtensor: Any = gradient
+    dtensor: Any = parameter.grad
+    if not hasattr(dtensor, "to_local"):
+        gradient: Tensor = dtensor.detach()
+        return gradient
+    what = f"the gradient of a parameter of shape {tuple(parameter.shape)}"
     mesh = dtensor.device_mesh
     group = mesh.get_group(0)
     rank = dist.get_global_rank(group, group.rank())  # the mesh may be of a joined world
@@ -175,16 +193,16 @@ def _local(cut: Cut, gradient: Tensor) -> Tensor:
         others = {*dist.get_process_group_ranks(mesh.get_group(at))} - {rank}
         if others and placement.is_partial():
             raise GroupOptionsError(
-                f"a gradient has placement {placement} over {dim!r}, so it is not summed yet; "
+                f"{what} has placement {placement} over {dim!r}, so it is not summed yet; "
                 f"redistribute it first"
             )
         is_whole = placement.is_replicate()
         wrong = others & named if is_whole else others - named
         if wrong:
             raise GroupOptionsError(
-                f"a gradient is {'replicated' if is_whole else 'sharded'} along {dim!r}, but the "
-                f"key of its parameter is {() if cut is None else cut.dims}; the key must name "
-                f"exactly the dims that shard the parameter"
+                f"{what} is {'replicated' if is_whole else 'sharded'} along {dim!r}, but the key "
+                f"of this parameter is {_key(cut)}; the key must name exactly the dims that shard "
+                f"the parameter"
             )
     local: Tensor = dtensor.to_local()
     return local.detach()

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from hypercomm import HyperCommGrid, join_world
-from hypercomm.errors import HyperCommError
+from hypercomm.errors import GroupOptionsError, HyperCommError
+from hypercomm.testing import fake_world
 from hypercomm.training import clip_grad_norm_, grad_norm
 
 SHAPES = {"split": (4, 6), "whole": (6,), "sharded": (8, 4), "experts": (4, 5)}
@@ -88,8 +89,8 @@ def test_dims_must_match_dtensors():
         whole = cut(torch.ones(4), mesh, [Shard(0), Replicate()])
         partial = DTensor.from_local(torch.ones(4), mesh["dp"], [Partial()])
         for dims, gradient, message in (
-            ("tp", whole, r"sharded along 'dp', .* the key .* is \('tp',\)"),
-            (("tp", "dp"), whole, r"replicated along 'tp', .* the key .* is \('tp', 'dp'\)"),
+            ("tp", whole, r"sharded along 'dp', .* the key .* is grid\['tp'\]"),
+            (("tp", "dp"), whole, r"replicated along 'tp', .* the key .* is grid\['tp', 'dp'\]"),
             ("dp", partial, "over 'dp', so it is not summed"),
         ):
             weight = torch.nn.Parameter(torch.zeros_like(gradient))
@@ -188,8 +189,20 @@ def test_ranks_with_different_gradients():
         number = torch.tensor([math.nan if not first else 2.0])
         assert math.isnan(grad_norm({dp: parameter(number)}, math.inf))
         whole = cut(torch.ones(4), grid.device_mesh("dp"), [Shard(0)])
-        with pytest.raises(HyperCommError, match=r"sharded along 'dp', .* the key .* is \(\)"):
+        with pytest.raises(HyperCommError, match=r"sharded along 'dp', .* the key .* is None"):
             grad_norm({None: parameter(whole)})
+
+
+# A parameter that is given twice would count twice.
+def test_parameter_given_twice_raises():
+    weight = parameter(torch.ones(2))
+    with fake_world(1), HyperCommGrid("tp=1,pp=1") as grid:
+        for twice in ({None: [weight, weight]}, {grid["tp"]: weight, grid["tp", "pp"]: [weight]}):
+            with pytest.raises(GroupOptionsError, match=r"shape \(2,\) twice: .*give .* once"):
+                grad_norm(twice)
+        with pytest.raises(GroupOptionsError, match=r"key grid\['tp'\], .* grid\['tp', 'pp'\]"):
+            clip_grad_norm_(twice, 1.0)
+    assert weight.grad.tolist() == [1.0, 1.0]
 
 
 def test_gradients_in_a_joined_world():

@@ -8,9 +8,10 @@ first. The edges of one key have no rank in common.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Protocol, overload
 
 import attrs
@@ -19,7 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import GroupMissingError, HyperCommError, SimulationError
+from hypercomm.errors import (
+    GroupMissingError,
+    GroupOptionsError,
+    HyperCommError,
+    SimulationError,
+)
 from hypercomm.layout import RankLayout
 from hypercomm.layout.groups import Membership, RankGroups, groups_of_rows
 from hypercomm.layout.parsing import Dims
@@ -198,13 +204,23 @@ class GridDims:
     def sum(self, value: float | Tensor) -> float | Tensor:
         """Return the sum of a number or a tensor over the group. Every group member must call this.
 
-        Use this method for metrics. Gradients do not flow through the sum.
+        Use this method for metrics. No gradient flows through the sum.
 
         Args:
-            value: The value of this rank; a tensor is not changed.
+            value: The value of this rank: a tensor, which is not changed, or an int or float. All
+                ranks pass tensors of one shape and dtype, or all pass numbers.
+
+        Returns:
+            The same value on all ranks. The sum of ints is an int and exact. If any rank passes a
+            float, the sum is a float. As for `torch.sum`, the sum of bool and integer tensors has
+            the dtype int64, and tensors of float16 and bfloat16 are summed in float32.
 
         Raises:
+            GroupOptionsError: `value` is not a tensor or a number, or has more than 64 bits.
             SimulationError: The world is fake, and the group has other ranks.
+
+        Warns:
+            UserWarning: `value` requires a gradient.
 
         Example:
             >>> from hypercomm import HyperCommGrid
@@ -213,21 +229,50 @@ class GridDims:
             ...     print(grid["dp"].sum(3), grid["dp"].mean(3))
             3 3.0
         """
-        if isinstance(value, Tensor):
-            total = value.detach().clone()
-        else:
-            kind = torch.int64 if isinstance(value, Integral) else torch.float64
-            total = torch.tensor(value, dtype=kind, device=torchdist.device_type(self.group))
-        dist.all_reduce(total, group=self._live_group())
-        return total if isinstance(value, Tensor) else total.item()
+        if not isinstance(value, Tensor):
+            return self._sum_numbers(value)
+        total = self._sum_tensors(value)
+        return total.to(value.dtype) if value.is_floating_point() else total
 
     @overload
     def mean(self, value: float) -> float: ...
     @overload
     def mean(self, value: Tensor) -> Tensor: ...
     def mean(self, value: float | Tensor) -> float | Tensor:
-        """Return the mean of a number or a tensor over the group, as `sum` returns the sum."""
-        return self.sum(value) / self.size
+        """Return the mean of a number or a tensor over the group. See `sum`.
+
+        The mean of numbers is a float. The mean of bool and integer tensors has torch's default
+        dtype, and the mean of other tensors has the dtype of the tensors.
+        """
+        if not isinstance(value, Tensor):
+            return self._sum_numbers(value) / self.size
+        mean = self._sum_tensors(value) / self.size
+        return mean.to(value.dtype) if value.is_floating_point() else mean
+
+    def _sum_numbers(self, value: float) -> float:
+        own = torch.tensor(_split_number(value), dtype=torch.float64)
+        total = own.to(torchdist.device_type(self.group))
+        dist.all_reduce(total, group=self._live_group())
+        high, low, rest, floats = total.tolist()
+        integer = int(high) * _LOW + int(low)
+        return integer + rest if floats else integer
+
+    def _sum_tensors(self, value: Tensor) -> Tensor:
+        """Return the sum in the dtype in which `torch.sum` would compute it."""
+        if value.requires_grad and torch.is_grad_enabled():
+            warnings.warn(
+                "no gradient flows through the sum and the mean of a GridDims; for a metric, pass "
+                "value.detach(); in a layer, use a torch.autograd.Function",
+                stacklevel=3,
+            )
+        dtype = value.dtype
+        if not (value.is_floating_point() or value.is_complex()):
+            dtype = torch.int64
+        elif dtype.itemsize < torch.float32.itemsize:
+            dtype = torch.float32
+        total = value.detach().to(dtype, copy=True)
+        dist.all_reduce(total, group=self._live_group())
+        return total
 
     def barrier(self) -> None:
         """Wait for all ranks of the group. Raises the errors of `sum`."""
@@ -252,6 +297,34 @@ class GridDims:
         except HyperCommError:  # the calling rank is not known, or not in the grid
             return f"<{text}: groups of {self.size} ranks>"
         return f"<{text}: rank {place.rank} of {self.size}, ranks {short_repr(place.ranks)}>"
+
+
+_LOW = 2**32
+"""Ints are summed in two parts: multiples of this number, and the rest."""
+
+
+def _split_number(value: object) -> list[float]:
+    """Split a number into floats. Sums of these floats over ranks give the sum of the numbers.
+
+    Returns:
+        For an int: its multiple of `_LOW`, the rest, 0 and 0. Sums of the first two are exact.
+        For a float: 0, 0, the float, and 1, so that the last sum counts the floats.
+
+    Raises:
+        GroupOptionsError: The value is not a number, or has more than 64 bits.
+
+    Example:
+        >>> _split_number(2**33 + 5), _split_number(-1), _split_number(0.5)
+        ([2.0, 5.0, 0.0, 0.0], [-1.0, 4294967295.0, 0.0, 0.0], [0.0, 0.0, 0.5, 1.0])
+    """
+    if isinstance(value, Integral) and abs(int(value)) < 2**64:
+        high, low = divmod(int(value), _LOW)
+        return [float(high), float(low), 0.0, 0.0]
+    if isinstance(value, Real) and not isinstance(value, Integral):
+        return [0.0, 0.0, float(value), 1.0]
+    raise GroupOptionsError(
+        f"value must be a tensor, a float, or an int of at most 64 bits, got {short_repr(value)}"
+    )
 
 
 # ---- the edges of a pipeline --------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Test `grid["tp"]`: the rank's position, group and neighbours, and sums and seeds."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,12 @@ import torch.distributed as dist
 from numpy_oracle import group_of
 
 from hypercomm import HyperCommGrid, RankLayout
-from hypercomm.errors import GridDestroyedError, NotInitializedError, SimulationError
+from hypercomm.errors import (
+    GridDestroyedError,
+    GroupOptionsError,
+    NotInitializedError,
+    SimulationError,
+)
 from hypercomm.testing import fake_world
 
 SIZES = (2, 2, 2)
@@ -75,6 +82,77 @@ def test_sum_mean_and_barrier():
         assert grid["dp"].mean(tensor).tolist() == [dp + 1.0, 1.0]
         assert tensor.tolist() == [float(rank), 1.0]
         grid["tp", "dp"].barrier()
+
+
+# Ranks may pass ints and floats. The sum of ints is exact, also beyond 64 bits and for negative
+# values. The expected values are computed with Python's own numbers.
+@pytest.mark.ranks(4)
+def test_sums_of_numbers():
+    rank = dist.get_rank()
+    with HyperCommGrid("dp=4") as grid:
+        dp = grid["dp"]
+        for values in (
+            [0, 0, 0, 0.75],
+            [1, 0.5, True, -2],
+            [2**62, 2**62, 2**63, -1],
+            [-(2**63), -5, 3, 2**64 - 1],
+            [0.1, 10**6, np.int64(3), np.float32(0.5)],
+        ):
+            total = dp.sum(values[rank])
+            if all(isinstance(value, int) for value in values):
+                assert (type(total), total) == (int, sum(values))
+            else:
+                assert (type(total), total) == (float, pytest.approx(float(sum(values)), rel=1e-15))
+            assert dp.mean(values[rank]) == pytest.approx(sum(values) / 4, rel=1e-15)
+        assert np.isnan(dp.sum(float("nan") if rank else 1))
+
+
+# Sums of bool and integer tensors are int64, as for torch.sum. The mean of float16 does not
+# overflow if it fits into float16. Other dtypes are kept.
+@pytest.mark.ranks(2)
+def test_dtypes_of_sums():
+    rank = dist.get_rank()
+    with HyperCommGrid("dp=2") as grid:
+        dp = grid["dp"]
+        for values in (
+            torch.tensor([True, False]),
+            torch.tensor([200, 255], dtype=torch.uint8),
+            torch.tensor([-100, 127], dtype=torch.int8),
+            torch.tensor([2**30, 7], dtype=torch.int32),
+        ):
+            both = torch.stack([values, values])
+            torch.testing.assert_close(dp.sum(values), both.sum(0))
+            torch.testing.assert_close(dp.mean(values), both.double().mean(0).float())
+        for dtype in (torch.float16, torch.bfloat16):
+            large = torch.tensor([60000.0, 1.0 + rank], dtype=dtype)
+            expected = torch.tensor([60000.0, 1.5], dtype=dtype)
+            torch.testing.assert_close(dp.mean(large), expected, rtol=0, atol=0)
+            assert dp.sum(large[1:]).dtype == dtype
+        assert dp.sum(torch.tensor(1.5, dtype=torch.float64)).dtype == torch.float64
+        assert dp.mean(torch.tensor([1j])).tolist() == [1j]
+
+
+# A tensor that requires a gradient is summed without a gradient, so there is a warning.
+@pytest.mark.ranks(2)
+def test_sum_warns_of_a_missing_gradient():
+    weight = torch.ones(2, requires_grad=True)
+    with HyperCommGrid("dp=2") as grid:
+        with pytest.warns(UserWarning, match=r"no gradient flows .* pass value.detach\(\)"):
+            assert not grid["dp"].sum(weight * 2).requires_grad
+        with pytest.warns(UserWarning, match="no gradient flows"):
+            grid["dp"].mean(weight)
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("error")
+            grid["dp"].sum(weight * 2)
+
+
+# Values that are not numbers raise before anything is sent.
+@pytest.mark.parametrize("value", ["a", [1, 2], 1j, None, 2**64, -(2**64)])
+def test_wrong_values_of_sums(value):
+    with fake_world(1), HyperCommGrid("dp=1") as grid:
+        for call in (grid["dp"].sum, grid["dp"].mean):
+            with pytest.raises(GroupOptionsError, match="value must be"):
+                call(value)
 
 
 # Two ranks have the same seed if and only if they have the same coordinates along the dims.
