@@ -230,6 +230,11 @@ def read_status(namespace: str, rank: int) -> Steps[Status | None]:
     return Status.decode(key, text) if text else None
 
 
+def layouts_key(namespace: str, rank: int) -> str:
+    """Return the key that holds the layouts of the grids in which a rank has made calls."""
+    return f"{namespace}/layouts/{rank}"
+
+
 def find_circle(
     namespace: str, own: Status, known: dict[int, Status | None]
 ) -> Steps[list[Status]]:
@@ -502,6 +507,7 @@ class Member:
         if memory.is_reporting:
             memory.is_reporting = False
             yield Write(status_key(memory.namespace or "", scope.world.rank), "")
+        yield from self._publish_layout()
         own = self._proposer(digest_of(lines))
         self.ticket = ticket = yield from self._propose(key, own)
         first = ticket.record.first
@@ -523,6 +529,22 @@ class Member:
             yield Write(ticket.first, Entries(lines).encode())
         elif first.digest != own.digest:
             yield from self._differ(lines, own, moment)
+
+    def _publish_layout(self) -> Steps[None]:
+        """Publish the layout of the grid before the first call that only some of its ranks make.
+
+        If the grids of ranks differ, some ranks may have all their groups. They wait for nobody and
+        publish no status, but the errors of the other ranks can then name the layouts.
+        """
+        scope = self.scope
+        memory = scope.memory
+        if scope.layout is None or len(scope.ranks) == scope.layout.size:
+            return
+        layout = str(scope.layout)
+        if layout not in memory.layouts:
+            memory.layouts.append(layout)
+            text = Entries(tuple(memory.layouts[-MOST:])).encode()
+            yield Write(layouts_key(memory.namespace or "", scope.world.rank), text)
 
     def _differ(self, lines: Sequence[str], own: Proposer, moment: Moment) -> Steps[None]:
         """End the round, because the proposal of this rank differs from the first one."""
@@ -791,7 +813,8 @@ class Member:
         """Return the ranks that caused a timeout, and a text that names the first of them.
 
         A missing rank is not the cause if it waits in another call, or has just timed out there.
-        The cause is then the rank for which it waits. The text contains coordinates, host and call.
+        The cause is then the rank for which it waits. The text contains coordinates, host and call,
+        and tells whether a rank has made calls only in other grids than this one.
         """
         here = {*self.scope.ranks} - {*missing}
         known: dict[int, Status | None] = {}
@@ -804,9 +827,10 @@ class Member:
                     known[rank] = yield from read_status(self.scope.memory.namespace or "", rank)
             return known[rank]
 
-        causes: dict[int, None] = {}
+        causes: dict[int, Status | None] = {}  # and the last status that leads to the cause
         for rank in missing[:MOST]:
             at = rank
+            behind = None
             passed = {rank}
             for _ in range(MOST):
                 status = yield from status_of(at)
@@ -816,12 +840,14 @@ class Member:
                     break
                 at = others[0]
                 passed.add(at)
-            causes[at] = None
+                behind = status
+            causes[at] = behind
         causes |= dict.fromkeys(missing[MOST:])
         names = []
-        for rank in [*causes][:MOST]:
+        for rank, behind in [*causes.items()][:MOST]:
             status = yield from status_of(rank)
-            names.append(self._describe(rank, status))
+            layouts = yield from self._other_layouts(rank)
+            names.append(self._describe(rank, status, layouts, behind))
         more = len(causes) - len(names)
         text = ", ".join(names)
         return tuple(causes), f"{text} and {more} more" if more else text
@@ -834,7 +860,31 @@ class Member:
         is_same = waited is not None and waited.place == status.place
         return is_same and status.outcome.kind in ("missing", "unfinished")
 
-    def _describe(self, rank: int, status: Status | None) -> str:
+    def _other_layouts(self, rank: int) -> Steps[tuple[str, ...]]:
+        """Return the layouts of a rank's grids, or () if this grid is one of them."""
+        key = layouts_key(self.scope.memory.namespace or "", rank)
+        layouts: tuple[str, ...] = ()
+        # Without the layouts, the text has less information.
+        with contextlib.suppress(CreationError, StoreLostError):
+            text = yield Read(key)
+            layouts = () if text is None else Entries.decode(key, text).lines
+        return () if str(self.scope.layout) in layouts else layouts
+
+    def _describe(
+        self,
+        rank: int,
+        status: Status | None,
+        layouts: Sequence[str] = (),
+        behind: Status | None = None,
+    ) -> str:
+        """Describe a rank that caused a timeout.
+
+        Args:
+            rank: The rank.
+            status: Its status, if it has one.
+            layouts: The layouts of its grids if this grid is not one of them.
+            behind: The status of a rank that waits for it in another call, if there is one.
+        """
         layout = self.scope.layout
         notes = []
         if layout is not None and rank in layout:
@@ -846,6 +896,10 @@ class Member:
                 others = ", ".join(map(str, status.waits_for))
                 ahead = f" for rank {others}" if others else ""
                 notes.append(f"it waits in {status.call}{ahead}")
+        if behind is not None:
+            notes.append(f"{behind.name} waits for it in {behind.call}")
+        if layouts:
+            notes.append(f"it has made calls only in other grids: {' and '.join(layouts)}")
         title = self.scope.world.title(rank)
         return f"{title} ({'; '.join(notes)})" if notes else title
 

@@ -47,6 +47,7 @@ class Memory:
         agreed: Maps the path of each record to the last round in which this rank has agreed.
         reported: The tokens of outcomes that this rank must not raise again.
         is_reporting: Whether the store holds a status of this rank.
+        layouts: The layouts of the grids in which this rank has made calls, as text.
         stale: Keys that no rank needs any more. The next call deletes these keys.
     """
 
@@ -57,6 +58,7 @@ class Memory:
     agreed: dict[str, int] = attrs.field(factory=dict)
     reported: set[str] = attrs.field(factory=set)
     is_reporting: bool = False
+    layouts: list[str] = attrs.field(factory=list)
     stale: list[str] = attrs.field(factory=list)
     _locks: dict[str, Any] = attrs.field(factory=dict)
     _counts: Counter[str] = attrs.field(factory=Counter)
