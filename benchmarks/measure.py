@@ -29,14 +29,14 @@ class Goal:
 
 @attrs.frozen
 class Table:
-    """The measurements of several ways to do one thing.
+    """The measurements of several libraries or methods that do the same thing.
 
     Attributes:
         what: The name of the measurement.
         unit: The unit of all samples.
-        samples: The measured values of all runs, by way.
-        reference: The way whose median has ratio 1.
-        goals: The goals, by way.
+        samples: The measured values of all runs, by the name of the library or method.
+        reference: The library or method whose median has ratio 1.
+        goals: The goals, by the name of the library or method.
     """
 
     what: str

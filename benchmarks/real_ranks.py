@@ -54,7 +54,7 @@ def seconds(ways: Mapping[str, Peer], shape: Shape, cycles: int) -> dict[str, li
 
 
 def gloo(what: str, ways: Mapping[str, Peer], shape: Shape, runs: int, cycles: int) -> Table:
-    """Measure the ways in several launches. A cycle takes as long as its slowest rank."""
+    """Measure the libraries in several launches. The slowest rank ends a cycle."""
     nprocs = 1
     for size in shape:
         nprocs *= size

@@ -19,7 +19,7 @@ AXES = {"up": 0, "down": 1}  # the axis of a weight that tp splits; fsdp then sp
 
 
 def model() -> dict[tuple[int, str], Tensor]:
-    """Make all weights, by pipeline stage and name, equal on every rank."""
+    """Return all weights by pipeline stage and name. Every rank gets the same weights."""
     torch.manual_seed(0)
     return {key: torch.randn(SHAPES[key[1]]) for key in product(range(STAGES), SHAPES)}
 

@@ -104,8 +104,8 @@ def be_rank(
     timeout = timedelta(seconds=60)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timeout)
     results.put((rank, train(kind, path)))
-    store.wait(["all have ended"])  # a rank that ends breaks its connections
-    os._exit(0)  # WORLD has lost a rank: do not wait for it
+    store.wait(["all have ended"])  # because a rank that ends breaks its connections
+    os._exit(0)  # without waiting for the lost rank of WORLD
 
 
 def lose_a_rank(kind: str, path: str) -> tuple[list[float], list[str]]:

@@ -183,12 +183,16 @@ class RankFailedError(HyperCommError, RuntimeError):
     Attributes:
         rank: The first rank that failed.
         reason: The traceback of that rank as text, or the reason why the rank ended.
+        summary: The class and the first line of the error that the rank raised, or "". The message
+            begins with it, and the traceback follows.
     """
 
-    def __init__(self, rank: int, reason: str) -> None:
-        super().__init__(f"rank {rank} failed: {reason}")
+    def __init__(self, rank: int, reason: str, summary: str = "") -> None:
+        first = f"{summary}\n" if summary else ""
+        super().__init__(f"rank {rank} failed: {first}{reason}")
         self.rank = rank
         self.reason = reason
+        self.summary = summary
 
-    def __reduce__(self) -> tuple[type[RankFailedError], tuple[int, str]]:
-        return type(self), (self.rank, self.reason)
+    def __reduce__(self) -> tuple[type[RankFailedError], tuple[int, str, str]]:
+        return type(self), (self.rank, self.reason, self.summary)

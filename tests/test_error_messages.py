@@ -10,6 +10,7 @@ from group_checks import tables
 
 from hypercomm import (
     GridSet,
+    GroupRequest,
     HyperCommGrid,
     RankLayout,
     RankMapping,
@@ -24,6 +25,8 @@ from hypercomm import (
     torchtitan_grids,
 )
 from hypercomm.compat.deepspeed import Mpu, process_topology
+from hypercomm.compat.ezpz import TensorParallelState
+from hypercomm.compat.megatron import ParallelState, parallel_state
 from hypercomm.errors import (
     GridDestroyedError,
     GroupExistsError,
@@ -327,6 +330,20 @@ GRIDS = [
     ),
     (lambda: GridSet.tile(a="tp=8", world_size=8), TypeError, "'world_size'", "size first"),
     (
+        lambda: set_of(8, a="tp=8").create_pgs("a", "b"),
+        TypeError,
+        "create_pgs() takes one dict of lists, as in create_pgs({'grid': ['tp', 'dp']})",
+        "got 'a', 'b'",
+    ),
+    (lambda: set_of(8, a="tp=8").create_pgs("a"), LayoutError, "a dict of lists, as in", "got 'a'"),
+    (
+        lambda: set_of(8, a="tp=8").create_pgs("a", "b"),
+        TypeError,
+        "create_pgs() takes one dict of lists, as in create_pgs({'grid': ['tp', 'dp']})",
+        "got 'a', 'b'",
+    ),
+    (lambda: set_of(8, a="tp=8").create_pgs("a"), LayoutError, "a dict of lists, as in", "got 'a'"),
+    (
         lambda: GridSet.colocated(8, a="tp=8", requires="any"),
         TypeError,
         "only GridSet(...) takes it",
@@ -408,6 +425,13 @@ GRIDS = [
     ),
     (lambda: run_ranks(int, 1, timeout=math.nan), GroupOptionsError, "timeout", "nan"),
     (lambda: run_ranks(int, 0), LayoutError, "nprocs must be at least 1", "0"),
+    *(
+        (lambda args=args: run_ranks(int, 1, args=args), LayoutError, text)
+        for args, text in (
+            (3, "args must be a sequence, as in args=(3,), got 3"),
+            ("ab", "args must be a sequence, as in args=('ab',), got 'ab'"),
+        )
+    ),
     (lambda: report(1), NotInitializedError, "only in a rank that run_ranks"),
 ]
 # The calls get a grid of 8 ranks that has dp groups. They run as rank 5.
@@ -481,7 +505,19 @@ CREATED = [
         )
     ),
     (lambda grid: grid.ensure_pg("tp", timout=3), TypeError, "Did you mean 'timeout'?"),
-    (lambda grid: grid.create_pgs("tp"), LayoutError, "'tp'"),
+    *(
+        (lambda grid, wrong=wrong: grid.create_pgs(wrong), LayoutError, "a list of requests", text)
+        for wrong, text in (
+            ("tp", "got 'tp'; write ['tp']"),
+            ({"dims": "tp"}, "write [{'dims': 'tp'}]"),
+            (GroupRequest("tp", name="x"), "write [GroupRequest('tp', name='x')]"),
+        )
+    ),
+    (
+        lambda grid: grid.create_pgs("tp", "cp"),
+        TypeError,
+        "create_pgs() takes one list, as in create_pgs(['tp', 'dp']), got 'tp', 'cp'",
+    ),
     (lambda grid: grid.create_pgs({"tp"}), LayoutError, "a set has no order"),
     (lambda grid: grid.create_pgs(["cp", "xp"]), UnknownDimError, "xp"),
     (lambda grid: grid.create_pgs(["cp", {"dim": "tp"}]), GroupOptionsError, "dims"),
@@ -558,13 +594,43 @@ TOOLS = [
     (lambda: grad_norm({None: []}, 0), GroupOptionsError, "norm_type", "got 0"),
     (lambda: clip_grad_norm_({None: []}, -1), GroupOptionsError, "max_norm", "got -1"),
 ]
+COMPAT = [
+    *(
+        (lambda call=call: call(tensor_model_parallel_sizes=2), TypeError, f"{name}() got", hint)
+        for call, name, hint in (
+            (
+                parallel_state.initialize_model_parallel,
+                "initialize_model_parallel",
+                "'tensor_model_parallel_sizes'; did you mean 'tensor_model_parallel_size'?",
+            ),
+            (
+                ParallelState.create,
+                "ParallelState.create",
+                "'tensor_model_parallel_sizes'; did you mean 'tensor_model_parallel_size'?",
+            ),
+            (
+                TensorParallelState.create,
+                "TensorParallelState.create",
+                "'tensor_model_parallel_sizes'; did you mean 'tensor_parallel_size'?",
+            ),
+        )
+    ),
+    (
+        lambda: ParallelState.create(2, tensor_model_parallel_size=2),
+        TypeError,
+        "create(): multiple",
+    ),
+]
 
 
 # Each mistake raises exactly its class, with all parts in the message.
 @pytest.mark.parametrize(
     ("call", "kind", "parts"),
     [
-        *((call, kind, parts) for call, kind, *parts in LAYOUTS + TEXTS + MAPPINGS + GRIDS + TOOLS),
+        *(
+            (call, kind, parts)
+            for call, kind, *parts in LAYOUTS + TEXTS + MAPPINGS + GRIDS + TOOLS + COMPAT
+        ),
         *((created(call), kind, parts) for call, kind, *parts in CREATED),
     ],
 )

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from processes import run_python
 
-from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping
+from hypercomm import GridSet, GroupRequest, HyperCommGrid, RankLayout, RankMapping
 from hypercomm.layout.difference import difference
+from hypercomm.process_groups.world import current
 from hypercomm.testing import fake_world, simulate
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "grid.ipynb"
@@ -25,6 +26,19 @@ def test_repr_is_one_line():
     for value in values:
         assert "\n" not in repr(value)
         assert str(value)
+
+
+# A world shows its size and the calling rank, but not the tables that it keeps. A request shows
+# only the arguments that are given.
+def test_repr_is_short():
+    with fake_world(8, rank=3):
+        assert repr(current()) == "<World of 8 ranks: rank 3, backend fake>"
+    with fake_world(3, rank=2, parts={"trainer": 2, "engine": 1}) as world:
+        text = f"<World {world.name!r} of 3 ranks: engine rank 0 of 1, backend {world.backend}>"
+        assert repr(world) == text.replace(" ''", "")
+    assert repr(GroupRequest("tp")) == "GroupRequest('tp')"
+    request = GroupRequest(["dp", "cp"], name="twin", lazy_init=False)
+    assert repr(request) == "GroupRequest(['dp', 'cp'], name='twin', lazy_init=False)"
 
 
 # A mapping accepts a grid, a view or text in place of a layout.

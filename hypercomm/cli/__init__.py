@@ -154,11 +154,10 @@ def _with_hint(error: click.ClickException, name: str) -> click.ClickException:
         name: The name of the command.
     """
     if isinstance(error, click.NoSuchOption):
-        here = _USUAL_NAMES.get(error.option_name, "")
         parameters = error.ctx.command.params if error.ctx else []
-        if any(here.split()[:1] == [option] for one in parameters for option in one.opts):
-            message = f"No such option {error.option_name!r}; did you mean {here!r}?"
-            return click.UsageError(message, error.ctx)
+        hint = _option_hint(error.option_name, parameters)
+        if hint:
+            return click.UsageError(f"No such option {error.option_name!r}{hint}", error.ctx)
     elif isinstance(error, click.UsageError) and name in _COMMANDS:
         is_about_value = isinstance(error, click.BadParameter)
         if not is_about_value or isinstance(error, click.MissingParameter):
@@ -166,6 +165,27 @@ def _with_hint(error: click.ClickException, name: str) -> click.ClickException:
             example = f"hypercomm {name} {_COMMANDS[name].example}"
             return click.UsageError(f"{said}. For example: {example}", error.ctx)
     return error
+
+
+def _option_hint(given: str, parameters: Sequence[click.Parameter]) -> str:
+    """Return a clause with what to write in place of an option, or "" if click knows better.
+
+    Args:
+        given: The option that does not exist.
+        parameters: The parameters of the command.
+    """
+    from hypercomm.compat.launch_options import PARALLEL, SIZES
+
+    usual = _USUAL_NAMES.get(given, "")
+    if any(usual.split()[:1] == [option] for one in parameters for option in one.opts):
+        return f"; did you mean {usual!r}?"
+    arguments = {one.name for one in parameters if isinstance(one, click.Argument)}
+    is_size = SIZES.get(given.strip("-").replace("-", "_")) in PARALLEL
+    if is_size and arguments & {"sizes", "before"}:
+        return "; write sizes as tp=2,dp=4"
+    if given == "--on":  # click would suggest --json
+        return "; plan, draw and place have this option"
+    return ""
 
 
 def _is_first() -> bool:

@@ -8,6 +8,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import attrs
@@ -19,12 +20,12 @@ from rich.table import Table
 from hypercomm.cli import options
 from hypercomm.cli.options import Key, read_keys, read_sizes, read_views
 from hypercomm.cli.printing import console, numbers, print_json, quiet, table
-from hypercomm.errors import HyperCommError, RankFailedError, WorldSizeError
+from hypercomm.errors import HyperCommError, LayoutError, RankFailedError, WorldSizeError
 from hypercomm.job_environment import FoundJob, find_job
 from hypercomm.launch import run_ranks
 from hypercomm.launch.run import most_ranks, preloads
 from hypercomm.layout import RankLayout
-from hypercomm.layout.text import format_coords
+from hypercomm.layout.text import format_coords, short_repr
 from hypercomm.layout.views import Views
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ def check(
 
     torchrun --nproc-per-node 8 -m hypercomm check tp=2,cp=2,dp=2
     """
+    if problem := _launch_file(sizes, ranks):
+        raise LayoutError(problem)
     # torch reads this variable when it is loaded. Without it, torch's reports of a dead peer would
     # hide the error of this command.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
@@ -117,6 +120,31 @@ def check(
     if is_first or outcome.failed is not None:
         return outcome.show(as_json=as_json)
     return 0
+
+
+def _launch_file(text: str, ranks: int | None) -> str:
+    """Return the error for a launch file in place of sizes, or "" if the text is not a file.
+
+    The error shows the calls that check the layouts of the file.
+    """
+    from hypercomm.tools.launch_files.config import is_launch_file, read_config
+
+    if not is_launch_file(text):
+        return ""
+    name = short_repr(text)
+    if not Path(text).is_file():
+        what = f"{name} is a folder" if Path(text).is_dir() else f"there is no file {name}"
+        return f"{what}, and check takes sizes, as in hypercomm check tp=2,dp=4"
+    calls = []
+    for views in read_config(Path(text), ranks).views.values():
+        others = [f" --view {other}:{view.layout}" for other, view in views.items()]
+        calls.append("".join([f"hypercomm check {views.base}", *others]))
+    if not calls:
+        return (
+            f"check takes sizes, and no layout can be read from {name}; 'hypercomm plan {text}' "
+            f"shows its problems"
+        )
+    return f"check takes sizes, and {name} is a launch file; write {' or '.join(calls)}"
 
 
 @attrs.frozen

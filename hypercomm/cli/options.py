@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from itertools import chain, combinations
@@ -81,6 +82,11 @@ def read_sizes(
     sizes = parse_sizes(text)
     dim = check_one_unspecified([name for name, size in sizes.items() if size == UNSPECIFIED])
     if dim is not None and ranks is None:
+        if os.path.isdir(text):  # noqa: PTH112 - Path raises for a long text
+            raise LayoutError(
+                f"{short_repr(text)} is a folder; give the path of a launch file, or sizes, as in "
+                f"tp=8,dp=4"
+            )
         also = f", or the number of ranks, as in {option} 16" if option else ""
         raise LayoutError(
             f"the size of dim {short_repr(dim)} is unspecified; give it, as in '{dim}=2'{also}"
@@ -144,6 +150,11 @@ def read_views(layout: RankLayout, texts: Sequence[str]) -> Views:
     views = Views(layout)
     for number, text in enumerate(texts, 1):
         name, colon, sizes = text.partition(":")
+        if not colon and "=" not in text:
+            raise LayoutError(
+                f"--view {short_repr(text)} has no sizes; write {text.strip() or 'expert'}:"
+                f"ep=2,rest=-1"
+            )
         if not colon:
             name = f"view{number}"
             sizes = text
@@ -178,14 +189,9 @@ def read_keys(views: Views, wanted: Sequence[tuple[str, ...]] | None) -> list[Ke
         >>> print(*read_keys(read_views(dense, ["e:ep=2,pp=2"]), None))
         tp pp tp+pp e:ep e:ep+pp
     """
-    layouts = {None: views.base} | {name: view.layout for name, view in views.items()}
     if wanted is not None:
-        keys = []
-        for dims in wanted:
-            having = (name for name, one in layouts.items() if {*dims} <= {*one.dim_names})
-            name = next(having, None)
-            keys.append(Key(name, layouts[name].order_dims(dims)))
-        return keys
+        return [Key(*views.view_with(dims)) for dims in wanted]
+    layouts = {None: views.base} | {name: view.layout for name, view in views.items()}
     return [
         Key(name, layout.order_dims(dims))
         for name, layout in layouts.items()

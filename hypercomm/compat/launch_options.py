@@ -8,6 +8,7 @@ command lines.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -103,6 +104,35 @@ def module_and_size(path: Sequence[str]) -> tuple[str, str]:
         name = prefix[2]
     module = ".".join(part for part in parts if not _TRANSPARENT.fullmatch(part))
     return module, SIZES.get(name, "")
+
+
+_LONG = tuple(name for name, size in SIZES.items() if size not in WORLD and len(name) >= 12)
+"""The keys of sizes and choices that are long enough to recognise a misspelling."""
+
+_CLOSE = 0.92
+"""The least similarity of a misspelt key, which is one or two letters in a long key."""
+
+
+def similar_size(path: Sequence[str]) -> str:
+    """Return the key of a size that a key resembles, or "" if there is none.
+
+    The key must set no size itself (see `module_and_size`). Short keys are never found, because
+    frameworks have many of them.
+
+    Example:
+        >>> similar_size(("tensor_model_paralel_size",)), similar_size(("mp_size",))
+        ('tensor_model_parallel_size', '')
+        >>> similar_size(("actor", "sglang_tensor_paralel_size",))
+        'sglang_tensor_parallel_size'
+    """
+    name = path[-1]
+    if name.removeprefix("no_") in SIZES:  # vLLM's --no-enable-expert-parallel
+        return ""
+    prefix = _PREFIX.fullmatch(name)
+    for begin, rest in [("", name), *([(f"{prefix[1]}_", prefix[2])] if prefix else [])]:
+        if close := difflib.get_close_matches(rest, _LONG, 1, _CLOSE):
+            return begin + close[0]
+    return ""
 
 
 OWN = {"fsdp"}

@@ -400,7 +400,9 @@ def framework_layouts(kind: str, sizes: Mapping[str, Any], world_size: int | Non
     except HyperCommError as error:
         fitting = _fitting(kind, sizes, world_size)
         hint = f"; {' or '.join(fitting)} would fit" if fitting else ""
-        raise type(error)(f"{error}{hint}") from error
+        # The hint about all layouts of the module replaces the hint about one layout.
+        text = re.sub(r"; [\w= ]+ would fit", "", str(error))
+        raise type(error)(f"{text}{hint}") from error
 
 
 def _fitting(kind: str, sizes: Mapping[str, Any], world_size: int | None) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
+import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import torch.distributed as dist
 
 from hypercomm.errors import StateError
+from hypercomm.layout.text import did_you_mean
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -141,6 +143,32 @@ class ModuleState:
 
 
 State = TypeVar("State", bound=ModuleState)
+
+
+def bind_arguments(
+    call: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> inspect.BoundArguments:
+    """Bind arguments to a signature, as a call does. Errors name `call`.
+
+    Raises:
+        TypeError: The signature does not accept the arguments.
+
+    Example:
+        >>> signature = inspect.signature(lambda tp_size=1: None)
+        >>> bind_arguments("create", signature, (), {"tp_sizes": 2})
+        Traceback (most recent call last):
+        TypeError: create() got an unexpected keyword argument 'tp_sizes'; did you mean 'tp_size'?
+    """
+    for name in kwargs:
+        if name not in signature.parameters:
+            raise TypeError(
+                f"{call}() got an unexpected keyword argument {name!r}"
+                f"{did_you_mean(name, signature.parameters)}"
+            )
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{call}(): {error}") from None
 
 
 class CurrentState(Generic[State]):

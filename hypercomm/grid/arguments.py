@@ -129,6 +129,35 @@ def hints_at_keywords(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+def takes_one(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Make a method that has one positional argument explain this if it is given several.
+
+    Args:
+        what: The argument, with an example of the call.
+
+    Example:
+        >>> class Grid:
+        ...     @takes_one("list, as in create_pgs(['tp', 'dp'])")
+        ...     def create_pgs(self, requests):
+        ...         pass
+        >>> Grid().create_pgs("dp", "tp")
+        Traceback (most recent call last):
+        TypeError: create_pgs() takes one list, as in create_pgs(['tp', 'dp']), got 'dp', 'tp'
+    """
+
+    def decorated(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            if len(args) > 2:  # the first one is `self`
+                given = ", ".join(map(short_repr, args[1:]))
+                raise TypeError(f"{function.__name__}() takes one {what}, got {given}")
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorated
+
+
 def check_dims(call: str, dims: Mapping[str, object], keywords: Iterable[str]) -> None:
     """Raise for a keyword that is not the size of a dim.
 

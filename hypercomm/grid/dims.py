@@ -178,9 +178,9 @@ class GridDims:
             HyperCommError: See `HyperCommGrid.create_pg`.
         """
         if self._table().world is None:
-            torchdist.world_group()  # raises, because WORLD was destroyed
-        _ = self._place  # raises on a rank outside of the grid
-        dims = "+".join(self.dims)  # text is looked up faster than a tuple
+            torchdist.world_group()  # raises an error, because WORLD was destroyed
+        _ = self._place  # raises an error on a rank outside of the grid
+        dims = "+".join(self.dims)  # a string is looked up faster than a tuple
         try:
             group = self._view.get_pg(dims)
         except GroupMissingError:

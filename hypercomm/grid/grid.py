@@ -293,9 +293,10 @@ class HyperCommGrid(GridView):
             group_desc: A description that torch's logs show. Default: the dims.
             share: Overrides the grid's `share`.
             derive: The groups to create instead of the groups over `dims`. Requires `name`. Pass
-                disjoint lists of ranks, which may differ in size, such as [[0, 4], [1, 2, 3]], or a
-                function that takes the groups over `dims` and returns lists or `RankGroups`. For
-                example, the function for the ends of each pipeline is
+                disjoint lists of ranks of the grid, which may differ in size and need not lie
+                within the groups over `dims`, such as [[0, 4], [1, 2, 3]], or a function that takes
+                the groups over `dims` and returns lists or `RankGroups`. For example, the function
+                for the ends of each pipeline is
                 `lambda groups: groups.pick(lambda ranks: (ranks[0], ranks[-1]))`.
             creation: Overrides the grid's `creation`.
             lazy_init: Overrides the grid's `lazy_init`.
@@ -479,7 +480,7 @@ class HyperCommGrid(GridView):
             >>> from hypercomm.testing import fake_world
             >>> with fake_world(8), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
             ...     print(grid.explain("dp"))
-            dp: 2 of 4 ranks, fake
+            dp: 2 groups of 4 ranks, fake
               local: each rank creates only the groups that it is a member of
               not split: WORLD is not bound to a device: init_process_group(device_id=...) binds it
               not enumerate: it would work too: every rank iterates over every group of the world

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import UnknownDimError, WorldSizeError
-from hypercomm.grid.arguments import Sizes, check_name, hints_at_keywords
+from hypercomm.errors import LayoutError, UnknownDimError, WorldSizeError
+from hypercomm.grid.arguments import Sizes, check_name, hints_at_keywords, takes_one
 from hypercomm.grid.grid import HyperCommGrid
 from hypercomm.grid.view import position_in, state_of
 from hypercomm.layout import RankLayout, read_layout
@@ -419,6 +419,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
 
     # ---- process groups -------------------------------------------------------------------------
 
+    @takes_one("dict of lists, as in create_pgs({'grid': ['tp', 'dp']})")
     @hints_at_keywords
     def create_pgs(
         self,
@@ -461,6 +462,11 @@ class GridSet(Mapping[str, HyperCommGrid]):
             ...     print({name: [pg.size() for pg in pgs] for name, pgs in created.items()})
             {'a': [2], 'b': [4, 2]}
         """
+        if not isinstance(requests, Mapping):
+            raise LayoutError(
+                f"create_pgs of a GridSet takes a dict of lists, as in "
+                f"create_pgs({{'grid': ['tp', 'dp']}}), got {short_repr(requests)}"
+            )
         for name in requests:
             state_of(self[name]).table.check_alive()  # raises for an unknown grid
         names = [name for name in self if name in requests]

@@ -16,15 +16,21 @@ import attrs
 import numpy as np
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import HyperCommError, UnknownDimError
-from hypercomm.grid.arguments import GridOptions, check_choices, check_name, hints_at_keywords
+from hypercomm.errors import HyperCommError, LayoutError, UnknownDimError
+from hypercomm.grid.arguments import (
+    GridOptions,
+    check_choices,
+    check_name,
+    hints_at_keywords,
+    takes_one,
+)
 from hypercomm.grid.connect import Connection, connect
 from hypercomm.grid.dims import GridDims, PipelineEdges, Size
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_int, as_ordered
-from hypercomm.layout.groups import format_sizes_of
+from hypercomm.layout.groups import format_counts
 from hypercomm.layout.parsing import Dims
-from hypercomm.layout.text import format_coords
+from hypercomm.layout.text import format_coords, short_repr
 from hypercomm.layout.views import View, Views
 from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.agreement.driver import refusing
@@ -117,6 +123,9 @@ class GridState:
         """Bind the requests of `create_pgs`. The other arguments are defaults for the requests."""
         self.table.check_alive()
         defaults = {"view": view, "backend": backend, "timeout": timeout, "share": share}
+        if isinstance(requests, (str, Mapping, GroupRequest)):
+            given = short_repr(requests)
+            raise LayoutError(f"create_pgs takes a list of requests, got {given}; write [{given}]")
         bound = []
         for given in as_ordered(requests, "the list in create_pgs(['tp', ['dp', 'cp']])"):
             request = GroupRequest.of(given)
@@ -417,6 +426,7 @@ class GridView:
             )
         )
 
+    @takes_one("list, as in create_pgs(['tp', 'dp'])")
     @hints_at_keywords
     def create_pgs(
         self,
@@ -728,8 +738,7 @@ class GridView:
         groups = []
         for spec in specs:
             backend = f", {spec.options.backend}" if spec.options.backend else ""
-            sizes = format_sizes_of(spec.groups)
-            groups.append(f"group {spec.key}: {len(spec.groups)} of {sizes} ranks{backend}")
+            groups.append(f"group {spec.key}: {format_counts(spec.groups)}{backend}")
         views = [f"view {name}: {view}" for name, view in self.views.items()]
         lines = [
             position_in(self.layout, self._state.table.given_world),

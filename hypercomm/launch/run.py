@@ -32,9 +32,14 @@ from typing import IO, Any, TypeVar
 
 import attrs
 
-from hypercomm.errors import GroupOptionsError, NotInitializedError, RankFailedError
-from hypercomm.layout.checks import check_duration, is_positive, positive
-from hypercomm.layout.text import short_repr
+from hypercomm.errors import (
+    GroupOptionsError,
+    LayoutError,
+    NotInitializedError,
+    RankFailedError,
+)
+from hypercomm.layout.checks import as_tuple, check_duration, is_positive, positive
+from hypercomm.layout.text import short_repr, summary_of
 from hypercomm.lazy import required
 
 T = TypeVar("T")
@@ -134,7 +139,7 @@ def run_ranks(
         RankFailedError: A rank raised, died, or did not return in time. The error names the first
             such rank, and shows its traceback or the stack at which it hangs.
         MissingPackageError: cloudpickle is not installed.
-        LayoutError: `nprocs` is not a positive int.
+        LayoutError: `nprocs` is not a positive int, or `args` is not a sequence.
         GroupOptionsError: A timeout is not positive, or has the wrong type.
 
     Example:
@@ -151,7 +156,7 @@ def run_ranks(
         )
     if group_timeout is not None:
         check_duration(group_timeout, "group_timeout")
-    call = dumps((function, tuple(args)))
+    call = dumps((function, as_args(args)))
     timeout = min(timeout, _LONGEST_S)
     _start_fork_server()
     ranks: list[_Rank] = []
@@ -166,6 +171,24 @@ def run_ranks(
         finally:
             _end(ranks)
     return returned
+
+
+def as_args(args: object) -> tuple[Any, ...]:
+    """Return the arguments of a function as a tuple.
+
+    Raises:
+        LayoutError: The value is not a sequence, or is a string.
+
+    Example:
+        >>> as_args(3)
+        Traceback (most recent call last):
+        hypercomm.errors.LayoutError: args must be a sequence, as in args=(3,), got 3
+    """
+    try:
+        return as_tuple(args, "args")
+    except LayoutError:
+        given = short_repr(args)
+        raise LayoutError(f"args must be a sequence, as in args=({given},), got {given}") from None
 
 
 def report(value: object) -> None:
@@ -275,7 +298,7 @@ def _results(
     """Receive messages until all ranks have returned, a rank has failed, or the time is over."""
     deadline = time.monotonic() + timeout
     returned: dict[int, Any] = {}
-    failures: list[tuple[float, int, str]] = []  # the time, the rank, the reason
+    failures: list[tuple[float, int, str, str]] = []  # time, rank, reason, summary
     waiting = list(ranks)
     while waiting:
         sources: dict[Any, _Rank] = {rank.link: rank for rank in waiting}
@@ -288,7 +311,8 @@ def _results(
             elif kind == "returned":
                 returned[rank.number] = value
             elif kind == "failed":
-                failures.append((value[0], rank.number, value[1]))
+                at, reason, summary = value
+                failures.append((at, rank.number, reason, summary))
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
             if kind != "message":
                 waiting.remove(rank)
@@ -296,15 +320,15 @@ def _results(
             break
     if waiting and not failures:
         reason = f"it had not returned after {timeout:g} s\n{_stacks(waiting)}"
-        failures = [(0.0, waiting[0].number, reason)]
+        failures = [(0.0, waiting[0].number, reason, "")]
     if failures:
-        _, first, reason = min(failures)
-        raise RankFailedError(first, reason)
+        _, first, reason, summary = min(failures)
+        raise RankFailedError(first, reason, summary)
     return [returned[rank.number] for rank in ranks]
 
 
 def _receive(rank: _Rank) -> tuple[str, Any]:
-    """Return the next message of a rank, or "failed" with the time and the reason."""
+    """Return the next message of a rank, or "failed" with the time, the reason and a summary."""
     with contextlib.suppress(EOFError, OSError):
         if rank.link.poll():  # a rank may have sent a message before it died
             return pickle.loads(rank.link.recv_bytes())  # type: ignore[no-any-return]  # noqa: S301
@@ -317,7 +341,12 @@ def _receive(rank: _Rank) -> tuple[str, Any]:
     if code is not None and code < 0:
         names = {one.value: one.name for one in signal.Signals}  # real-time signals have no name
         reason = f"killed by signal {-code} ({names.get(-code) or signal.strsignal(-code)})"
-    return "failed", (0.0, reason)  # sorts first, because a dead rank causes errors on others
+    if code == -signal.SIGABRT:
+        reason += (
+            "; its last messages are on stderr; gloo aborts a process whose peer sent a message of "
+            "another size"
+        )
+    return "failed", (0.0, reason, "")  # sorts first, because a dead rank causes errors on others
 
 
 def _stacks(late: Sequence[_Rank]) -> str:
@@ -335,7 +364,7 @@ def _stacks(late: Sequence[_Rank]) -> str:
 
 def _release(ranks: list[_Rank]) -> None:
     for rank in ranks:
-        with contextlib.suppress(OSError):  # the rank has died
+        with contextlib.suppress(OSError):  # if the rank has died
             rank.link.send_bytes(b"all returned")
     deadline = time.monotonic() + _LEAVING_S
     for rank in ranks:
@@ -400,7 +429,7 @@ def _serve(
     except BaseException as error:  # noqa: BLE001 - the parent reports any error
         trace = error.__traceback__ and error.__traceback__.tb_next  # without this function
         lines = traceback.format_exception(type(error), error, trace)
-        _send("failed", (time.monotonic(), "".join(lines).rstrip()))
+        _send("failed", (time.monotonic(), "".join(lines).rstrip(), summary_of(error)))
     all_returned.wait()
     sys.stdout.flush()
     if (dist := sys.modules["torch.distributed"]).is_initialized():

@@ -147,28 +147,23 @@ class JoinedWorld(World):
         return self._life.pg
 
     def why_ended(self) -> Steps[str]:
-        """Return a message about a rank that has joined the world again, or "" if none has."""
-        record, again = yield from _read_pair(self._root)
+        """Return a message about a rank that has left this incarnation, or "" if none has."""
+        root = self._root
+        record, claimed = yield from _read_pair(root)
         if record is None or record.round <= self.incarnation:
             return ""
-        number, _, claimed = again.partition(" ")
-        rank, _, who = claimed.partition(" ")
-        is_later = number.isdecimal() and rank.isdecimal() and int(number) >= self.incarnation
-        if not is_later:  # the key is from an earlier incarnation
-            if record.outcome == _REPLACED:
-                # An old process began this round, and a newer process has taken over its rank.
-                return ""
-            who = record.first.name
-        elif not (yield from self._has_joined(record, int(rank))):
-            who = record.first.name  # the process that has claimed the rank may have ended
-        return f"{who} has joined world {self.name!r} again; call rejoin() on all other ranks"
-
-    def _has_joined(self, record: Record, rank: int) -> Steps[bool]:
-        """Return whether a rank has joined the round of a record."""
-        if record.outcome is not None or record.first.rank == rank:
-            return True
-        done = Ticket(self._root, record, self.size).done
-        return rank not in (yield from done.unmarked())
+        # Several ranks may have been claimed again, and the last of these processes may have ended.
+        # Therefore the process that began the round is preferred.
+        first = (yield Read(f"{root}/again/{record.first.rank}")) or ""
+        advice = f"for world {self.name!r}; call rejoin() on all other ranks"
+        for text in (first, claimed):
+            number, _, who = text.partition(" ")
+            if number.isdecimal() and int(number) >= self.incarnation:
+                return f"{who} has called join_world() {advice}"
+        if record.outcome == _REPLACED:
+            # An old process began this round, and a newer process has taken over its rank.
+            return ""
+        return f"{record.first.name} has called rejoin() {advice}"
 
     @property
     def _root(self) -> str:
@@ -220,7 +215,8 @@ class JoinedWorld(World):
         self._check_not_default()
         group = self._life.pg
         self._life.pg = None
-        with contextlib.ExitStack() as ends:  # runs all callbacks, even after an error, last first
+        # The stack runs all callbacks in reverse order, even after an error.
+        with contextlib.ExitStack() as ends:
             ends.callback(_served.pop, self.address, None)
             ends.callback(self._count_as_left)
             ends.callback(torchdist.destroy, [group])
@@ -576,7 +572,7 @@ def _delete_former(world: JoinedWorld) -> None:
 
 
 def _read_pair(root: str) -> Steps[tuple[Record | None, str]]:
-    """Read the record of the last join round, and the key that names a rank that rejoined."""
+    """Read the record of the last join round, and the key of the last rank claimed again."""
     record = yield from protocol.read_record(root)
     return record, (yield Read(f"{root}/again")) or ""
 
@@ -612,16 +608,20 @@ def _claim(world: JoinedWorld, facts: str, *, is_new: bool) -> Steps[int | None]
         return None
     if record is None or held is None:
         return -1
-    yield Write(f"{root}/again", f"{record.round} {world.rank} {me} (host {this_host()})")
-    if record.outcome is not None:
-        return record.round
+    ignored = record.round
     ticket = Ticket(root, record, world.size)
-    is_here = world.rank not in (yield from ticket.done.unmarked())
-    is_here = is_here or record.first.rank == world.rank
-    if not is_here or record.first.digest != protocol.digest_of([facts]):
-        return record.round - 1
-    yield from protocol.decide(ticket, Outcome("restarted", f"{me} has begun again"))
-    return record.round
+    if record.outcome is None:
+        is_here = world.rank not in (yield from ticket.done.unmarked())
+        is_here = is_here or record.first.rank == world.rank
+        if not is_here or record.first.digest != protocol.digest_of([facts]):
+            ignored -= 1  # this process joins the open round
+    # The other ranks compare the number with their incarnation, which may contain this process.
+    text = f"{ignored} {me} (host {this_host()}, process {os.getpid()})"
+    yield Write(f"{root}/again/{world.rank}", text)
+    yield Write(f"{root}/again", text)
+    if record.outcome is None and ignored == record.round:  # the open round has the old process
+        yield from protocol.decide(ticket, Outcome("restarted", f"{me} has begun again"))
+    return ignored
 
 
 def _claim_key(world: JoinedWorld) -> str:

@@ -130,14 +130,15 @@ def is_positive(value: object, most: float = math.inf) -> bool:
     return isinstance(value, Real) and bool(0 < value <= most)  # type: ignore[operator]
 
 
-def world_too_small(what: str, last_rank: int, world_size: int) -> WorldSizeError:
+def world_too_small(what: str, last_rank: int, world_size: int, hint: str = "") -> WorldSizeError:
     """Return the error for a layout with ranks outside its world.
 
     Example:
         >>> print(world_too_small("tp=4,dp=4", 15, 8))
         tp=4,dp=4 needs 16 ranks; the world has 8
     """
-    return WorldSizeError(f"{what} needs {last_rank + 1} ranks; the world has {world_size}")
+    here = f"the world has {world_size}{hint}"
+    return WorldSizeError(f"{what} needs {last_rank + 1} ranks; {here}")
 
 
 def is_utf8(text: str) -> bool:

@@ -29,7 +29,7 @@ from hypercomm.layout.checks import (
     positive,
 )
 from hypercomm.layout.numbering import Axis, Listing, coalesce, cut_axes, lattice
-from hypercomm.layout.text import format_range, short_repr
+from hypercomm.layout.text import format_range, plural, pluralize, short_repr
 
 _STRIDE = operator.itemgetter(1)
 
@@ -314,7 +314,7 @@ class RankGroups(Sequence[tuple[int, ...]]):
     def __repr__(self) -> str:
         first = ", ".join(reprlib.repr(self._group(index)) for index in range(min(len(self), 2)))
         more = ", ..." if len(self) > 2 else ""
-        return f"<{len(self)} groups of {format_sizes_of(self)}: {first}{more}>"
+        return f"<{format_counts(self)}: {first}{more}>"
 
 
 @attrs.frozen(repr=False, eq=False)
@@ -414,7 +414,7 @@ class PickedGroups(RankGroups):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of ranks that the function returns for the first group."""
+        """The size of the first reduced group, as a tuple of one number."""
         return (len(self._group(0)),)
 
     def __len__(self) -> int:
@@ -542,14 +542,15 @@ def _check_disjoint(groups: Sequence[tuple[int, ...]]) -> None:
                 )
 
 
-def format_sizes_of(groups: RankGroups) -> str:
-    """Format the size of groups, or their smallest and largest size.
+def format_counts(groups: RankGroups) -> str:
+    """Format the number of groups and their size, or their smallest and largest size.
 
-    >>> format_sizes_of(RankGroups([[0, 1], [2, 3, 4]]))
-    '2..3'
+    >>> format_counts(RankGroups([[0, 1], [2, 3, 4]])), format_counts(RankGroups([[0]]))
+    ('2 groups of 2..3 ranks', '1 group of 1 rank')
     """
     sizes = groups.sizes or (0,)
-    return format_range(sizes[0], sizes[-1])
+    size = format_range(sizes[0], sizes[-1])
+    return f"{pluralize(len(groups), 'group')} of {size} {plural('rank', sizes[-1])}"
 
 
 # ---- one rank in its group ----------------------------------------------------------------------

@@ -63,6 +63,7 @@ from hypercomm.layout.parsing import (
     nearest_multiples,
     read_sizes,
     sizes_of_environment,
+    would_fit,
 )
 from hypercomm.layout.text import did_you_mean, format_coords, format_sizes, short_repr
 
@@ -790,5 +791,6 @@ def read_layout(
     layout = RankLayout(given, dim_names, rank_offset, **dims)  # type: ignore[arg-type]
     if world_size is not None and layout.last_rank >= world_size:
         where = f" from rank {layout.rank_offset}" if layout.rank_offset else ""
-        raise world_too_small(f"{layout}{where}", layout.last_rank, world_size)
+        hint = would_fit(layout.sizes, max(1, world_size - layout.rank_offset))
+        raise world_too_small(f"{layout}{where}", layout.last_rank, world_size, hint)
     return layout

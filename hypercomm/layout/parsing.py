@@ -13,7 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hypercomm.errors import LayoutError, WorldSizeError
-from hypercomm.layout.checks import as_int, as_names, as_ordered, as_tuple, positive
+from hypercomm.layout.checks import (
+    LARGEST_WORLD,
+    as_int,
+    as_names,
+    as_ordered,
+    as_tuple,
+    positive,
+)
 from hypercomm.layout.text import format_sizes, short_repr
 
 UNSPECIFIED = -1
@@ -49,8 +56,9 @@ def parse_sizes(text: str) -> dict[str, int]:
     for part in text.split(","):
         match = _SIZE.fullmatch(part)
         size = int(match[2] or UNSPECIFIED) if match else 0
-        is_no_name = match and match[2] is None and (":" in part or match[1].isdigit())
-        if not match or size == 0 or is_no_name:  # "tp:2", "2"
+        is_number = match and match[1].strip("[]()").isdigit()
+        is_no_name = match and match[2] is None and (":" in part or is_number)
+        if not match or size == 0 or is_no_name:  # "tp:2", "2", "[2,4]"
             where = "" if part == text else f" in {short_repr(text)}"
             raise LayoutError(
                 f"{short_repr(part.strip())}{where} cannot be read as a size; write positive "
@@ -266,9 +274,9 @@ def infer_sizes(sizes: Mapping[str, int], world_size: int | None, room: str = ""
 
     >>> infer_sizes({"tp": 2, "dp": -1}, 8)
     {'tp': 2, 'dp': 4}
-    >>> infer_sizes({"tp": 4, "dp": 4}, 8)
+    >>> infer_sizes({"tp": 3, "dp": 1}, 8)
     Traceback (most recent call last):
-    hypercomm.errors.WorldSizeError: tp=4,dp=4 needs 16 ranks; the world has 8
+    hypercomm.errors.WorldSizeError: tp=3,dp=1 needs 3 ranks; the world has 8; tp=8 would fit
     """
     unknown = check_one_unspecified([name for name, size in sizes.items() if size == UNSPECIFIED])
     known = known_size(sizes)
@@ -286,8 +294,28 @@ def infer_sizes(sizes: Mapping[str, int], world_size: int | None, room: str = ""
             near = nearest_multiples(world_size, known)
             needs = f"a multiple of {known} ranks, for example {near}"
         here = room or f"the world has {world_size}"
-        raise WorldSizeError(f"{format_sizes(sizes)} needs {needs}; {here}")
+        hint = would_fit(sizes, world_size)
+        raise WorldSizeError(f"{format_sizes(sizes)} needs {needs}; {here}{hint}")
     return {name: rest if size == UNSPECIFIED else size for name, size in sizes.items()}
+
+
+def would_fit(sizes: Mapping[str, int], world_size: int) -> str:
+    """Return a clause with the sizes that would fit a number of ranks, or an empty text.
+
+    Each size is the one closest to the given size, if the other sizes stay as they are.
+
+    >>> would_fit({"tp": 2, "dp": 4}, 16), would_fit({"tp": 3, "dp": -1}, 8)
+    ('; tp=4 or dp=8 would fit', '; tp=2 would fit')
+    """
+    found = []
+    is_open = UNSPECIFIED in sizes.values()
+    for name, before in sizes.items():
+        rest, remainder = divmod(world_size, known_size(sizes) // abs(before))
+        if before in {1, UNSPECIFIED} or remainder or rest == 0 or world_size > LARGEST_WORLD:
+            continue
+        fitting = divisors(rest) if is_open else [rest]
+        found.append(f"{name}={min(fitting, key=lambda size: abs(size - before))}")
+    return f"; {' or '.join(found)} would fit" if found else ""
 
 
 def check_one_unspecified(names: Sequence[str]) -> str | None:

@@ -203,7 +203,10 @@ class Placement:
                 f"{name} has ranks {format_ranks(sorted(layout.ranks))}"
                 for name, layout in self.layouts.items()
             ]
-            raise WorldSizeError(f"requires={wanted!r}, but {self}; {first_n(held, 16)}")
+            raise WorldSizeError(
+                f"the grids are not {wanted}, as requires={wanted!r} demands: {self}; "
+                f"{first_n(held, 16)}"
+            )
 
     def __str__(self) -> str:
         kind = self.kind

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import reprlib
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -36,16 +37,31 @@ def short_repr(value: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
+def summary_of(error: BaseException) -> str:
+    r"""Return the class and the first line of an error, as in the last lines of a traceback.
+
+    >>> summary_of(ValueError("wrong\nin detail"))
+    'ValueError: wrong'
+    """
+    text = "".join(traceback.format_exception_only(type(error), error))
+    lines = [line for line in text.splitlines() if line[:1].strip()]
+    return lines[0]  # the place of a SyntaxError precedes it, and is indented
+
+
 def did_you_mean(value: object, names: Iterable[str]) -> str:
     """Return a clause that suggests the name closest to a value, or an empty text.
 
     >>> did_you_mean("TP", ["tp", "dp"]), did_you_mean("x", ["tp"])
     ("; did you mean 'tp'?", '')
+    >>> did_you_mean("pt", ["dp", "tp"])  # the same letters in another order
+    "; did you mean 'tp'?"
     """
     if not isinstance(value, str) or len(value) > _LONGEST:
         return ""
     by_lower = {name.lower(): name for name in names}
-    close = difflib.get_close_matches(value.lower(), by_lower, 1)
+    letters = sorted(value.lower())
+    close = [name for name in by_lower if sorted(name) == letters]
+    close = close or difflib.get_close_matches(value.lower(), by_lower, 1)
     return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
 
 

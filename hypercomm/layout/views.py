@@ -154,6 +154,41 @@ class Views(Mapping[str, View]):
             return None, self.base.order_dims(ordered)
         return found, ordered
 
+    def view_with(self, dims: Dims) -> tuple[str | None, tuple[str, ...]]:
+        """Return the first view that has some dims, and the dims in its order.
+
+        The view is None for the base, which is searched first.
+
+        Raises:
+            UnknownDimError: Neither the base nor a view has all of these dims.
+
+        Example:
+            >>> views = Views(RankLayout("tp=2,dp=4"))
+            >>> view = views.register("expert", "ep=4,rest=2")
+            >>> views.view_with("rest+ep"), views.view_with("dp")
+            (('expert', ('ep', 'rest')), (None, ('dp',)))
+        """
+        wanted = as_dims(dims)
+        layouts = {None: self.base} | {name: view.layout for name, view in self.items()}
+        for name, layout in layouts.items():
+            if all(dim in layout.dim_names for dim in wanted):
+                return name, layout.order_dims(dims)
+        if not self:
+            return None, self.base.order_dims(dims)
+        every = [dim for layout in layouts.values() for dim in layout.dim_names]
+        unknown = [dim for dim in wanted if dim not in every]
+        what = f"no view has all of {short_repr(wanted)}"
+        hint = ""
+        if unknown:
+            what = f"unknown dim {short_repr(unknown[0])}"
+            hint = did_you_mean(unknown[0], every)
+        listed = ", ".join(f"view {name} ({view})" for name, view in self.items())
+        raise UnknownDimError(f"{what}; this layout is {self.base}, with {listed}{hint}")
+
+    def order_dims(self, dims: Dims) -> tuple[str, ...]:
+        """Return dims in the order of the base or view that has them; see `view_with`."""
+        return self.view_with(dims)[1]
+
     def groups(self, dims: Dims, view: str | None) -> RankGroups:
         """Return the groups over some dims of a view or the base. Raises the errors of `find`."""
         return self.layout_of(view).groups(self.ordered(dims, view))
@@ -196,3 +231,24 @@ class Views(Mapping[str, View]):
                     f"dim another name in the view, or change the sizes or the order"
                 )
         return shared
+
+
+def views_of(what: object, layout: RankLayout) -> Views:
+    """Return the views of a grid, or of another object with an attribute `views`.
+
+    Args:
+        what: The object.
+        layout: Its layout. If the object has no views, the result is empty.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> grid = SimpleNamespace(views={"expert": RankLayout("ep=4")})
+        >>> list(views_of(grid, RankLayout("tp=4"))), list(views_of("tp=4", RankLayout("tp=4")))
+        (['expert'], [])
+    """
+    if isinstance(what, Views):
+        return what
+    found = Views(layout)
+    for name, view in getattr(what, "views", {}).items():
+        found.register(name, view.layout if isinstance(view, View) else view)
+    return found

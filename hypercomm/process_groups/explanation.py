@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import attrs
 
 from hypercomm.layout import RankGroups
-from hypercomm.layout.groups import format_sizes_of
+from hypercomm.layout.groups import format_counts
 from hypercomm.process_groups.spec import BoundRequest, GroupKey, GroupSpec
 from hypercomm.process_groups.strategies import STRATEGIES, obstacles, split_turns
 
@@ -64,7 +64,7 @@ class Explanation:
     @property
     def _headline(self) -> str:
         backend = f", {self.backend}" if self.backend else ""
-        return f"{self.key}: {len(self.groups)} of {format_sizes_of(self.groups)} ranks{backend}"
+        return f"{self.key}: {format_counts(self.groups)}{backend}"
 
     def __repr__(self) -> str:
         return f"<Explanation of {self._headline}: {self.strategy}>"

@@ -88,6 +88,12 @@ class GroupRequest:
     creation: StrategyName | None = attrs.field(default=None, kw_only=True)
     lazy_init: bool | None = attrs.field(default=None, kw_only=True)
 
+    def __repr__(self) -> str:
+        values = attrs.asdict(self, recurse=False)
+        dims = values.pop("dims")
+        given = [f"{name}={value!r}" for name, value in values.items() if value is not None]
+        return f"GroupRequest({', '.join([repr(dims), *given])})"
+
     @classmethod
     def of(cls, given: Dims | Mapping[str, Any] | GroupRequest) -> GroupRequest:
         """Return a request from dims, or from a mapping of arguments.

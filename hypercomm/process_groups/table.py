@@ -106,7 +106,8 @@ class GroupTable:
         is_verified: Whether all ranks of the grid must agree to create a group, and not only the
             members of the group.
         world: The world of the grid, if the user has given one; default: the default world.
-        lender: Returns a table whose communicators may also serve the keys of this table.
+        lender: A function that returns another table, whose communicators this table may use for
+            its own keys.
 
     Attributes:
         entries: The entries, by key. Live entries are in the order of creation.

@@ -59,6 +59,12 @@ class World:
     owners: WeakSet[Any] = attrs.field(factory=WeakSet)
     _options: dict[str, Any] = attrs.field(factory=dict)
 
+    def __repr__(self) -> str:
+        name = f" {self.name!r}" if self.name else ""
+        return (
+            f"<World{name} of {self.size} ranks: {self.title(self.rank)}, backend {self.backend}>"
+        )
+
     @property
     def is_default(self) -> bool:
         """Whether this is the world of torch's default process group."""

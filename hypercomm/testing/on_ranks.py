@@ -210,7 +210,7 @@ def run_function(
             return run_ranks(_call, nprocs, args=given, **options)
         except RankFailedError as error:
             reason = _OWN_FRAMES.sub("", error.reason).rstrip()
-            raise BodyFailedError(error.rank, reason) from None
+            raise BodyFailedError(error.rank, reason, error.summary) from None
         finally:
             if output is not None:
                 output.clear()

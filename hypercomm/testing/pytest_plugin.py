@@ -183,6 +183,7 @@ def run_ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
         function: Callable[..., Any], nprocs: int, args: Sequence[Any] = (), **options: Any
     ) -> list[Any]:
         __tracebackhide__ = True
+        from hypercomm.launch.run import as_args
         from hypercomm.testing.on_ranks import run_function
 
         limit = _most(request.config)
@@ -190,7 +191,7 @@ def run_ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
             pytest.skip(_too_many(nprocs, limit))
         options = {"timeout": request.config.getoption("--ranks-timeout"), **options}
         with _output_shown(request.node) as output:
-            call = functools.partial(function, *args)
+            call = functools.partial(function, *as_args(args))
             module = request.module.__name__
             return run_function(call, nprocs, module=module, output=output, **options)
 

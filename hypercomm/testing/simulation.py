@@ -21,7 +21,7 @@ from hypercomm.compat.megatron import state as megatron
 from hypercomm.errors import RankFailedError, SimulationError
 from hypercomm.job_environment import VARIABLES
 from hypercomm.layout.checks import as_ranks, as_world_size, check_duration
-from hypercomm.layout.text import first_n, pluralize
+from hypercomm.layout.text import first_n, pluralize, summary_of
 from hypercomm.process_groups.options import check_known
 from hypercomm.testing.recording import CREATION, Book, Collective, RecordedGroup, Step
 from hypercomm.testing.simulated_group import RecordingGroup
@@ -230,7 +230,8 @@ def simulate(
                 try:
                     returned[rank] = function(*args)
                 except Exception as error:
-                    raise RankFailedError(rank, traceback.format_exc()) from error
+                    text = traceback.format_exc()
+                    raise RankFailedError(rank, text, summary_of(error)) from error
     creations: dict[int, list[RecordedGroup]] = {}
     collectives: dict[int, list[Collective]] = {}
     for rank, steps in book.programs.items():

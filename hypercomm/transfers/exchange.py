@@ -23,7 +23,7 @@ from hypercomm.transfers.mapping import RankMapping
 def consent(
     world: World,
     mapping: RankMapping,
-    tensor: str,
+    what: str,
     refusal: BaseException | None = None,
     *,
     entries: Sequence[str] = (),
@@ -34,7 +34,8 @@ def consent(
     Args:
         world: The world of the ranks in the mapping.
         mapping: The mapping of the transfer.
-        tensor: A description of the data. All ranks must pass the same description.
+        what: A description of the data and of its movement, such as "a state from tp=2 at 0 to tp=1
+            at 2". All ranks must pass the same description.
         refusal: The error that keeps this rank from taking part. The other ranks raise a
             CreationError with the text of this error, and this rank does not wait.
         entries: Further descriptions that must be equal on all ranks.
@@ -53,13 +54,12 @@ def consent(
     ranks = ranks_of(mapping)
     digest = hashlib.sha256(str(ranks).encode()).hexdigest()[:12]
     scope = Scope(world, f"transfers/{digest}", ranks)
-    title = f"transfer of {tensor} by {mapping}" if tensor else f"transfer by {mapping}"
     if refusal is not None:
         refuse(scope, refusal)
         return None
-    proposal = [f"{tensor} by {mapping}", details(mapping), *entries]
+    proposal = [what, details(mapping), *entries]
     try:
-        return agree(scope, title, lambda: proposal, limit_of(None, world)).pending
+        return agree(scope, f"transfer of {what}", lambda: proposal, limit_of(None, world)).pending
     except CreationError as error:
         if not isinstance(error, OutcomeUnknownError):
             error.args = (f"{effect}: {error}",)

@@ -874,6 +874,15 @@ def _cell_of(sharding: Sharding, rank: int) -> Cell | None:
     return sharding.cell_of(rank) if rank in sharding.layout else None
 
 
+def format_ends(mapping: RankMapping) -> str:
+    """Return both layouts of a mapping as text, without the shards.
+
+    >>> format_ends(RankMapping("tp=2", RankLayout([1], ["tp"], 2), along=None))
+    'from tp=2 at 0 to tp=1 at 2'
+    """
+    return f"from {_with_ranks(mapping.source)} to {_with_ranks(mapping.target)}"
+
+
 def _with_ranks(layout: RankLayout) -> str:
     if layout.is_listed:
         return f"{layout} on ranks {first_n(tuple(layout.ranks), 16)}"

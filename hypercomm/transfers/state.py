@@ -45,7 +45,7 @@ from hypercomm.transfers.holdings import (
     put_together,
     to_rows,
 )
-from hypercomm.transfers.mapping import RankMapping, as_shards
+from hypercomm.transfers.mapping import RankMapping, as_shards, format_ends
 from hypercomm.transfers.transfer import (
     as_tensor,
     check_buffer,
@@ -172,10 +172,11 @@ def transfer_state(
     except BaseException as error:  # the caller's dicts and torch may raise any error
         consent(world, mapping, "", error)
         raise
-    interrupt = consent(world, mapping, "a state", entries=[f"{how}, from bucket {start}"])
+    what = f"a state {format_ends(mapping)}"
+    interrupt = consent(world, mapping, what, entries=[f"{how}, from bucket {start}"])
     mover = _planned(world, mapping, own, about, how, start, ready)
     if mover is not ready:
-        interrupt = consent(world, mapping, "a state", entries=[mover.kept.digest]) or interrupt
+        interrupt = consent(world, mapping, what, entries=[mover.kept.digest]) or interrupt
         plans[key] = mover.kept
         while len(plans) > _KEPT:
             plans.pop(next(iter(plans)))
@@ -275,9 +276,10 @@ def read_tensors(mapping: RankMapping, given: Mapping[bool, object], rank: int) 
 
 def _as_state(value: object, what: str, rank: int) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or not value:
+        advice = "; pass module.state_dict()" if hasattr(value, "state_dict") else ""
         raise LayoutError(
             f"rank {rank} must pass {what}=, a non-empty dict of tensors by name; got "
-            f"{short_repr(value)}"
+            f"{short_repr(value)}{advice}"
         )
     return value
 
@@ -709,16 +711,16 @@ def _share_damage(world: World, mapping: RankMapping, own: _Own, mover: _Mover) 
     damage = mover.damage
     found = None if damage is None else [damage.bucket, str(damage)[:800]]
     blocks = {world.rank: json.dumps(found).encode()}
-    title = "the end of a state"
+    what = f"the end of a state {format_ends(mapping)}"
     effect = "the received data may be incomplete"
     try:
         if world.has_store:
             blocks = _gather(world, mapping, blocks[world.rank], _DAMAGE_BYTES, own)
     except BaseException as error:
-        consent(world, mapping, title, error)
+        consent(world, mapping, what, error)
         raise
     try:
-        consent(world, mapping, title, effect=effect)
+        consent(world, mapping, what, effect=effect)
     except OutcomeUnknownError:
         raise
     except CreationError as error:

@@ -182,7 +182,9 @@ def transfer(
             _exchange_shapes(world, mapping, _Offer(refusal=f"{type(error).__name__}: {error}"))
         raise
     entries = [f"{known[1]} of {offer.dtype}, {known[0].sizes}" if known else "any shape"]
-    interrupt = consent(world, mapping, "a tensor", entries=entries) if is_verified else None
+    interrupt = None
+    if is_verified:
+        interrupt = consent(world, mapping, f"a tensor by {mapping}", entries=entries)
     if known is None:
         known = _fit(mapping, _exchange_shapes(world, mapping, offer, given.device))
     exact, whole = known
@@ -389,10 +391,10 @@ def _fit(mapping: RankMapping, blocks: tuple[tuple[int, bytes], ...]) -> tuple[R
         if sum(source) != sum(target):
             receiver, buffer = next(iter(into.items()))
             raise misfit(
-                f"tensor axis {axis} has length {sum(source)} at the source, in shards of "
-                f"{first_n(source, 8)} (rank {first} has {one.shape}), and length {sum(target)} at "
-                f"the target, in shards of {first_n(target, 8)} (rank {receiver} has "
-                f"{buffer.shape})"
+                f"the length of tensor axis {axis} differs: {sum(source)} at the source, and "
+                f"{sum(target)} at the target; the source has shards of {first_n(source, 8)} "
+                f"(rank {first} has {one.shape}), and the target has shards of "
+                f"{first_n(target, 8)} (rank {receiver} has {buffer.shape})"
             )
     return attrs.evolve(mapping, sizes=[sizes[axis] for axis in axes]), tuple(whole)
 

@@ -18,6 +18,9 @@ FILES = {
     "twice": "a slots=2\na slots=2\n",
     "broken.yaml": "a: [\n",
     "unknown.sh": "echo hello\n",
+    "experts.sh": "torchrun --nproc-per-node 8 train.py --tensor-model-parallel-size 2 "
+    "--expert-model-parallel-size 4 --expert-tensor-parallel-size 1",
+    "ranks.sh": "python train.py --tensor-model-parallel-size 2",
     "exists.svg": "<svg/>",
 }
 
@@ -46,6 +49,11 @@ CALLS = [
     ("plan tp=2 --gpus-per-node 8", "; did you mean '--on 8'?"),
     ("place tp=2 --hostfile hosts", "; did you mean '--on FILE'?"),
     ("plan tp=2 --nprocs 8", "; did you mean '--world-size'?"),
+    ("plan --tp 2 --dp 4", "No such option '--tp'; write sizes as tp=2,dp=4"),
+    ("place --tensor-model-parallel-size=2 --on 8", "-size'; write sizes as tp=2,dp=4"),
+    ("diff --dp 4", "No such option '--dp'; write sizes as tp=2,dp=4"),
+    ("blame --tp 2", "No such option '--tp'"),
+    ("check tp=2 --on 8", "No such option '--on'; plan, draw and place have this option"),
     # ---- sizes
     ("plan tp8,dp4", "did you mean 'tp=8,dp=4'?"),
     ("check tp8", "did you mean 'tp=8'?"),
@@ -53,6 +61,7 @@ CALLS = [
     ("plan tp=2 dp=4", SIZES),
     ("plan tp:2,dp:4", SIZES),
     ("plan 2,4", SIZES),
+    ("plan [2,4]", SIZES),
     ("plan tp=two", SIZES),
     ("plan tp=8,dp=0", SIZES),
     ("plan tp=2,tp=2", "name each dim once"),
@@ -65,7 +74,8 @@ CALLS = [
         "place tp=8,dp=-1 --on 8",
         "or --world-size, or name the hosts, as in --on 'node[1-4]' --on 8",
     ),
-    ("plan tp=3,dp=-1 --world-size 8", "3 ranks, for example 6 or 9; --world-size is 8"),
+    ("plan tp=3,dp=-1 --world-size 8", "6 or 9; --world-size is 8; tp=2 would fit"),
+    ("plan tp=2,dp=2 --world-size 8", "--world-size is 8; tp=4 or dp=4 would fit"),
     ("place tp=2,dp=2 --on 4 --world-size 8", "needs 4 ranks; --world-size is 8"),
     ("draw tp=3 --world-size 8", "needs 3 ranks; --world-size is 8"),
     ("plan tp=2 --world-size 0", "0 is not in the range x>=1"),
@@ -82,11 +92,29 @@ CALLS = [
     ("plan tp=2 --groups tp,", "write it like 'tp,dp+cp'"),
     ("plan tp=2 --groups tp,tp", "list them once"),
     ("check tp=2 --groups tp,pp", "unknown dim 'pp'; this layout has dims ('tp',)"),
+    ("plan tp=2,dp=2 --groups pt", "; did you mean 'tp'?"),
+    ("plan tp=2 --view expert", "--view 'expert' has no sizes; write expert:ep=2,rest=-1"),
     ("plan tp=2 --view :ep=2", "has no name before ':'; write expert:ep=4,rest=-1"),
     # ---- files and folders
     ("plan nosuch.sh", f"No such file or directory; {LAUNCH_FILE}"),
     ("diff nosuch.yaml tp=2", f"No such file or directory; {LAUNCH_FILE}"),
-    ("plan empty/", f"Is a directory; {LAUNCH_FILE}"),
+    ("plan empty/", f"'empty' is a folder; {LAUNCH_FILE}"),
+    ("plan .", f"'.' is a folder; {LAUNCH_FILE}"),
+    ("draw empty", f"'empty' is a folder; {LAUNCH_FILE}"),
+    ("check .", "'.' is a folder, and check takes sizes, as in hypercomm check tp=2,dp=4"),
+    ("check nosuch.sh", "there is no file 'nosuch.sh', and check takes sizes, as in hypercomm che"),
+    (
+        "check experts.sh",
+        (
+            "check takes sizes, and 'experts.sh' is a launch file; write hypercomm check "
+            "tp=2,cp=1,dp=4,pp=1 --view expert:expt_tp=1,ep=4,expt_dp=2,pp=1"
+        ),
+    ),
+    ("check ranks.sh --nprocs 4", "write hypercomm check tp=2,cp=1,dp=2,pp=1"),
+    (
+        "check ranks.sh",
+        "no layout can be read from 'ranks.sh'; 'hypercomm plan ranks.sh' shows its",
+    ),
     ("plan broken.yaml", "broken.yaml is not valid yaml: while parsing"),
     ("plan unknown.sh", "give the sizes, as in tp=8,dp=4"),
     ("draw tp=2 -o nodir/a.svg", "there is no folder 'nodir'; create it first"),
@@ -126,6 +154,7 @@ CALLS = [
     ("place tp=2 --on 8 --weights leaf=1", "this machine has host, and a weight is a number from"),
     # ---- pictures and checks
     ("draw tp=2 --groups pp", "unknown dim 'pp'; this layout has dims ('tp',)"),
+    ("draw tp=2 tp=4 --view e:ep=2", "--view applies to a layout; leave it out for a change"),
     ("draw tp=2 tp=4 --groups tp", "--groups applies to a layout; leave it out for a change"),
     (
         "draw tp=2,dp=4 tp=4,dp=2 --to dp=8",

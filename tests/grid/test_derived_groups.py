@@ -18,6 +18,7 @@ def ends(groups):
 
 
 # derive= makes groups from groups: the ends of each pipeline, halves, levels of a hierarchy, lists.
+# The ranks of a list may be in several groups over the dims: 0 and 7 are in two pipelines.
 # If ensure_pg gets another function for the same key, it raises.
 @pytest.mark.parametrize(
     ("derive", "of_rank"),

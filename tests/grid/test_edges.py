@@ -82,7 +82,7 @@ def test_edges_are_groups_of_the_grid():
         assert edges.to_next is grid.edges("pp").to_next is forward
         assert grid.get_pg("pp", name="edge forward odd") is forward
         assert str(grid.find(forward)) == "pp (edge forward odd)"
-        assert "group pp (edge forward odd): 3 of 2 ranks" in str(grid)
+        assert "group pp (edge forward odd): 3 groups of 2 ranks" in str(grid)
         grid.destroy_pg("pp", name="edge forward odd")
         assert edges.to_next is not forward
         grid.destroy()

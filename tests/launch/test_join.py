@@ -50,7 +50,8 @@ def test_join_without_a_launcher():
         assert job.launcher == "the call"
 
 
-# For a launcher's job of one rank, join() needs no address. If there is an address, it is used.
+# In a job of one rank that a launcher started, join() needs no address. It uses an address if there
+# is one.
 def test_join_as_the_only_rank_of_a_launcher():
     environment = {"RANK": "0", "WORLD_SIZE": "1"}
     port = free_port()

@@ -130,14 +130,21 @@ def raise_odd_error():
 full = functools.partial(pytest.param, marks=pytest.mark.full)
 
 
-# The error names the first rank that fails, with its traceback, signal or exit code. The error does
-# not name ranks that fail as a consequence. All ranks and their child processes end within seconds.
-# The next job works.
+# The error names the first rank that fails, with its traceback, signal or exit code. The first line
+# contains the class and the text of the rank's error, so that pytest's summary shows them. The
+# error does not name ranks that fail as a consequence. All ranks and their child processes end
+# within seconds. The next job works.
 @pytest.mark.parametrize(
     ("rank", "act", "begin", "end"),
     [
-        (2, fail, "Traceback", "in fail\n[^\n]*\nValueError: a reason"),
-        full(1, raise_odd_error, "Traceback", r"OddError: .*str\(\) failed.*"),
+        (2, fail, "ValueError: a reason\nTraceback", "in fail\n[^\n]*\nValueError: a reason"),
+        full(1, raise_odd_error, r"\S*OddError: <.*\nTraceback", r"OddError: .*str\(\) failed.*"),
+        (
+            1,
+            os.abort,
+            r"killed by signal 6 \(SIGABRT\); its last messages are on stderr; gloo",
+            ".*",
+        ),
         (1, lambda: os.kill(os.getpid(), signal.SIGKILL), r"killed by signal 9 \(SIGKILL\)", ""),
         full(0, lambda: os.kill(os.getpid(), 40), r"killed by signal 40 \(", ".*"),
         full(3, lambda: os._exit(7), "its process ended with exit code 7 before the fun", ".*"),

@@ -115,7 +115,7 @@ def test_groups_from_lists(expected):
         for ask in (RankGroups.to_array, lambda one: one.group_size, lambda one: one.chunks(1)):
             with pytest.raises(LayoutError, match="no common size"):
                 ask(groups)
-        assert f"groups of {sizes[0]}..{sizes[-1]}: {expected[0]}" in repr(groups)
+        assert f"groups of {sizes[0]}..{sizes[-1]} ranks: {expected[0]}" in repr(groups)
     assert list(groups) == expected == [groups[index] for index in range(len(groups))]
     assert groups.to_lists() == [[*group] for group in expected]
     assert groups.is_sorted == all(list(group) == sorted(group) for group in expected)

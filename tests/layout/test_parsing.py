@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hypercomm import RankLayout
-from hypercomm.errors import LayoutError
+from hypercomm.errors import LayoutError, WorldSizeError
 from hypercomm.layout import read_layout
 from hypercomm.layout.parsing import parse_groups
 from hypercomm.layout.text import short_repr
@@ -62,6 +62,26 @@ def test_read_layout_in_a_world(monkeypatch):
 def test_sizes_that_cannot_be_parsed(text, part):
     with pytest.raises(LayoutError, match=re.escape(repr(part))):
         RankLayout(text.format(part))
+
+
+# If sizes do not fit the world, the error names sizes that do: each of them alone is enough.
+def test_sizes_that_would_fit():
+    hints = 0
+    for first, second, third, ranks in itertools.product((1, 2, 3, 8), (2, 6), (1, -1), (8, 12)):
+        sizes = {"tp": first, "dp": second, "pp": third}
+        try:
+            RankLayout(sizes, world_size=ranks)
+        except WorldSizeError as error:
+            for dim, size in re.findall(r"(\w+)=(\d+)(?= or |\b would fit)", str(error)):
+                assert RankLayout({**sizes, dim: int(size)}, world_size=ranks).size == ranks
+                hints += 1
+    assert hints > 20
+    with pytest.raises(WorldSizeError, match=r"the world has 8; tp=4 or dp=4 would fit$"):
+        RankLayout("tp=2,dp=2", world_size=8)
+    with pytest.raises(WorldSizeError, match=r"the world has 7$"):
+        RankLayout("tp=2,dp=2", world_size=7)
+    with pytest.raises(WorldSizeError, match=r"the world has 1000000000000000000000$"):
+        RankLayout("tp=2,dp=2", world_size=10**21)
 
 
 # Text that cannot be parsed fails fast and with a short message, however long it is.

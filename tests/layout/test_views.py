@@ -225,7 +225,9 @@ def test_every_call_accepts_a_view():
         both = grid.ensure_pg(["ep", "edp"], view="expert")
         assert (both.size(), both.rank()) == (8, 5)
         assert view.ensure_pg(["edp", "ep"]) is both
-        assert str(grid.explain("ep", view="expert")).startswith("ep of expert: 4 of 4 ranks")
+        assert str(grid.explain("ep", view="expert")).startswith(
+            "ep of expert: 4 groups of 4 ranks"
+        )
         view.create_pg("edp")
         mesh = view.device_mesh("pp", "edp", "ep")
         assert mesh.mesh.tolist() == np.arange(16).reshape(2, 2, 4).tolist()

@@ -95,7 +95,7 @@ PARTS = {"trainer": 2, "engine": 1}
 
 
 def joined(number: int | None = None, **options: Any) -> JoinedWorld:
-    """Join a world of two trainers and an engine as process `number`. Default: the rank."""
+    """Join a world of two trainers and an engine, as process `number` or as the calling rank."""
     part, rank = [("trainer", 0), ("trainer", 1), ("engine", 0)][
         dist.get_rank() if number is None else number
     ]
@@ -142,7 +142,7 @@ class Case(NamedTuple):
 def grid_case(
     size: int, build: Callable[[], HyperCommGrid], make: Callable[[HyperCommGrid], object]
 ) -> Case:
-    """Return the case for a call of a grid."""
+    """Return a case in which every rank builds a grid and calls `make` on it."""
     return Case(size, lambda: of_grid(build(), make))
 
 

@@ -475,8 +475,8 @@ def test_fenced_calls():
     assert "have continued without rank 0" in outcome.text
 
 
-# The record of the round after an agreed round lists no failures. After a failed round, it lists
-# the failure of that round and the earlier ones.
+# If a round has agreed, the record of the next round lists no failures. If a round has failed, the
+# record of the next round lists that failure and the earlier failures.
 def test_next_record():
     first = Proposer(0, "rank 0", "host", "digest", "token")
     failed = Outcome("failed", "no memory")

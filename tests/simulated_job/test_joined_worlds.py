@@ -6,8 +6,8 @@ import pytest
 import torch.distributed as dist
 
 from hypercomm import HyperCommGrid
-from hypercomm.errors import HyperCommError
-from simulated_job.cases import GRACE_S, PARTS, T, a_consent, joined
+from hypercomm.errors import HyperCommError, WorldRestartedError
+from simulated_job.cases import GRACE_S, PARTS, T, a_consent, a_state, joined
 from simulated_job.job import Fault, Server, attempt, gate, mark, simulate_job, sleep, this_rank
 from simulated_job.test_scenarios import QUICK_S, check_time, seeds
 
@@ -203,6 +203,69 @@ def test_process_dies_before_it_arrives(pause_at):
         if not any(what.startswith("compare_set") for what in after):  # process 4 began no round
             text = str(job.ranks[0].calls[0].error)
             assert "engine rank 0 of 1 (host" in text, (dies_at, job)
+
+
+# Trainer 1 calls rejoin(), and process 3 joins as the engine again. The error of trainer 0 names
+# the engine as soon as the new process has claimed that rank, even if it has not joined the round
+# yet. Until then, the error says that trainer 1 has called rejoin(). It names only the layouts of
+# the state, because the mapping's shards may not be the shards of the state.
+@pytest.mark.parametrize(
+    ("pause_at", "who", "call"),
+    [
+        (None, "trainer rank 1 of 2", "rejoin"),
+        (2, "trainer rank 1 of 2", "rejoin"),
+        (8, "engine rank 0 of 1", "join_world"),
+    ],
+)
+def test_error_names_the_call_of_a_rank(pause_at, who, call):
+    def program():
+        number = dist.get_rank()
+        if number < 3:
+            world = joined()
+        gate("all have joined")
+        if number == 0:
+            sleep(1.0)
+            attempt(a_state(world).make)
+            attempt(world.rejoin)
+        elif number == 1:
+            attempt(world.rejoin)
+        elif number == 3 and pause_at:
+            sleep(0.5)
+            mark()
+            attempt(joined, 2)
+
+    faults = [Fault(3, pause_at, "pauses", 4.0)] if pause_at else []
+    job = simulate_job(program, 4, faults=faults, timeout_s=T)
+    error = job.ranks[0].calls[0].error
+    assert isinstance(error, WorldRestartedError), job
+    title = "nothing was sent: transfer of a state from tp=2 at 0 to tp=1 at 2: "
+    assert f"{title}{who} (host" in str(error), error
+    assert f" has called {call}() for world 'weights'; call rejoin() on" in str(error), error
+
+
+# A rank that has been restarted once is in the next incarnation. If trainer 1 then calls rejoin(),
+# the error does not name the rank that was restarted earlier.
+def test_error_ignores_earlier_restarts():
+    def program():
+        number = dist.get_rank()
+        if number < 3:
+            world = joined()
+        gate("all have joined")
+        if number < 2:
+            world.rejoin()
+        elif number == 3:
+            world = joined(2)
+        gate("the engine has joined again")
+        if number == 1:
+            attempt(world.rejoin)
+        elif number == 0:
+            sleep(1.0)
+            attempt(HyperCommGrid([3], ["tp"], world=world).create_pg, "tp")
+
+    job = simulate_job(program, 4, timeout_s=T)
+    error = str(job.ranks[0].calls[0].error)
+    assert "trainer rank 1 of 2 (host" in error, job
+    assert " has called rejoin() for world 'weights'" in error, job
 
 
 FORMER = "hypercomm/worlds/weights/0"

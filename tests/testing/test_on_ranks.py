@@ -187,11 +187,13 @@ def test_output_of_each_rank(report):
 # hypercomm. A hang shows the stacks of all ranks. hypothesis shows the smallest example.
 def test_failures_are_reported(report):
     output = about(report, "test_wrong[ranks=2]")
-    start = '\nrank 1 failed: Traceback (most recent call last):\n  File "'
+    first = "rank 1 failed: AssertionError: assert (1 + 1) == 1\n"
+    start = f'\n{first}Traceback (most recent call last):\n  File "'
     assert output.startswith(start), output
     failure = "in test_wrong\n    assert rank + 1 == 1\nAssertionError: assert (1 + 1) == 1\n"
     assert failure in output
     assert "hypercomm" not in output
+    assert f"FAILED test_all.py::test_wrong[ranks=2] - {first}" in report
     output = about(report, "test_hang[ranks=2]")
     assert re.match(r"\nrank 0 failed: it had not returned after [\d.]+ s\n", output)
     assert len(re.findall(r'test_all.py", line \d+ in test_hang\n', output)) == 2
@@ -281,7 +283,9 @@ def test_example_shrinks():
     def is_wrong(layout):
         assert layout.size < most or dist.get_rank() == 0
 
-    with pytest.raises(RankFailedError, match=r"^rank 1 failed: Traceback") as caught:
+    with pytest.raises(
+        RankFailedError, match=r"^rank 1 failed: AssertionError: assert .*\nTraceback"
+    ) as caught:
         is_wrong()
     assert caught.value.rank == 1
     assert "shape=(2,)" in "".join(caught.value.__notes__)

@@ -214,6 +214,8 @@ def test_wrong_arguments_fail_all_ranks():
         assert all(part in str(caught.value) for part in parts_of_message)
     for message, at_fault, more in (
         ("rank 0 must pass state=", 0, {"state": {}}),
+        ("Linear(in_features=1, out", 0, {"state": torch.nn.Linear(1, 1)}),
+        ("pass module.state_dict()", 0, {"state": torch.nn.Linear(1, 1)}),
         ("'lm_head' of shards=", 0, {"shards": ({"*": {}, "lm_head": {}}, {"*": {}})}),
         ("['b.weight']: the mapping splits", 0, {"state": {**GOOD, "b.weight": torch.ones(())}}),
         ("bucket_bytes must be at least 1024, got 0", 0, {"bucket_bytes": (0, 1 << 20)}),

@@ -25,7 +25,12 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.compat import aliases
-from hypercomm.compat.module_state import CurrentState, ModuleState, name_functions
+from hypercomm.compat.module_state import (
+    CurrentState,
+    ModuleState,
+    bind_arguments,
+    name_functions,
+)
 from hypercomm.errors import ConfigurationError, HyperCommError, StateError
 from hypercomm.grid import HyperCommGrid
 from hypercomm.layout import RankLayout
@@ -89,10 +94,11 @@ class TensorParallelState(ModuleState):
 
     empty = dict.fromkeys(_GLOBALS, lambda: None)
 
-    def initialize(self, **arguments: Any) -> None:
+    def initialize(self, *args: Any, **kwargs: Any) -> None:
         """Create the groups of all dims. See `initialize_tensor_parallel`."""
+        signature = inspect.signature(initialize_tensor_parallel)
+        call = bind_arguments("TensorParallelState.create", signature, args, kwargs)
         self.check_new(_GLOBALS, "destroy_tensor_parallel", lambda _: None)
-        call = inspect.signature(initialize_tensor_parallel).bind(**arguments)
         call.apply_defaults()
         try:
             self._create(call.arguments)

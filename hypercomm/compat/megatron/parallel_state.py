@@ -137,6 +137,7 @@ def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
             Default: warn once.
 
     Raises:
+        TypeError: There is no such argument.
         LayoutError: A size is not a positive int (a ValueError).
         WorldSizeError: The sizes do not divide the world (a RuntimeError). The error names sizes
             that divide the world.
@@ -155,6 +156,7 @@ def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
         ...     destroy_model_parallel()
         1 9
     """
+    config = table.Configuration.of_call("initialize_model_parallel", args, kwargs)
     theirs = sys.modules.get("megatron.core.parallel_state")
     if theirs is not None and theirs is not sys.modules[__name__]:
         warnings.warn(
@@ -164,7 +166,6 @@ def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
             MegatronNotReplacedWarning,
             stacklevel=2,
         )
-    config = table.Configuration(*args, **kwargs)
     config = attrs.evolve(
         config,
         get_embedding_ranks=config.get_embedding_ranks or default_embedding_ranks,

@@ -365,7 +365,7 @@ class ParallelState(ModuleState):
 
         See `parallel_state.initialize_model_parallel` for the arguments and errors.
         """
-        self.begin(table.Configuration(*args, **kwargs), Functions())
+        self.begin(table.Configuration.of_call("ParallelState.create", args, kwargs), Functions())
 
     def begin(self, configuration: table.Configuration, functions: Functions) -> None:
         """Create all groups of a configuration with the given functions. See `initialize`."""

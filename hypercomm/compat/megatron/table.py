@@ -6,24 +6,29 @@ creates, lists, collects or finds groups reads the table.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import compress
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 import numpy as np
 
 from hypercomm.compat.layouts import EXPERT, GTP, SIZES, Layouts, layouts_of
 from hypercomm.compat.megatron import version
+from hypercomm.compat.module_state import bind_arguments
 from hypercomm.errors import ConfigurationError, LayoutError
 from hypercomm.grid.arguments import SHARES
 from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.layout.checks import as_world_size, check_choice, check_duration, positive
 from hypercomm.layout.groups import groups_of_rows
 from hypercomm.process_groups.spec import GroupRequest, Share
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 RanksFunction = Callable[[list[int]], Sequence[int]]
 
@@ -67,6 +72,16 @@ class Configuration:
     share: Share = attrs.field(default="never", kw_only=True)
     strict: bool = attrs.field(default=False, kw_only=True)
     changes: frozenset[str] = attrs.field(factory=version.changes, init=False)
+
+    @classmethod
+    def of_call(cls, call: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Self:
+        """Return the configuration from the arguments of a call. Errors name the call.
+
+        Raises:
+            TypeError: There is no such argument.
+        """
+        bound = bind_arguments(call, inspect.signature(cls), args, kwargs)
+        return cls(*bound.args, **bound.kwargs)
 
     def __attrs_post_init__(self) -> None:
         name = "num_distributed_optimizer_instances"

@@ -324,7 +324,7 @@ class Driver(Generic[T]):
             until = self._continue_elsewhere()
 
     def _note_time(self) -> float:
-        """Return the time, and note whether the process was stopped when its deadline passed."""
+        """Return the time, and note whether the process was suspended when the deadline passed."""
         now = system.now()
         self._was_stopped |= self._is_stopped_until(now)
         self._beat = now

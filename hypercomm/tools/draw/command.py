@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import click
 
+from hypercomm.cli import options
 from hypercomm.cli.diff import read
-from hypercomm.cli.options import read_sizes
-from hypercomm.cli.printing import console
+from hypercomm.cli.options import read_sizes, read_views
+from hypercomm.cli.printing import console, write
 from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.difference import LayoutDifference, difference
+from hypercomm.layout.views import Views
 from hypercomm.tools.draw.drawing import draw as draw_picture
 from hypercomm.tools.launch_files.command import with_files
 from hypercomm.tools.place.command import on_option
@@ -24,6 +28,7 @@ from hypercomm.transfers.mapping import RankMapping
 @click.option("--to", "target", metavar="SIZES", help="Draw the messages of a mapping to SIZES.")
 @on_option("8")
 @click.option("--groups", help="The dims whose groups have colours, as in tp,dp+cp.")
+@options.views
 @click.option("-o", "--output", metavar="FILE", help="Write a file: .svg or .png.")
 @click.option("--force", is_flag=True, help="Replace the file if it exists.")
 def draw(
@@ -32,6 +37,7 @@ def draw(
     target: str | None,
     on: tuple[str, ...],
     groups: str | None,
+    views: Sequence[str],
     output: str | None,
     force: bool,
 ) -> None:
@@ -39,28 +45,31 @@ def draw(
 
     With a second layout, draw which groups a change keeps, ends and creates. With --to, draw the
     messages of a mapping. Large layouts are drawn as schematics. Without -o, print to the terminal.
-    With --on none, draw no hosts.
+    With -o, print the path of the file. With --on none, draw no hosts.
     """
     if after is not None and target is not None:
         raise LayoutError(
             "a second layout requests a picture of a change, and --to requests a picture of a "
             "mapping; give only one of them"
         )
+    if views and (after is not None or target is not None):
+        raise LayoutError("--view applies to a layout; leave it out for a change or a mapping")
     where = None if on == ("none",) else machine(on)
     if where is None and on != ("none",):
         return  # with --on live, only the first rank of the job draws
-    what: RankLayout | RankMapping | LayoutDifference
+    what: Views | RankMapping | LayoutDifference
     if target is not None:
         what = _mapping(*read(sizes, target))
     elif after is not None:
         what = difference(*read(sizes, after))
     else:
-        what = RankLayout(read_sizes(sizes, option="--world-size"))
+        what = read_views(RankLayout(read_sizes(sizes, option="--world-size")), views)
     drawing = draw_picture(what, where, groups)
     if output is None:
         console().print(drawing)
     else:
         drawing.save(output, force)
+        write(f"{output}\n")
 
 
 def _mapping(source: RankLayout, target: RankLayout) -> RankMapping:

@@ -16,6 +16,7 @@ from hypercomm.layout.difference import LayoutDifference
 from hypercomm.layout.layout import read_layout
 from hypercomm.layout.parsing import parse_groups
 from hypercomm.layout.text import short_repr
+from hypercomm.layout.views import Views, views_of
 from hypercomm.lazy import required
 from hypercomm.tools.draw.pictures import Box, Scene, change_picture, mapping_picture
 from hypercomm.tools.draw.svg import svg_of
@@ -144,7 +145,7 @@ class Drawing:
 
 
 def draw(
-    what: str | RankLayout | HyperCommGrid | Placed | LayoutDifference | RankMapping,
+    what: str | RankLayout | Views | HyperCommGrid | Placed | LayoutDifference | RankMapping,
     on: On | None = None,
     groups: Iterable[Any] | str | None = None,
 ) -> Drawing:
@@ -156,19 +157,21 @@ def draw(
     columns.
 
     Args:
-        what: A layout or its sizes, as in "tp=2,dp=4"; a grid, a `difference`, a `RankMapping`, or
-            the result of `place`, which includes the machine.
+        what: A layout or its sizes, as in "tp=2,dp=4"; a grid, the views of a module in
+            `LaunchConfig.views`, a `difference`, a `RankMapping`, or the result of `place`, which
+            includes the machine.
         on: The machine: GPUs per host, 8, or another form that `read_topology` accepts, such as
             "host=4,domain=72", a hostfile or SLURM's topology.conf. Default: no machine
             is shown. Pictures of mappings never show the machine.
         groups: The dims whose groups have colours, as in "tp" or "tp,dp+cp". A schematic colours
-            only the groups over the first of these dims. Default: all dims.
+            only the groups over the first of these dims. Dims of views are allowed. Default: all
+            dims of the layout.
 
     Returns:
         A drawing. Print it, show it in a notebook, or `save` it as SVG or PNG.
 
     Raises:
-        UnknownDimError: `groups` names a dim that the layout does not have.
+        UnknownDimError: `groups` names a dim that neither the layout nor a view has.
         LayoutError: `what` has another type or ranks above 2**24, `groups` is given for a change
             or a mapping, `on` cannot be read, or the machine has too few GPUs.
 
@@ -199,10 +202,11 @@ def draw(
         return Drawing(change_picture(what, _levels(on, last_rank)))
     if isinstance(what, Placed) and on is None:
         on = what.topology
-    layout = read_layout(what)
+    layout = what.base if isinstance(what, Views) else read_layout(what)
+    views = views_of(what, layout)
     asked = parse_groups(groups) if isinstance(groups, str) else as_tuple(groups or (), "groups")
-    lit = [layout.order_dims(dims) for dims in asked]
-    return Drawing(Scene(layout, _levels(on, layout.last_rank)).picture(lit))
+    lit = [views.order_dims(dims) for dims in asked]
+    return Drawing(Scene(layout, _levels(on, layout.last_rank), views).picture(lit))
 
 
 def _levels(on: On | None, last_rank: int) -> Sequence[Level]:

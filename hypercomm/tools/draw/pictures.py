@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from hypercomm.layout import RankLayout
 from hypercomm.layout.difference import COLUMNS, LayoutDifference
 from hypercomm.layout.text import format_coords, format_ranks, plural, pluralize
+from hypercomm.layout.views import Views
 from hypercomm.tools.place import Level
 from hypercomm.tools.place.placing import units_of_groups
 from hypercomm.tools.place.traffic import kind_of
@@ -22,10 +23,10 @@ from hypercomm.transfers.mapping import RankMapping
 # The most ranks of a picture that shows each rank. Larger pictures are schematics.
 MOST_RANKS = 64
 
-# The most repetitions that a schematic draws one by one.
+# The largest number of repetitions that a schematic draws individually.
 MOST_DRAWN = 4
 
-# The most ranks in one table. Each rank is a column.
+# The largest number of ranks in one table. Each rank is a column.
 IN_ROW = 8
 
 # The most rows and columns of a mapping's matrix. In larger mappings, ranks share a row or column.
@@ -99,10 +100,12 @@ class Scene:
     Args:
         layout: The layout.
         levels: The levels of the machine, if it is shown.
+        views: The views of the layout, whose groups can have colours.
     """
 
     layout: RankLayout
     levels: Sequence[Level]
+    views: Views
 
     def picture(self, lit: Sequence[Dims]) -> Box:
         """Return the picture: all ranks or a schematic, and a table of the dims.
@@ -153,17 +156,22 @@ class Scene:
             for some in (held[at : at + IN_ROW] for at in range(0, len(held), IN_ROW)):
                 table = [[Cell(host), *(Cell(f"{rank}") for rank in some)]]
                 for dims in every:
-                    groups = self.layout.groups(*dims)
+                    groups = self._layout_of(dims).groups(*dims)
                     fates = ("kept" if groups.of(rank) in kept else otherwise for rank in some)
                     cells = map(self._cell, some, [dims] * len(some), fates)
                     table.append([Cell("+".join(dims)), *cells])
                 tables.append(table)
         return Box(caption, "", tables)
 
+    def _layout_of(self, dims: Dims) -> RankLayout:
+        """Return the layout or the view that has some dims."""
+        return self.views.layout_of(self.views.view_with(dims)[0])
+
     def _cell(self, rank: int, dims: Dims, fate: str = "") -> Cell:
         """Return a cell with a rank's coordinates, coloured by group or by a change's effect."""
-        coords = self.layout.coords(rank)
-        index = self.layout.groups(*dims).index_of(rank)
+        layout = self._layout_of(dims)
+        coords = layout.coords(rank)
+        index = layout.groups(*dims).index_of(rank)
         text = ",".join(f"{coords[dim]}" for dim in dims) + MARKS.get(fate, "")
         group = f"{'+'.join(dims)} group {index}{f': {fate}' if fate else ''}"
         places = ", ".join(level.name_of(rank) for level in self.levels)
@@ -173,8 +181,10 @@ class Scene:
     def _reach(self, dims: Dims) -> tuple[str, str]:
         """Return a description of the groups over some dims, and the name of their link."""
         host, layout, inner, outer = self._blocks
-        groups = some = self.layout.groups(*dims)
-        if host:  # all hosts have the same groups, so some of the groups are enough
+        own = self._layout_of(dims)
+        groups = some = own.groups(*dims)
+        # All hosts have the same groups of the layout, so some of these groups are enough.
+        if host and own is self.layout:
             outside = [dim for dim in outer if dim.removesuffix(OUTER) in dims]
             fixed = inner if outside else outer
             some = layout.select(**dict.fromkeys(fixed, 0)).groups(*(outside or dims))
@@ -292,7 +302,7 @@ def change_picture(found: LayoutDifference, levels: Sequence[Level]) -> Box:
             if change.kept:
                 kept |= {*before.groups(*change.before)} & {*after.groups(*change.after)}
         for side, layout, otherwise in (("before", before, "gone"), ("after", after, "new")):
-            scene = Scene(layout, levels)
+            scene = Scene(layout, levels, Views(layout))
             parts.append(scene.ranks(scene.long_dims, f"{side}: {layout}", kept, otherwise))
     table = [[Cell(text) for text in COLUMNS]]
     for change in found.changes:

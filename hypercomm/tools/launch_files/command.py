@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from hypercomm.cli.diff import diff as diff_sizes
 from hypercomm.cli.options import read_sizes
 from hypercomm.cli.printing import print_json, write
-from hypercomm.layout.text import aligned, format_sizes, pluralize
+from hypercomm.layout.text import format_sizes
 from hypercomm.tools.launch_files.config import LaunchConfig, is_launch_file, read_config
 
 _WORLD_SIZE = click.Option(
@@ -55,7 +55,7 @@ def with_files(*arguments: str) -> Callable[[click.Command], click.Command]:
                 print_json(found if len(found) > 1 else found[0])
                 return int(any(config.problems for config in configs.values()))
             for name, config in configs.items():
-                write(_report(given[name], config))
+                write(f"{given[name]}: {config}\n")
             first = configs[files[0]]
             for module in first.views if not given.get("output") else [*first.views][:1]:
                 if all(module in config.views for config in configs.values()):
@@ -79,15 +79,6 @@ def _filled(text: str, world_size: int) -> str:
     return format_sizes(read_sizes(text, world_size, f"--world-size is {world_size}"))
 
 
-def _report(path: str, config: LaunchConfig) -> str:
-    """Return the framework, the sizes with their sources, and the problems as text."""
-    size = config.world_size
-    ranks = "the number of ranks is not given" if size is None else pluralize(size, "rank")
-    rows = [(name, str(one.value), str(one)) for name, one in config.sources.items()]
-    lines = [f"{path}: {config.framework}; {ranks}", *aligned(rows)]
-    return "\n".join([*lines, *(f"problem: {text}" for text in config.problems)]) + "\n"
-
-
 def _call(given: dict[str, Any], configs: dict[str, LaunchConfig], module: str) -> dict[str, Any]:
     """Return the arguments of a command for one module.
 
@@ -98,7 +89,7 @@ def _call(given: dict[str, Any], configs: dict[str, LaunchConfig], module: str) 
     first = next(iter(configs.values()))
     if "world_size" in call:
         call["world_size"] = None
-    if "views" in call:
+    if "views" in call and not (given.get("after") or given.get("target")):
         views = first.views[module].items()
         call["views"] = [*(f"{name}:{view.layout}" for name, view in views), *call["views"]]
     is_default = context.get_parameter_source("on") is ParameterSource.DEFAULT

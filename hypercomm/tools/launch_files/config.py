@@ -17,7 +17,7 @@ from hypercomm.compat.layouts import ENGINES, MESH, framework_layouts
 from hypercomm.errors import HyperCommError, LayoutError, UnknownDimError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_world_size
-from hypercomm.layout.text import short_repr
+from hypercomm.layout.text import aligned, pluralize, short_repr
 from hypercomm.layout.views import Views
 from hypercomm.tools.launch_files.reading import Source, read_settings, resolved
 
@@ -27,13 +27,15 @@ if TYPE_CHECKING:
 _MOST_BASES = 8
 """The longest chain of files that name each other in `defaults`."""
 
+_GIVE = "give the path of a launch file, or sizes, as in tp=8,dp=4"
+
 _LARGEST = 2**18
 """The most bytes of a launch file."""
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class LaunchConfig:
-    """The layouts that a launch file asks for, as `read_config` returns them.
+    """The layouts that a launch file asks for, as `read_config` returns them. `str()` is a table.
 
     Attributes:
         framework: The name of the framework.
@@ -130,6 +132,37 @@ class LaunchConfig:
             "problems": list(self.problems),
         }
 
+    @property
+    def _headline(self) -> str:
+        size = self.world_size
+        ranks = "the number of ranks is not given" if size is None else pluralize(size, "rank")
+        return f"{self.framework}; {ranks}"
+
+    def __str__(self) -> str:
+        """Return the framework, the sizes with their sources, and the problems.
+
+        Example:
+            >>> print(read_config("vllm serve model --tensor-parallel-size 4"))
+            vLLM; 4 ranks
+            inference.tp  4  line 1 --tensor-parallel-size 4
+            inference.pp  1  default
+            inference.dp  1  default
+        """
+        rows = [(name, str(one.value), str(one)) for name, one in self.sources.items()]
+        problems = [f"problem: {text}" for text in self.problems]
+        return "\n".join([self._headline, *(aligned(rows) if rows else []), *problems])
+
+    def __repr__(self) -> str:
+        """Return the framework and the layouts.
+
+        >>> read_config("vllm serve model --tensor-parallel-size 4")
+        <LaunchConfig: vLLM; 4 ranks; inference tp=4,pp=1,dp=1>
+        """
+        layouts = [f"{name} {layout}" for name, layout in self.layouts.items()]
+        count = len(self.problems)
+        problems = [pluralize(count, "problem")] if count else []
+        return f"<LaunchConfig: {'; '.join([self._headline, *layouts, *problems])}>"
+
 
 def read_config(
     path_or_text: str | os.PathLike[str], world_size: int | None = None
@@ -164,9 +197,12 @@ def read_config(
     framework = next((one for one in known.FRAMEWORKS if re.search(one.mark, text)), None)
     if framework is None:
         names = ", ".join(dict.fromkeys(one.name for one in known.FRAMEWORKS))
+        near = next(filter(None, map(_similar_key, settings)), "")
+        hint = f"; did you mean {near}?" if near else ""
         raise LayoutError(
             f"{file or 'the text'} belongs to an unknown framework: it has no flag, key or command "
             f"of {names}, such as --tensor-model-parallel-size; give the sizes, as in tp=8,dp=4"
+            f"{hint}"
         )
     reading = _Reading(framework)
     if found := re.search(r"(?m)^[ \t]*eval[ \t]", text):
@@ -176,14 +212,18 @@ def read_config(
 
 
 def is_launch_file(text: str) -> bool:
-    """Return whether an argument is the path of a file, rather than sizes.
+    """Return whether an argument is the path of a file or folder, rather than sizes.
+
+    A folder whose name could be the name of a dim counts as sizes.
 
     Example:
         >>> is_launch_file("tp=2,dp=4"), is_launch_file("scripts/run.sh")
         (False, True)
     """
     is_name = re.fullmatch(r"[^=,\s]*(/[^=,\s]*|\.[A-Za-z]+)", text)
-    return bool(is_name) or os.path.isfile(text)  # noqa: PTH113 - Path raises for a long text
+    if is_name or os.path.isfile(text):  # noqa: PTH113 - Path raises for a long text
+        return True
+    return os.path.isdir(text) and not text.isidentifier()  # noqa: PTH112
 
 
 def _load(given: str | os.PathLike[str]) -> tuple[str, Path]:
@@ -195,11 +235,12 @@ def _load(given: str | os.PathLike[str]) -> tuple[str, Path]:
         with io.BytesIO(str(given).encode()) if is_text else Path(given).open("rb") as file:
             content = file.read(_LARGEST + 1)
         text = content.decode("utf-8-sig")
+    except IsADirectoryError as error:
+        raise LayoutError(f"{short_repr(str(given))} is a folder; {_GIVE}") from error
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise LayoutError(
-            f"{short_repr(str(given))} cannot be read as text: {why}; give the path of a launch "
-            f"file, or sizes, as in tp=8,dp=4"
+            f"{short_repr(str(given))} cannot be read as text: {why}; {_GIVE}"
         ) from error
     if len(content) > _LARGEST or "\0" in text:
         raise LayoutError(
@@ -220,6 +261,19 @@ def _settings(text: str, path: Path, depth: int = 0) -> list[Source]:
             settings = [one for one in before if one.path not in own] + settings
             settings.remove(one)
     return resolved(settings, {}, path.name) if depth == 0 else settings
+
+
+def _similar_key(one: Source) -> str:
+    """Return the key of a size that a key resembles, as the file would write it, or "".
+
+    >>> _similar_key(Source(8, "--data-paralel-size", path=("data_paralel_size",)))
+    '--data-parallel-size'
+    """
+    name = known.similar_size(one.path) if one.path else ""
+    if not name:
+        return ""
+    begin = one.key[: len(one.key) - len(one.path[-1])]
+    return begin + (name.replace("_", "-") if "-" in one.key[len(begin) :] else name)
 
 
 # ---- from settings to layouts -------------------------------------------------------------------
@@ -308,6 +362,8 @@ class _Reading:
         split = [(one, *known.module_and_size(one.path)) for one in live]
         written = {size for one, _, size in split if not one.is_variable}
         for one, name, size in split:
+            if not size and not one.is_variable and (near := _similar_key(one)):
+                self.problem(one, f"is an unknown option; did you mean {near}?")
             found[name].words |= {*one.path[:-1], name}
             if one.path[-2:] == ("rollout", "name"):
                 found[name].words.add(one.value)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import click
 
 from hypercomm.cli import options
-from hypercomm.cli.options import in_options
+from hypercomm.cli.options import in_options, read_views
 from hypercomm.cli.printing import print_json, write
 from hypercomm.tools.launch_files.command import with_files
 from hypercomm.tools.place.live import machine
-from hypercomm.tools.place.placing import place
+from hypercomm.tools.place.placing import layout_on, place
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -46,10 +46,12 @@ def on_option(*default: str) -> Callable[[_Command], _Command]:
     "--weights", default="", help="Cost of a byte that crosses a level, as in host=1,leaf=7."
 )
 @click.option("--groups", default="", metavar="DIMS", help="More groups to report, as in tp+dp.")
+@options.views
 @options.as_json
 def place_command(
     sizes: str,
     on: tuple[str, ...],
+    views: Sequence[str],
     as_json: bool,
     **given: Any,
 ) -> int:
@@ -57,12 +59,13 @@ def place_command(
 
     The table shows how many groups of each dim leave their host, domain or switch, and how many
     bytes cross. Below the table is the best order of the dims, and of the ranks if consecutive
-    ranks alternate between hosts. No process is started, and torch is loaded for --on live only.
+    ranks alternate between hosts. The search for this order leaves out the groups of views, such as
+    those of experts. No process is started, and torch is loaded for --on live only.
     """
     where = machine(on)
     if where is None:
         return 0
-    found = place(sizes, where, **given)
+    found = place(read_views(layout_on(sizes, where), views), where, **given)
     if as_json:
         notes = [in_options(note) for note in found.notes]
         report = found.to_dict() | {"notes": notes, "better": None, "reordered": None}

@@ -25,6 +25,7 @@ from hypercomm.layout import RankLayout
 from hypercomm.layout.layout import read_layout
 from hypercomm.layout.parsing import UNSPECIFIED, check_one_unspecified, parse_sizes
 from hypercomm.layout.text import aligned, format_range, pluralize, short_repr
+from hypercomm.layout.views import Views, views_of
 from hypercomm.tools.place import traffic as traffics
 from hypercomm.tools.place.reading import On, read_topology
 from hypercomm.tools.place.topology import Level, Topology
@@ -67,6 +68,7 @@ class Spread:
         bytes: The bytes that all groups send from unit to unit in a step, or None if no traffic is
             given.
         first: The first group with ranks in more than one unit, or () if there is no such group.
+        view: The view that has the dims, or None for the layout itself.
     """
 
     dims: Dims
@@ -78,17 +80,28 @@ class Spread:
     most: int
     bytes: int | None = None
     first: tuple[int, ...] = ()
+    view: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The dims as text, after the name of their view.
+
+        Example:
+            >>> Spread(("ep",), "host", 2, 16, 2, 2, 2, view="expert").label
+            'expert:ep'
+        """
+        return ("" if self.view is None else f"{self.view}:") + "+".join(self.dims)
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The spread as text: dims, level, groups across, units per group, bytes across.
+        """The spread as text: dims, level, groups in several units, units per group, bytes sent.
 
         Example:
             >>> Spread(("dp",), "domain", 16, 16, 12, 1, 2, 5000).cells
             ('dp', 'domain', '12 of 16', '1..2', '5 kB')
         """
         return (
-            "+".join(self.dims),
+            self.label,
             self.level,
             f"{self.across:,} of {self.groups:,}",
             format_range(self.least, self.most),
@@ -108,6 +121,8 @@ class Placed:
         groups: Further sets of dims whose groups are reported.
         is_assumed: Whether no traffic was given. If so, the traffic is assumed, and no bytes are
             shown.
+        views: The views of the layout. Their groups are reported, but the search for a better
+            order leaves them out.
 
     Example:
         >>> from hypercomm import place
@@ -124,19 +139,49 @@ class Placed:
     weights: Mapping[str, float]
     groups: Sequence[Dims]
     is_assumed: bool
+    views: Views
 
     @cached_property
     def spreads(self) -> tuple[Spread, ...]:
         """The spreads of all reported groups over the units of each level."""
-        names = self.layout.dim_names
-        each: list[Dims] = [(dim,) for dim in names if self.layout.size_of(dim) > 1] or [names[:1]]
+        of_views = [(dim,) for dims in self.dims_of_views.values() for dim in dims]
+        every = [*self._single_dims, *of_views, *self.traffic, *self.groups]
         return tuple(
-            self._spread(dims, self.layout.groups(*dims).to_array(), level)
-            for dims in dict.fromkeys([*each, *self.traffic, *self.groups])
+            self._spread(dims, level)
+            for dims in dict.fromkeys(every)
             for level in self.topology.levels
         )
 
-    def _spread(self, dims: Dims, ranks: NDArray[np.int64], level: Level) -> Spread:
+    @property
+    def _single_dims(self) -> list[Dims]:
+        """The dims of the layout larger than 1, or the first dim if all have size 1."""
+        names = self.layout.dim_names
+        return [(dim,) for dim in names if self.layout.size_of(dim) > 1] or [names[:1]]
+
+    @cached_property
+    def dims_of_views(self) -> dict[str, list[str]]:
+        """For each view, the dims with groups that no other dim has.
+
+        Example:
+            >>> from hypercomm import place, read_config
+            >>> config = read_config("torchrun --nproc-per-node 8 pretrain_gpt.py "
+            ...     "--tensor-model-parallel-size 2 --expert-model-parallel-size 2")
+            >>> place(config.views["training"], on=4).dims_of_views
+            {'expert': ['ep', 'expt_dp']}
+        """
+        seen = {self.layout.groups(*dims) for dims in self._single_dims}
+        found: dict[str, list[str]] = {}
+        for name, view in self.views.items():
+            for dim, size in view.layout.sizes.items():
+                groups = view.layout.groups(dim)
+                if size > 1 and groups not in seen and dim not in self.layout.dim_names:
+                    seen.add(groups)
+                    found.setdefault(name, []).append(dim)
+        return found
+
+    def _spread(self, dims: Dims, level: Level) -> Spread:
+        view = self.views.view_with(dims)[0]
+        ranks = self.views.layout_of(view).groups(*dims).to_array()
         units = level.of_rank[ranks]
         counts = units_of_groups(units)
         leaving = ranks[counts > 1]
@@ -151,14 +196,21 @@ class Placed:
             most=int(np.max(counts)),
             bytes=None if sent is None else bytes_across(units, sent),
             first=tuple(leaving[0].tolist()) if len(leaving) else (),
+            view=view,
         )
 
     @cached_property
     def cost(self) -> Cost:
-        """The cost of all traffic."""
-        pairs = self.traffic.items()
+        """The cost of the traffic over the layout's own dims, without the dims of views."""
+        pairs = self._own_traffic.items()
         every = (self._cost_of(self.layout.groups(*dims).to_array(), sent) for dims, sent in pairs)
         return sum(every, Cost())
+
+    @property
+    def _own_traffic(self) -> dict[Dims, Traffic]:
+        """The traffic over dims of the layout."""
+        names = {*self.layout.dim_names}
+        return {dims: one for dims, one in self.traffic.items() if {*dims} <= names}
 
     def _cost_of(self, groups: NDArray[np.int64], sent: Traffic) -> Cost:
         weighted = minor = 0
@@ -174,7 +226,7 @@ class Placed:
         layout = self.layout
         ranks = np.asarray(layout.ranks)
         order, least = best_order(
-            layout.sizes, self.traffic, lambda groups, sent: self._cost_of(ranks[groups], sent)
+            layout.sizes, self._own_traffic, lambda groups, sent: self._cost_of(ranks[groups], sent)
         )
         if least >= self.cost:
             return None
@@ -208,12 +260,14 @@ class Placed:
         return min(found, key=attrgetter("cost"), default=None)
 
     def _with(self, layout: RankLayout) -> Placed:
-        """Return the report for a layout with the same dims in another order, or on other ranks."""
+        """Return the report for the same dims in another order or on other ranks, without views."""
+        names = {*layout.dim_names}
         return attrs.evolve(
             self,
             layout=layout,
-            traffic={layout.order_dims(dims): one for dims, one in self.traffic.items()},
-            groups=[layout.order_dims(dims) for dims in self.groups],
+            traffic={layout.order_dims(dims): one for dims, one in self._own_traffic.items()},
+            groups=[layout.order_dims(dims) for dims in self.groups if {*dims} <= names],
+            views=Views(layout),
         )
 
     @property
@@ -237,7 +291,7 @@ class Placed:
             LayoutError: There is no such level, or these groups are not in the report. Pass their
                 dims to `place` as `groups=`.
         """
-        wanted = self.layout.order_dims(dims)
+        wanted = self.views.order_dims(dims)
         found = [spread for spread in self.on(level) if spread.dims == wanted]
         if not found:
             raise LayoutError(f"{'+'.join(wanted)} is not in the report; add it with groups=")
@@ -275,13 +329,17 @@ class Placed:
             notes = [f"bytes across: the sum over all groups in a step; {waits}{order}"]
         if self.topology.note:
             notes.append(self.topology.note)
+        left_out = [f"{view} ({', '.join(dims)})" for view, dims in self.dims_of_views.items()]
         if self.better is None:
-            notes.append("no order of the dims is better on this machine")
+            dims = f"the dims {', '.join(self.layout.dim_names)}" if left_out else "the dims"
+            notes.append(f"no order of {dims} is better on this machine")
+        if left_out:
+            notes.append(f"the search for a better order leaves out {' and '.join(left_out)}")
         return notes
 
     @property
     def warnings(self) -> list[str]:
-        """A sentence for each set of dims whose tp or ep groups leave their NVLink domain.
+        """A sentence for each set of tp or ep groups that extend over several NVLink domains.
 
         On a machine without NVLink domains, the sentences count groups that leave their host.
         """
@@ -300,7 +358,7 @@ class Placed:
                 if spread.size > largest:
                     why = f"; a {level} has {pluralize(largest, 'GPU')}"
                 found.append(
-                    f"{spread.across:,} of {spread.groups:,} {'+'.join(spread.dims)} groups leave "
+                    f"{spread.across:,} of {spread.groups:,} {spread.label} groups leave "
                     f"their {level}, the first is ({first}){why}"
                 )
         return found
@@ -396,9 +454,10 @@ def place(
     computation.
 
     Args:
-        layout: A layout, an object with a `layout` such as a grid, or sizes, such as
-            "tp=8,pp=16,dp=128". The first dim varies fastest. One size may be omitted if the
-            machine names its hosts.
+        layout: A layout, an object with a `layout` such as a grid, the views of a module in
+            `LaunchConfig.views`, or sizes, such as "tp=8,pp=16,dp=128". The first dim varies
+            fastest. One size may be omitted if the machine names its hosts. The groups of views
+            are reported, but the search for the best order leaves them out.
         on: The machine, in any form that `read_topology` accepts.
         traffic: The bytes that each rank sends in a step over each dim, such as "tp=40G,dp=6.5G",
             or a mapping from dims to bytes. Default: assumed traffic, most over tp, then over cp
@@ -431,20 +490,35 @@ def place(
           cp  host  8 of 8 -> 0 of 8  2 -> 1  48 MB -> 0
           pp  host  0 of 4 -> 4 of 4  1 -> 4  0 -> 12 MB
     """
-    sizes = parse_sizes(layout) if isinstance(layout, str) else {}
-    gpus = None
-    if check_one_unspecified([name for name, size in sizes.items() if size == UNSPECIFIED]):
-        gpus = read_topology(on).world_size
-    layout = read_layout(layout, world_size=gpus)
+    views = views_of(layout, layout_on(layout, on))
+    layout = views.base
     topology = read_topology(on, layout.last_rank + 1)
     if overlapped and traffic is None:
         raise LayoutError("overlapped= (--overlap) needs traffic= (--traffic)")
     sent = traffics.usual_traffic(layout)
     if traffic is not None:
-        sent = traffics.read_traffic(traffic, layout, overlapped)
-    more = traffics.read_dims(groups, layout)
+        sent = traffics.read_traffic(traffic, views, overlapped)
+    more = traffics.read_dims(groups, views)
     costs = _weights(weights, topology)
-    return Placed(layout, topology, sent, costs, more, traffic is None)
+    return Placed(layout, topology, sent, costs, more, traffic is None, views)
+
+
+def layout_on(layout: Any, on: On) -> RankLayout:
+    """Return the layout that is given to `place`.
+
+    An unspecified size is inferred from the number of GPUs of the machine.
+
+    Example:
+        >>> str(layout_on("tp=2,dp", ["node[1-2]", 4]))
+        'tp=2,dp=4'
+    """
+    if isinstance(layout, Views):
+        return layout.base
+    sizes = parse_sizes(layout) if isinstance(layout, str) else {}
+    gpus = None
+    if check_one_unspecified([name for name, size in sizes.items() if size == UNSPECIFIED]):
+        gpus = read_topology(on).world_size
+    return read_layout(layout, world_size=gpus)
 
 
 def _weights(given: str | Mapping[str, float], topology: Topology) -> dict[str, float]:

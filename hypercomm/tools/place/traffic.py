@@ -12,6 +12,7 @@ from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import check_choice
 from hypercomm.layout.text import short_repr
+from hypercomm.layout.views import Views
 
 Dims = tuple[str, ...]
 Pattern = Literal["ring", "chain", "all-to-all"]
@@ -86,15 +87,15 @@ class Traffic:
 
 def read_traffic(
     given: str | Mapping[str, float | Traffic],
-    layout: RankLayout,
+    layout: RankLayout | Views,
     overlapped: str | Iterable[str] = (),
 ) -> dict[Dims, Traffic]:
-    """Return the traffic of a layout, by dims in the layout's order.
+    """Return the traffic of a layout and its views, by dims in the layout's order.
 
     Args:
         given: The bytes that each rank sends in a step, such as "tp=40G,dp+cp=6.5G", or a mapping
             from dims to bytes.
-        layout: The layout.
+        layout: The layout, or the layout with its views.
         overlapped: Dims whose traffic overlaps with computation, such as "dp,dp+cp", or a list.
 
     Raises:
@@ -125,7 +126,7 @@ def read_traffic(
     return found
 
 
-def read_dims(text: str | Iterable[str], layout: RankLayout) -> list[Dims]:
+def read_dims(text: str | Iterable[str], layout: RankLayout | Views) -> list[Dims]:
     """Return sets of dims, each in the layout's order, from text such as "dp+cp,tp" or a list.
 
     Example:

@@ -162,7 +162,7 @@ def test_skipped_message_is_found(tmp_path):
     assert found(blame(dumps.write(tmp_path))) == [("order", (3,))]
 
 
-# A rank that receives from any rank waits, but the dump does not show for which rank. The receiving
+# If a rank waits in a receive from any source, the dump does not show for which rank it waits. The
 # rank is not blamed, even if other ranks wait for it.
 @pytest.mark.parametrize("is_awaited", [False, True])
 def test_receive_from_any_rank_is_unclear(tmp_path, is_awaited):

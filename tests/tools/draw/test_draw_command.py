@@ -35,7 +35,7 @@ def test_output_in_a_terminal(in_process, monkeypatch):
 def test_output_to_a_file(in_process, tmp_path, arguments, picture):
     file = tmp_path / "picture.svg"
     done = in_process("draw", *arguments, "-o", str(file))
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{file}\n", "")
     assert file.read_text(encoding="utf-8") == picture.svg()
     assert in_process("draw", *arguments, "-o", str(file)).returncode == 2
     assert in_process("draw", *arguments, "-o", str(file), "--force").returncode == 0

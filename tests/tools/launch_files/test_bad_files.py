@@ -1,13 +1,17 @@
 """Test that each problem of a launch file names the file, the line and a value that would work."""
 
 import contextlib
+import importlib.util
 import os
+import re
 import time
+from pathlib import Path
 
 import pytest
 from time_limits import scaled_s
 
 from hypercomm import read_config
+from hypercomm.compat.launch_options import module_and_size, similar_size
 from hypercomm.errors import HyperCommError, LayoutError
 from hypercomm.tools.launch_files.reading import read_settings
 
@@ -48,7 +52,9 @@ def test_files_that_are_not_launch_files(name, content, message, tmp_path):
 
 
 def test_missing_files_raise(tmp_path):
-    for path in (tmp_path / "nope.sh", str(tmp_path / "nope.yaml"), tmp_path, "nope.sh"):
+    with pytest.raises(LayoutError, match="is a folder; give the path of a launch file, or sizes"):
+        read_config(tmp_path)
+    for path in (tmp_path / "nope.sh", str(tmp_path / "nope.yaml"), "nope.sh"):
         with pytest.raises(LayoutError, match="cannot be read"):
             read_config(path)
     for wrong in (None, 8, ["a.sh"]):
@@ -234,3 +240,85 @@ def test_number_of_ranks():
 def test_ignored_options(text, problem):
     (found,) = read_config(text, 16).problems
     assert problem in found
+
+
+# A misspelt size counts as not given, so it is a problem that names the right key.
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            f"{RUN} 2 --context-paralell-size 2",
+            (
+                "line 1 --context-paralell-size 2 is an unknown option; did you mean "
+                "--context-parallel-size?"
+            ),
+        ),
+        (
+            f"{RUN} 2 --pipeline_model_parallel_siez=2",
+            "did you mean --pipeline_model_parallel_size?",
+        ),
+        (
+            f"slime --rollout-num-gpus 8 {RUN} 2 --sglang-tensor-parallel-sze 2",
+            "did you mean --sglang-tensor-parallel-size?",
+        ),
+        ("vllm serve m --tensor-parralel-size 2", "did you mean --tensor-parallel-size?"),
+        ("vllm serve m --enable-expert-paralel", "did you mean --enable-expert-parallel?"),
+        (
+            "[parallelism]\ntensor_parallel_degree = 1\nexpert_paralel_degree = 2",
+            (
+                "line 3 expert_paralel_degree 2 is an unknown option; did you mean "
+                "expert_parallel_degree?"
+            ),
+        ),
+        (
+            "a.x=1 actor_rollout_ref.actor.megatron.tensor_model_paralel_size=2",
+            "did you mean actor_rollout_ref.actor.megatron.tensor_model_parallel_size?",
+        ),
+    ],
+)
+def test_misspelt_sizes(text, problem):
+    found = read_config(text, 8).problems
+    assert any(problem in one for one in found), found
+
+
+# If the misspelt size is all that shows the framework, the error has the right key, too.
+def test_misspelt_size_of_an_unknown_framework():
+    with pytest.raises(LayoutError, match=r"unknown framework.*did you mean --tensor-model-parall"):
+        read_config("torchrun train.py --tensor-model-paralel-size 2")
+
+
+def megatron_options():
+    """Return the options of megatron-core: the fields of its dataclasses, and flags of scripts."""
+    found = set()
+    for folder in importlib.util.find_spec("megatron").submodule_search_locations:
+        for path in Path(folder).rglob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            pairs = re.findall(r"""^    (\w+): |["']--([\w-]+)["']""", text, re.MULTILINE)
+            found |= {(field or flag).replace("-", "_") for field, flag in pairs}
+    return found
+
+
+ENGINE_OPTIONS = {
+    "attention_context_parallel_size",
+    "data_parallel_rank",
+    "data_parallel_size_local",
+    "decode_context_parallel_size",
+    "disable_expert_parallel",
+    "enable_dp_lm_head",
+    "moe_data_parallel_size",
+    "moe_dense_tp_size",
+    "no_enable_expert_parallel",
+    "prefill_context_parallel_size",
+}
+"""The options of vLLM and SGLang with the names that are closest to those of sizes.
+
+From `ParallelConfig` of vLLM, and from `ServerArgs` of SGLang.
+"""
+
+
+# No real option is taken for a misspelt size.
+def test_real_options_are_not_misspelt_sizes():
+    options = megatron_options()
+    assert {"tensor_model_parallel_size", "virtual_pipeline_model_parallel_size"} <= options
+    others = {one for one in options | ENGINE_OPTIONS if not module_and_size((one,))[1]}
+    assert [one for one in others if similar_size((one,))] == []

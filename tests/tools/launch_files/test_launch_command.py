@@ -90,6 +90,73 @@ def test_place_and_draw(run, tmp_path, in_process):
     assert "tp=2,cp=1,dp=4,pp=1  8 ranks on 2 hosts" in in_process("draw", run).stdout
 
 
+# place reports the groups that only a view of the file has, takes their traffic, and says that the
+# search for a better order leaves them out. On hosts of 4, the experts of 8 ranks are on 2 hosts.
+def test_place_reports_the_groups_of_experts(tmp_path, in_process):
+    file = tmp_path / "experts.sh"
+    file.write_text(RUN.replace("expert-model-parallel-size 4", "expert-model-parallel-size 8"))
+    lines = in_process("place", str(file), "--on", "4").stdout.splitlines()
+    rows = [line.split() for line in lines]
+    assert ["tp", "host", "0", "of", "4", "1"] in rows
+    assert ["expert:ep", "host", "1", "of", "1", "2"] in rows
+    assert "no order of the dims is better on this machine" not in lines
+    assert "no order of the dims tp, cp, dp, pp is better on this machine" in lines
+    assert "the search for a better order leaves out expert (ep)" in lines
+    first = "the first is (0, 1, 2, 3, 4, 5, 6, 7); a host has 4 GPUs"
+    assert f"warning: 1 of 1 expert:ep groups leave their host, {first}" in lines
+    # 8 ranks send 7 parts of 1 GB each; 4 of the 7 go to the other host
+    sent = in_process("place", str(file), "--on", "4", "--traffic", "tp=1G,dp=1G,ep=7G").stdout
+    assert ["expert:ep", "host", "1", "of", "1", "2", "32", "GB"] in map(
+        str.split, sent.splitlines()
+    )
+
+
+# The dims of a view may be selected in place and draw, as in plan.
+def test_groups_of_views_in_every_command(run, in_process):
+    done = in_process("place", run, "--on", "2", "--groups", "ep+expt_dp,tp+dp")
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = [line.split()[:5] for line in done.stdout.splitlines()]
+    assert ["expert:ep+expt_dp", "host", "1", "of", "1"] in rows
+    assert ["tp+dp", "host", "1", "of", "1"] in rows
+    drawn = in_process("draw", run, "--groups", "ep").stdout
+    assert "ep    2 groups of 4, each inside one host   NVLink" in drawn
+    view = ("--view", "expert:ep=4,rest=-1", "--groups", "ep")
+    assert "2 groups of 4, each inside one host" in in_process("draw", "tp=2,dp=4", *view).stdout
+    placed = in_process("place", "tp=2,dp=4", "--on", "4", *view).stdout
+    assert "expert:ep    host   0 of 2  1" in placed
+    for command in ("plan", "draw", "place"):
+        on = ("--on", "8") if command == "place" else ()
+        done = in_process(command, run, *on, "--groups", "pe")
+        assert done.returncode == 2
+        assert "view expert (expt_tp=1,ep=4,expt_dp=2,pp=1 sharing pp)" in done.stderr
+        assert "did you mean 'ep'?" in done.stderr
+    done = in_process("draw", run, run)  # a change has no views
+    assert done.returncode == 0, done.stderr
+
+
+# Groups of a view that a dim of the layout also has are not repeated: without experts, the
+# comparison is complete.
+def test_place_of_a_file_without_experts(tmp_path, in_process):
+    file = tmp_path / "dense.sh"
+    file.write_text("torchrun --nproc-per-node 8 train.py --tensor-model-parallel-size 2\n")
+    printed = in_process("place", str(file), "--on", "4").stdout
+    assert "expert" not in printed.partition("\ntraining\n")[2]
+    assert "no order of the dims is better on this machine" in printed
+
+
+# A misspelt size is a problem, and the exit code is 1.
+def test_misspelt_flag(tmp_path, in_process):
+    file = tmp_path / "run.sh"
+    file.write_text(
+        "torchrun --nproc-per-node 8 train.py --pipeline-model-parallel-size 2 \\\n"
+        "  --tensor-model-paralel-size 4\n"
+    )
+    done = in_process("plan", str(file))
+    assert done.returncode == 1
+    wrong = "run.sh:2 --tensor-model-paralel-size 4 is an unknown option"
+    assert f"problem: {wrong}; did you mean --tensor-model-parallel-size?\n" in done.stdout
+
+
 def test_missing_launch_file(in_process):
     done = in_process("plan", "scripts/nope.sh")
     assert (done.returncode, done.stdout) == (2, "")

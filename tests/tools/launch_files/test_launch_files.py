@@ -356,3 +356,17 @@ torchrun --nproc-per-node 8 train.py --tensor-model-parallel-size 2
     read_config(tmp_path / "a.yaml", 8)
     assert not mark.exists()
     assert "train" not in sys.modules
+
+
+# print() shows the table of `hypercomm plan`, and repr() is one line. Neither shows an object's
+# address.
+def test_text_of_a_config():
+    config = read_config("torchrun --nproc-per-node 8 t.py --tensor-model-parallel-size 3")
+    lines = str(config).splitlines()
+    assert lines[0] == "Megatron-LM; 8 ranks"
+    assert "training.tp          3  line 1 --tensor-model-parallel-size 3" in lines
+    assert lines[-1].startswith("problem: training: tp=3,pp=1,cp=1,dp=-1 needs a multiple of 3")
+    assert repr(config) == "<LaunchConfig: Megatron-LM; 8 ranks; 1 problem>"
+    assert " at 0x" not in str(config) + repr(config)
+    engine = read_config("vllm serve m -tp 4")
+    assert repr(engine) == "<LaunchConfig: vLLM; 4 ranks; inference tp=4,pp=1,dp=1>"

@@ -4,12 +4,14 @@ import itertools
 import math
 import random
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from numpy_oracle import all_groups
 
 from hypercomm import RankLayout, place, read_topology
+from hypercomm.layout.views import Views
 from hypercomm.tools.place import Level, Topology, Traffic
 
 pytestmark = pytest.mark.torch_free
@@ -221,6 +223,29 @@ def test_accepted_forms_of_a_layout():
     placed = place(RankLayout("tp=2,dp=2"), on=2)
     assert place("tp=2,dp=2", on=2).layout == place(placed, on=2).layout == placed.layout
     assert place("dp=1", on=8).better is None
+
+
+# The groups that only a view has are reported, with their traffic. They do not change the best
+# order.
+def test_groups_of_views():
+    views = Views(RankLayout("dp=4,tp=2"))
+    views.register("expert", "ep=4,tp=2", shared_dims=["tp"])
+    placed = place(views, on=2, traffic="tp=3G,dp=1G,ep=9G", groups="ep+tp")
+    assert placed.dims_of_views == {}  # ep has the groups of dp
+    views = Views(RankLayout("dp=4,tp=2"))
+    views.register("expert", "rest=2,ep=4")
+    placed = place(views, on=2, traffic="tp=3G,dp=1G,ep=9G", groups="ep+rest")
+    assert placed.dims_of_views == {"expert": ["rest", "ep"]}
+    found = placed.find("ep", "host")
+    assert (found.view, found.groups, found.across, found.most) == ("expert", 2, 2, 4)
+    assert found.bytes == 2 * 4 * 9_000_000_000  # each rank sends all parts to other hosts
+    assert placed.find("rest+ep", "host").size == 8
+    alone = place("dp=4,tp=2", on=2, traffic="tp=3G,dp=1G")
+    assert placed.better.layout == alone.better.layout
+    assert (placed.cost, placed.advice) == (alone.cost, alone.advice)
+    grid = SimpleNamespace(layout=views.base, views={"expert": views["expert"].layout})
+    for other in (grid, placed):
+        assert place(other, on=2).dims_of_views == placed.dims_of_views
 
 
 # If tp or ep groups span several domains, a warning counts these groups and names the first.
