@@ -59,7 +59,7 @@ _COMMANDS = {
         "tp=2,dp=4 tp=4,dp=2",
     ),
     "check": _Command(
-        "hypercomm.cli.check:check",
+        "hypercomm.tools.check:check",
         "Run every group of a layout on real ranks.",
         "tp=2,cp=2,dp=2",
     ),

@@ -1,1 +1,1 @@
-"""Tools on top of the library: machines and placement, pictures, and hang reports."""
+"""Tools on top of the library: machines and placement, pictures, checks, and hang reports."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from processes import launcher_free
 from time_limits import scaled_s, wait_until
 
-from hypercomm.cli.check import probe_local
+from hypercomm.tools.check import probe_local
 
 SOON_S = 30
 """An interrupted check ends within this time. A check that ignores Ctrl-C runs for minutes."""
@@ -56,7 +56,7 @@ def all_reduce_on_ranks(monkeypatch):
             dist.all_reduce = all_reduce
             probe_local(request)
 
-        monkeypatch.setattr("hypercomm.cli.check.probe_local", probe)
+        monkeypatch.setattr("hypercomm.tools.check.probe_local", probe)
 
     return replace
 
@@ -83,7 +83,7 @@ def test_number_of_processes_is_limited(in_process, monkeypatch):
     started = []
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(3), raising=False)
     monkeypatch.setattr(
-        "hypercomm.cli.check.run_ranks", lambda _, ranks, **__: started.append(ranks)
+        "hypercomm.tools.check.run_ranks", lambda _, ranks, **__: started.append(ranks)
     )
     done = in_process("check", "tp=13")
     assert done.returncode == 2
