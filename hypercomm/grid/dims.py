@@ -212,8 +212,9 @@ class GridDims:
 
         Returns:
             The same value on all ranks. The sum of ints is an int and exact. If any rank passes a
-            float, the sum is a float. As for `torch.sum`, the sum of bool and integer tensors has
-            the dtype int64, and tensors of float16 and bfloat16 are summed in float32.
+            float, the sum is a float. Numbers are summed in float64 on the device of the group. The
+            sum of bool and integer tensors has the dtype int64, like `torch.sum`, and tensors of
+            float16 and bfloat16 are summed in float32.
 
         Raises:
             GroupOptionsError: `value` is not a tensor or a number, or has more than 64 bits.
@@ -270,7 +271,7 @@ class GridDims:
             dtype = torch.int64
         elif dtype.itemsize < torch.float32.itemsize:
             dtype = torch.float32
-        total = value.detach().to(dtype, copy=True)
+        total = value.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=self._live_group())
         return total
 

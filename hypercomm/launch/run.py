@@ -343,8 +343,8 @@ def _receive(rank: _Rank) -> tuple[str, Any]:
         reason = f"killed by signal {-code} ({names.get(-code) or signal.strsignal(-code)})"
     if code == -signal.SIGABRT:
         reason += (
-            "; its last messages are on stderr; gloo aborts a process whose peer sent a message of "
-            "another size"
+            "; its last messages are on stderr; for example, gloo aborts a process if a message "
+            "has an unexpected size"
         )
     return "failed", (0.0, reason, "")  # sorts first, because a dead rank causes errors on others
 

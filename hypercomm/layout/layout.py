@@ -791,6 +791,8 @@ def read_layout(
     layout = RankLayout(given, dim_names, rank_offset, **dims)  # type: ignore[arg-type]
     if world_size is not None and layout.last_rank >= world_size:
         where = f" from rank {layout.rank_offset}" if layout.rank_offset else ""
-        hint = would_fit(layout.sizes, max(1, world_size - layout.rank_offset))
+        left = world_size - layout.rank_offset
+        has_gaps = layout.last_rank - layout.rank_offset >= layout.size
+        hint = "" if has_gaps or left < 1 else would_fit(layout.sizes, left)
         raise world_too_small(f"{layout}{where}", layout.last_rank, world_size, hint)
     return layout

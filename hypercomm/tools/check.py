@@ -136,7 +136,8 @@ def _launch_file(text: str, ranks: int | None) -> str:
         what = f"{name} is a folder" if Path(text).is_dir() else f"there is no file {name}"
         return f"{what}, and check takes sizes, as in hypercomm check tp=2,dp=4"
     calls = []
-    for views in read_config(Path(text), ranks).views.values():
+    config = read_config(Path(text), ranks)
+    for views in config.views.values():
         others = [f" --view {other}:{view.layout}" for other, view in views.items()]
         calls.append("".join([f"hypercomm check {views.base}", *others]))
     if not calls:
@@ -144,7 +145,8 @@ def _launch_file(text: str, ranks: int | None) -> str:
             f"check takes sizes, and no layout can be read from {name}; 'hypercomm plan {text}' "
             f"shows its problems"
         )
-    return f"check takes sizes, and {name} is a launch file; write {' or '.join(calls)}"
+    problems = f"; 'hypercomm plan {text}' shows problems of the file" if config.problems else ""
+    return f"check takes sizes, and {name} is a launch file; write {' or '.join(calls)}{problems}"
 
 
 @attrs.frozen

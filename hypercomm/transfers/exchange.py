@@ -74,11 +74,12 @@ def ranks_of(mapping: RankMapping) -> tuple[int, ...]:
 
 @lru_cache(maxsize=128)
 def details(mapping: RankMapping) -> str:
-    """Return the properties of a mapping that `str(mapping)` omits."""
+    """Return the properties of a mapping that must be equal on all ranks, and that titles omit."""
     layouts = hashlib.sha256(f"{mapping.source.to_json()} {mapping.target.to_json()}".encode())
     return (
         f"along={mapping.along!r}, batch_axis={mapping.batch_axis}, shards={mapping.shards}, "
-        f"sizes={mapping.sizes}, pipeline={mapping.pipeline!r}, layouts {layouts.hexdigest()[:12]}"
+        f"leaders={mapping.leaders}, backward={mapping.backward}, sizes={mapping.sizes}, "
+        f"pipeline={mapping.pipeline!r}, layouts {layouts.hexdigest()[:12]}"
     )
 
 

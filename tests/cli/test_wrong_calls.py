@@ -18,6 +18,8 @@ FILES = {
     "twice": "a slots=2\na slots=2\n",
     "broken.yaml": "a: [\n",
     "unknown.sh": "echo hello\n",
+    "typo.sh": "torchrun --nproc-per-node 8 train.py --tensor-model-parallel-size 2 "
+    "--contxt-parallel-size 2",
     "experts.sh": "torchrun --nproc-per-node 8 train.py --tensor-model-parallel-size 2 "
     "--expert-model-parallel-size 4 --expert-tensor-parallel-size 1",
     "ranks.sh": "python train.py --tensor-model-parallel-size 2",
@@ -111,6 +113,7 @@ CALLS = [
         ),
     ),
     ("check ranks.sh --nprocs 4", "write hypercomm check tp=2,cp=1,dp=2,pp=1"),
+    ("check typo.sh", "'hypercomm plan typo.sh' shows problems of the file"),
     (
         "check ranks.sh",
         "no layout can be read from 'ranks.sh'; 'hypercomm plan ranks.sh' shows its",

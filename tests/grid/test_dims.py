@@ -129,6 +129,9 @@ def test_dtypes_of_sums():
             torch.testing.assert_close(dp.mean(large), expected, rtol=0, atol=0)
             assert dp.sum(large[1:]).dtype == dtype
         assert dp.sum(torch.tensor(1.5, dtype=torch.float64)).dtype == torch.float64
+        matrix = torch.arange(6.0).reshape(2, 3)
+        transposed = matrix.T.contiguous().T  # the same values with other strides
+        assert torch.equal(dp.sum(transposed if rank else matrix), 2 * matrix)
         assert dp.mean(torch.tensor([1j])).tolist() == [1j]
 
 

@@ -78,6 +78,14 @@ def test_sizes_that_would_fit():
     assert hints > 20
     with pytest.raises(WorldSizeError, match=r"the world has 8; tp=4 or dp=4 would fit$"):
         RankLayout("tp=2,dp=2", world_size=8)
+    for wrong in (
+        lambda: read_layout("tp=2", rank_offset=8, world_size=8),
+        lambda: read_layout(RankLayout([2, 4], ["tp", "dp"], strides=[1, 4]), world_size=8),
+        lambda: read_layout(RankLayout("tp=2", ranks=[0, 10]), world_size=8),
+    ):
+        with pytest.raises(WorldSizeError) as caught:
+            wrong()
+        assert "would fit" not in str(caught.value)
     with pytest.raises(WorldSizeError, match=r"the world has 7$"):
         RankLayout("tp=2,dp=2", world_size=7)
     with pytest.raises(WorldSizeError, match=r"the world has 1000000000000000000000$"):

@@ -5,13 +5,15 @@ from datetime import timedelta
 from functools import partial
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from hypercomm import GridSet, HyperCommGrid, RankLayout
-from hypercomm.errors import HyperCommError
+from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping, transfer_state
+from hypercomm.errors import GroupCreationTimeout, HyperCommError
 from simulated_job.cases import GRACE_S, T, square
 from simulated_job.job import (
     Fault,
+    JobGroup,
     Server,
     attempt,
     gate,
@@ -88,11 +90,43 @@ def test_grids_with_another_order_of_dims(seed):
     check_time(job, T + GRACE_S)
     first, second, *others = job.calls(0)
     assert [call.kind for call in others] == ["", ""]
-    assert "rank 2 (dp=0, tp=1; it has made calls only in other grids: tp=2,dp=2)" in str(
-        first.error
+    assert (
+        "rank 2 (dp=0, tp=1; it has made calls with other ranks only in other grids: tp=2,dp=2)"
+        in (str(first.error))
     )
     wrong = r"rank 2 .*rank 0 \(host .*\) waits for it in create_pg\('tp'\) of dp=2,tp=2\)"
     assert re.search(wrong, str(second.error)), second
+
+
+# A late rank is not described as a rank of other grids if it has made calls in the grid before, or
+# in many grids. The scope of a transfer has no grid.
+@pytest.mark.parametrize("case", ["all ranks first", "all ranks later", "many grids", "transfer"])
+def test_late_rank_of_several_grids(case):
+    def program():
+        grid = square()
+        if case == "all ranks first":
+            grid.create_pgs(["tp", "dp"])
+        if case == "many grids":
+            for number in range(20):
+                HyperCommGrid(f"a{number}=2,b=2").create_pg("b")
+        HyperCommGrid("x=2,y=2").create_pg("x")
+        if case == "all ranks later":
+            grid.create_pgs(["tp", "dp"])
+        gate("all but one call")
+        if dist.get_rank() == 1:
+            return
+        if case == "transfer":
+            halves = RankLayout("tp=2"), RankLayout([2], ["tp"], 2)
+            tensors = {"w": torch.zeros(2)}
+            given = {"state": tensors} if dist.get_rank() < 2 else {"into": tensors}
+            attempt(transfer_state, RankMapping(*halves, along=None), **given)
+        else:
+            attempt(grid.create_pg, "tp", name="late")
+
+    job = simulate_job(program, 4, timeout_s=T)
+    texts = [str(rank.calls[0].error) for rank in job.ranks if rank.calls]
+    assert any("rank 1" in text and "timed out" in text for text in texts), texts
+    assert not any("other grids" in text for text in texts), texts
 
 
 # ---- mistakes ------------------------------------------------------------------------------------
@@ -305,6 +339,29 @@ def test_rank_that_waited_and_died_is_named(late_s):
             break
         assert {call.error.missing for call in job.calls(0)} == {(2,)}, (at, job)
     assert at > 10
+
+
+# The deadline of a rank may pass while all ranks connect, because the last one arrived late. Ranks
+# that have waited for it are not named.
+def test_deadline_while_ranks_connect(monkeypatch):
+    connect = JobGroup.wait_for_peers
+
+    def connect_slowly(group, *args):
+        sleep(1.0)
+        connect(group, *args)
+
+    monkeypatch.setattr(JobGroup, "wait_for_peers", connect_slowly)
+
+    def program():
+        grid = HyperCommGrid("tp=3")
+        if dist.get_rank() == 2:
+            sleep(T - 0.1)
+        attempt(grid.create_pg, "tp")
+
+    job = simulate_job(program, 3, timeout_s=T)
+    errors = [call.error for call in job.calls(0)]
+    assert {type(error) for error in errors} == {GroupCreationTimeout}, job
+    assert {error.missing for error in errors} <= {(), (2,)}, job
 
 
 # If a rank dies after it has set its "done" bit, and its peers have connected to it, the calls of

@@ -13,7 +13,8 @@ a job. In tests, a simulated job or a search through all schedules performs them
 Without a fault, a rank sends three requests: to join the round, to set its bit in the tree of
 finished ranks, and to wait for the end of the round. If the work connects ranks, a rank first sets
 its bit in the tree of arrived ranks and waits until all bits are set. The backend therefore never
-waits for a missing rank.
+waits for a missing rank. Before the first call that only some ranks of a grid make, a rank also
+publishes the layout of the grid.
 
 A rank that waits for long publishes its status: the call, and the ranks for which it waits. Errors
 can then name the missing ranks, and describe deadlocks. After a failure, the status stays until the
@@ -25,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 
@@ -56,7 +58,7 @@ from hypercomm.process_groups.agreement.records import (
     Work,
     Write,
 )
-from hypercomm.process_groups.agreement.scope import MOST, Scope, this_host
+from hypercomm.process_groups.agreement.scope import MOST, MOST_LAYOUTS, Scope, this_host
 from hypercomm.process_groups.torch_internals import ConnectionFailedError
 
 _SLOW_S = 0.2
@@ -344,6 +346,7 @@ class Member:
     is_finished: bool = False
     error: BaseException | None = None
     _is_first: bool = False
+    _work_began: float = math.inf
     _reports: tuple[int, ...] | None = None
     _peers: dict[int, Status] = attrs.field(factory=dict)
 
@@ -534,17 +537,22 @@ class Member:
         """Publish the layout of the grid before the first call that only some of its ranks make.
 
         If the grids of ranks differ, some ranks may have all their groups. They wait for nobody and
-        publish no status, but the errors of the other ranks can then name the layouts.
+        publish no status, but the errors of the other ranks can then name the layouts. In a call of
+        all ranks of a grid this cannot happen, so a rank publishes the layouts of such calls only
+        if it has published layouts before.
         """
         scope = self.scope
         memory = scope.memory
-        if scope.layout is None or len(scope.ranks) == scope.layout.size:
+        if scope.layout is None:
             return
-        layout = str(scope.layout)
-        if layout not in memory.layouts:
-            memory.layouts.append(layout)
-            text = Entries(tuple(memory.layouts[-MOST:])).encode()
-            yield Write(layouts_key(memory.namespace or "", scope.world.rank), text)
+        is_needed = memory.note_layout(
+            str(scope.layout), is_partial=len(scope.ranks) < scope.layout.size
+        )
+        while is_needed:
+            layouts = tuple(memory.layouts)
+            key = layouts_key(memory.namespace or "", scope.world.rank)
+            yield Write(key, Entries(layouts).encode())
+            is_needed = layouts != tuple(memory.layouts)  # another thread has added a layout
 
     def _differ(self, lines: Sequence[str], own: Proposer, moment: Moment) -> Steps[None]:
         """End the round, because the proposal of this rank differs from the first one."""
@@ -687,7 +695,7 @@ class Member:
     def _do_work(self) -> Steps[None]:
         """Do the work of this rank, unless the round ends before the work is done."""
         moment = yield Now()
-        began = moment.seconds
+        began = self._work_began = moment.seconds
         until = began + self.slow_s
         while not (yield Work(until)):
             moment = yield Now()
@@ -789,14 +797,22 @@ class Member:
     def _silent_of(self, ranks: Sequence[int]) -> Steps[list[int]]:
         """Return the ranks that have not published, while they worked, that they are in this round.
 
-        A rank that works waits for no other rank. A status with ranks that it waits for was
-        published before the work began, so it does not show that the rank is still alive.
+        A rank that works waits for no other rank, and publishes this after `slow_s`. If the work
+        began longer ago, a status with ranks for which a rank waits is old, and does not show that
+        the rank is still alive.
         """
         ticket = self._round
+        moment = yield Now()
+        has_worked_long = moment.seconds - self._work_began > 2 * self.slow_s
         silent = []
         for rank in ranks:
             status = yield from read_status(self.scope.memory.namespace or "", rank)
-            if status is None or status.place != (ticket.key, ticket.round) or status.waits_for:
+            is_alive = (
+                status is not None
+                and status.place == (ticket.key, ticket.round)
+                and not (has_worked_long and status.waits_for)
+            )
+            if not is_alive:
                 silent.append(rank)
         return silent
 
@@ -841,7 +857,7 @@ class Member:
                 at = others[0]
                 passed.add(at)
                 behind = status
-            causes[at] = behind
+            causes[at] = behind or causes.get(at)
         causes |= dict.fromkeys(missing[MOST:])
         names = []
         for rank, behind in [*causes.items()][:MOST]:
@@ -861,14 +877,17 @@ class Member:
         return is_same and status.outcome.kind in ("missing", "unfinished")
 
     def _other_layouts(self, rank: int) -> Steps[tuple[str, ...]]:
-        """Return the layouts of a rank's grids, or () if this grid is one of them."""
+        """Return the layouts of a rank's grids, or () if this grid is or may be one of them."""
+        if self.scope.layout is None:
+            return ()
         key = layouts_key(self.scope.memory.namespace or "", rank)
         layouts: tuple[str, ...] = ()
         # Without the layouts, the text has less information.
         with contextlib.suppress(CreationError, StoreLostError):
             text = yield Read(key)
             layouts = () if text is None else Entries.decode(key, text).lines
-        return () if str(self.scope.layout) in layouts else layouts
+        is_complete = len(layouts) < MOST_LAYOUTS
+        return layouts if is_complete and str(self.scope.layout) not in layouts else ()
 
     def _describe(
         self,
@@ -899,7 +918,8 @@ class Member:
         if behind is not None:
             notes.append(f"{behind.name} waits for it in {behind.call}")
         if layouts:
-            notes.append(f"it has made calls only in other grids: {' and '.join(layouts)}")
+            others = " and ".join(layouts)
+            notes.append(f"it has made calls with other ranks only in other grids: {others}")
         title = self.scope.world.title(rank)
         return f"{title} ({'; '.join(notes)})" if notes else title
 

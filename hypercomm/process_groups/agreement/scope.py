@@ -28,6 +28,9 @@ _WORLD_ADDRESS = "cpu//0/0"
 MOST = 8
 """Errors name at most this many missing ranks. Only the status of these ranks is read."""
 
+MOST_LAYOUTS = 16
+"""The largest number of layouts that a rank publishes."""
+
 
 @functools.cache
 def this_host() -> str:
@@ -47,7 +50,8 @@ class Memory:
         agreed: Maps the path of each record to the last round in which this rank has agreed.
         reported: The tokens of outcomes that this rank must not raise again.
         is_reporting: Whether the store holds a status of this rank.
-        layouts: The layouts of the grids in which this rank has made calls, as text.
+        layouts: The layouts of the grids in which this rank has made calls with other ranks, as
+            text. There are at most `MOST_LAYOUTS`.
         stale: Keys that no rank needs any more. The next call deletes these keys.
     """
 
@@ -60,6 +64,7 @@ class Memory:
     is_reporting: bool = False
     layouts: list[str] = attrs.field(factory=list)
     stale: list[str] = attrs.field(factory=list)
+    _publishes_layouts: bool = False
     _locks: dict[str, Any] = attrs.field(factory=dict)
     _counts: Counter[str] = attrs.field(factory=Counter)
     _lock: threading.Lock = attrs.field(factory=threading.Lock)
@@ -68,6 +73,21 @@ class Memory:
         """Return the lock that a thread holds while it makes a call that uses a record."""
         with self._lock:
             return self._locks.setdefault(path, system.lock())
+
+    def note_layout(self, layout: str, *, is_partial: bool) -> bool:
+        """Note the layout of a grid, and return whether this rank must publish its layouts.
+
+        Args:
+            layout: The layout.
+            is_partial: Whether only some ranks of the grid make the call.
+        """
+        with self._lock:
+            is_new = layout not in self.layouts and len(self.layouts) < MOST_LAYOUTS
+            if is_new:
+                self.layouts.append(layout)
+            begins = is_partial and not self._publishes_layouts
+            self._publishes_layouts |= is_partial
+            return begins or (is_new and self._publishes_layouts)
 
     def next_number(self, path: str) -> int:
         """Return how often this method was called before with the same path."""

@@ -144,13 +144,18 @@ class Placed:
     @cached_property
     def spreads(self) -> tuple[Spread, ...]:
         """The spreads of all reported groups over the units of each level."""
-        of_views = [(dim,) for dims in self.dims_of_views.values() for dim in dims]
-        every = [*self._single_dims, *of_views, *self.traffic, *self.groups]
+        every: list[tuple[str | None, Dims]] = [(None, dims) for dims in self._single_dims]
+        every += [(view, (dim,)) for view, dims in self.dims_of_views.items() for dim in dims]
+        every += [(self._view_with(dims), dims) for dims in (*self.traffic, *self.groups)]
         return tuple(
-            self._spread(dims, level)
-            for dims in dict.fromkeys(every)
+            self._spread(view, dims, level)
+            for view, dims in dict.fromkeys(every)
             for level in self.topology.levels
         )
+
+    def _view_with(self, dims: Dims) -> str | None:
+        """Return the view to which dims without the name of a view refer."""
+        return self.views.view_with(dims)[0]
 
     @property
     def _single_dims(self) -> list[Dims]:
@@ -174,18 +179,18 @@ class Placed:
         for name, view in self.views.items():
             for dim, size in view.layout.sizes.items():
                 groups = view.layout.groups(dim)
-                if size > 1 and groups not in seen and dim not in self.layout.dim_names:
+                if size > 1 and groups not in seen:
                     seen.add(groups)
                     found.setdefault(name, []).append(dim)
         return found
 
-    def _spread(self, dims: Dims, level: Level) -> Spread:
-        view = self.views.view_with(dims)[0]
+    def _spread(self, view: str | None, dims: Dims, level: Level) -> Spread:
         ranks = self.views.layout_of(view).groups(*dims).to_array()
         units = level.of_rank[ranks]
         counts = units_of_groups(units)
         leaving = ranks[counts > 1]
-        sent = None if self.is_assumed else self.traffic.get(dims)
+        has_traffic = not self.is_assumed and view == self._view_with(dims)
+        sent = self.traffic.get(dims) if has_traffic else None
         return Spread(
             dims,
             level.name,
@@ -329,10 +334,15 @@ class Placed:
             notes = [f"bytes across: the sum over all groups in a step; {waits}{order}"]
         if self.topology.note:
             notes.append(self.topology.note)
-        left_out = [f"{view} ({', '.join(dims)})" for view, dims in self.dims_of_views.items()]
+        dims_left_out = {view: [*dims] for view, dims in self.dims_of_views.items()}
+        for dims in [one for one in self.traffic if one not in self._own_traffic]:
+            dims_left_out.setdefault(str(self._view_with(dims)), []).extend(dims)
+        left_out = [
+            f"{view} ({', '.join(dict.fromkeys(dims))})" for view, dims in dims_left_out.items()
+        ]
         if self.better is None:
-            dims = f"the dims {', '.join(self.layout.dim_names)}" if left_out else "the dims"
-            notes.append(f"no order of {dims} is better on this machine")
+            own = f"the dims {', '.join(self.layout.dim_names)}" if left_out else "the dims"
+            notes.append(f"no order of {own} is better on this machine")
         if left_out:
             notes.append(f"the search for a better order leaves out {' and '.join(left_out)}")
         return notes

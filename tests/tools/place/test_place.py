@@ -292,3 +292,25 @@ def test_speed_of_six_dims():
     assert str(placed)
     assert time.process_time() - start < 2
     assert placed.layout.size == 16384
+
+
+# Views may have dims with equal names. Each row has the groups of its own view. The expected
+# numbers follow from the groups: with 2 ranks per host, (0, 1) is on one host, and (0, 2) is not.
+def test_dims_of_equal_names_in_several_views():
+    views = Views(RankLayout("tp=2,dp=4"))
+    views.register("a", "ep=2,x=4")
+    views.register("b", "y=2,ep=2,z=2")
+    views.register("c", "tp=4,r=2")
+    found = {one.label: (one.across, one.groups) for one in place(views, on=2).spreads}
+    assert "a:ep" not in found  # the same groups as tp
+    assert (found["tp"], found["b:ep"], found["c:tp"]) == ((0, 4), (4, 4), (2, 2))
+
+
+# The search for an order leaves out traffic over dims of a view, even if the layout has the same
+# groups, and the notes tell this.
+def test_traffic_over_dims_of_a_view_is_left_out_of_the_search():
+    views = Views(RankLayout("dp=4,tp=2"))
+    views.register("expert", "edp=4,etp=2")
+    placed = place(views, on=2, traffic="etp=40G")
+    assert placed.cost.waited == 0
+    assert "the search for a better order leaves out expert (etp)" in placed.notes
