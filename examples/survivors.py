@@ -92,8 +92,8 @@ def be_rank(rank: int, port: int, folder: str, results: "multiprocessing.Queue[A
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=8)
     results.put((rank, train(folder, victim=5)))
-    store.wait(["all have ended"])  # a rank that ends breaks its connections
-    os._exit(0)  # WORLD has lost a rank: do not wait for it
+    store.wait(["all have ended"])  # because a rank that ends breaks its connections
+    os._exit(0)  # without waiting for the lost rank of WORLD
 
 
 if __name__ == "__main__":

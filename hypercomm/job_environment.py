@@ -141,9 +141,10 @@ class FoundJob:
         if self.address is not None and self.port is not None:
             return self.address, self.port
         raise LaunchError(
-            f"unknown address or port of rank 0 (MASTER_ADDR={self.address}, MASTER_PORT="
-            f"{self.port}) on rank {self.rank} of {self.size} ({self.source}); set MASTER_ADDR to "
-            f"the host of rank 0, and MASTER_PORT to a free port there (mpirun: -x, mpiexec: -genv)"
+            f"rank {self.rank} of {self.size} ({self.source}) does not know the address and port "
+            f"of rank 0: MASTER_ADDR={self.address}, MASTER_PORT={self.port}; set MASTER_ADDR to "
+            f"the host of rank 0, and MASTER_PORT to a free port there (with mpirun -x, or with "
+            f"mpiexec -genv)"
         )
 
 

@@ -110,7 +110,7 @@ def wait_for_release(before):
 
 
 def settle():
-    """Wait until the counts are steady for a second, because threads of gloo close files later."""
+    """Wait until the numbers are steady for a second, because threads of gloo close files."""
     begin = since = time.monotonic()
     before = None
     while time.monotonic() < min(since + STEADY_S, begin + SETTLED_WITHIN_S):

@@ -535,8 +535,8 @@ def _check_disjoint(groups: Sequence[tuple[int, ...]]) -> None:
             if first.setdefault(rank, index) < index:
                 raise LayoutError(
                     f"rank {rank} is in two groups, {short_repr(groups[first[rank]])} and "
-                    f"{short_repr(group)}, but the groups of one key must be disjoint; if `lists` "
-                    f"contains the lists of ranks, create one key for each list in one call: "
+                    f"{short_repr(group)}, but the groups of one create_pg call must be disjoint; "
+                    f"for overlapping groups, give each list its own name: "
                     f"create_pgs([GroupRequest(grid.dim_names, name=f'path{{i}}', derive=[ranks]) "
                     f"for i, ranks in enumerate(lists)])"
                 )

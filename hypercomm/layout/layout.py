@@ -94,7 +94,7 @@ class RankLayout:
         LayoutError: Arguments are empty or differ in length, a size or stride is not a positive
             int, strides give two positions the same rank, a name is empty, duplicate or not
             printable, the offset is negative, `ranks` does not have one distinct rank for each
-            position, two arguments exclude each other, the text cannot be read, or a size is
+            position, two arguments cannot be combined, the text cannot be read, or a size is
             unspecified without a world size.
         WorldSizeError: The sizes do not multiply to `world_size`.
 
@@ -691,7 +691,7 @@ def _read_numbering(
     if strides is not None:
         steps = as_sizes(strides, "strides")
         if ranks is not None:
-            raise LayoutError("strides= and ranks= exclude each other; give one of them")
+            raise LayoutError("strides= and ranks= cannot be combined; give one of them")
         if len(steps) != len(sizes):
             raise LayoutError(
                 f"strides= must contain one stride for each of {[*sizes]}, got {steps}"
@@ -708,8 +708,8 @@ def _read_numbering(
         raise LayoutError(f"ranks= contains {len(listing.ranks)} ranks, but {positions}")
     if offset not in {0, listing.first}:
         raise LayoutError(
-            f"rank_offset={offset} and ranks= exclude each other: the smallest rank in ranks= is "
-            f"{listing.first}"
+            f"rank_offset={offset} contradicts ranks=, whose smallest rank is {listing.first}; "
+            f"omit rank_offset="
         )
     return None, listing
 

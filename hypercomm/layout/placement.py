@@ -149,7 +149,7 @@ class Placement:
 
     @cached_property
     def overlaps(self) -> dict[tuple[str, str], Sequence[int]]:
-        """Maps each pair of names whose layouts share ranks to these ranks, in ascending order."""
+        """The ranks that two layouts share, ascending, for each pair of names with shared ranks."""
         pairs = combinations(self.layouts, 2)
         common = {pair: _common(*map(self.layouts.__getitem__, pair)) for pair in pairs}
         return {pair: ranks for pair, ranks in common.items() if ranks}

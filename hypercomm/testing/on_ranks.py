@@ -265,8 +265,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             state = sys.modules["hypercomm.grid.view"].state_of(obj)
             if state.lender is not None:
                 raise LaunchError(
-                    "a grid with share_with= cannot be sent to ranks, which do not have the other "
-                    "grid"
+                    "a grid with share_with= cannot be sent to ranks, because they do not have the "
+                    "grid with which it shares groups"
                 )
             options = attrs.asdict(state.options)
             views = [(name, view.layout, view.shared_dims) for name, view in state.views.items()]

@@ -123,7 +123,7 @@ def check(
 
 
 def _launch_file(text: str, ranks: int | None) -> str:
-    """Return the error for a launch file in place of sizes, or "" if the text is not a file.
+    """Return the error if the argument is a launch file in place of sizes, or "" if it is not.
 
     The error shows the calls that check the layouts of the file.
     """

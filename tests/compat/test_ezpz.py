@@ -97,7 +97,8 @@ def test_tensor_size_larger_than_the_world():
 # ---- state --------------------------------------------------------------------------------------
 
 
-# Without initialisation, the tensor rank is 0 of 1, and every other getter raises AssertionError.
+# Without initialisation, the tensor parallel rank is 0, and the tensor parallel size is 1. Every
+# other getter raises AssertionError.
 @pytest.mark.parametrize("when", ["no world", "before", "destroyed"])
 def test_getters_without_initialisation(when):
     with contextlib.nullcontext() if when == "no world" else fake_world(4, rank=2):

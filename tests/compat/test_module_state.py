@@ -381,7 +381,7 @@ def test_getters_can_be_compiled(getter):
     assert getter.startswith(("get_data", "get_context")) or ask() != before
 
 
-# A thread without a block acts on the default state and warns.
+# A thread that is not in a `with use(state):` block acts on the default state, and warns.
 @pytest.mark.usefixtures("job")
 def test_thread_without_a_block_warns():
     with ParallelState.create(tensor_model_parallel_size=8) as state, ours.use(state):

@@ -152,8 +152,8 @@ def test_missing_groups_are_created():
         assert dist.get_process_group_ranks(grid.get_pg("dp", "cp")) == [1, 3, 5, 7]
 
 
-# torch sorts the ranks of a group, so the order of a group of a permuted mesh differs from its row.
-# Such a mesh is rejected on every rank, including ranks whose rows are sorted.
+# torch sorts the ranks of a group, so in a permuted mesh the order of a group differs from the mesh
+# row. Such a mesh is rejected on every rank, including ranks whose rows are sorted.
 @pytest.mark.parametrize(
     "ranks", [[[1, 0], [3, 2]], [[2, 3], [0, 1]], [[0, 1], [3, 2]], [[0, 2], [3, 1]]], ids=str
 )

@@ -89,8 +89,8 @@ def test_tiled_layouts_are_consecutive(every, data):
     assert Placement(placed, total).kind == "tiled"
 
 
-# Colocated layouts have the same ranks. An unspecified size is inferred from a layout without
-# unspecified sizes, or from the world.
+# Colocated layouts have the same ranks. An unspecified size is inferred from the other layout, or
+# from the world if the other layout has an unspecified size, too.
 @given(shapes(), shapes(), st.integers(0, 3), st.booleans())
 def test_colocated_layouts_have_the_same_ranks(one, other, spare, is_closed):
     own = math.prod(one.values())

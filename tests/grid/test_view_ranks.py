@@ -9,8 +9,8 @@ from hypercomm import HyperCommGrid
 from hypercomm.testing import registered_groups
 
 
-# In the grid tp=2,dp=4 with an expert view ep=4,expt_dp=2, each group sums over the ranks that
-# numpy finds.
+# In the grid tp=2,dp=4 with an expert view ep=4,expt_dp=2, the all-reduce of each group covers the
+# right ranks. numpy computes the expected ranks.
 @pytest.mark.parametrize("batched", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.ranks(8)
 def test_dense_and_expert_groups(batched):

@@ -210,7 +210,7 @@ def test_two_worlds_and_one_default():
             with HyperCommGrid({dim: 2}, name=f"{dim}{number}", world=world) as grid:
                 group = grid.create_pg(dim)
                 own = torch.tensor([world.rank])
-                dist.broadcast(own, 0, group=group)  # from rank 0 of that world
+                dist.broadcast(own, 0, group=group)  # rank 0 of that world
                 position = tuple(grid.device_mesh().get_coordinate())  # a list before torch 2.13
                 found = int(own), grid[dim].rank, position, grid[dim].sum(1)
                 if found != (0, world.rank, (world.rank,), 2):

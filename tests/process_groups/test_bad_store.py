@@ -32,8 +32,7 @@ BAD = {
 }
 
 
-# If hypercomm did not write the value of a call's key or of a rank's key, the error is short and
-# names the key.
+# If another program has written a key that hypercomm uses, the error is short and names the key.
 @pytest.mark.parametrize("key", ["/tp/0", "/rank 0"])
 @pytest.mark.parametrize("bad", BAD)
 def test_foreign_values_raise(bad, key):

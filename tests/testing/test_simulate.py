@@ -1,4 +1,4 @@
-"""Test the groups that simulate() records for the ranks of a job, and the disagreements."""
+"""Test that simulate() records the groups of all ranks, and reports calls that disagree."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""Test refits, which send the weights of a trainer to an engine with other shards."""
+"""Test refits: the weights of a trainer are sent to an engine that shards them differently."""
 
 import math
 import signal

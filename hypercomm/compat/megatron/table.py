@@ -340,7 +340,7 @@ class Row:
         return own if part is None else self.numbered(own, part)
 
     def numbered(self, name: str, part: object) -> str:
-        """Return the name of one group of a row with several groups."""
+        """Return the name of one of several groups of this row: `name` with the number `part`."""
         return f"{name}_{self.part}{part}"
 
 

@@ -113,7 +113,8 @@ def test_keys_in_a_job():
         assert not {group, own, shared} & set(dist.distributed_c10d._world.pg_map)
 
 
-# Megatron's tests use these private names, which return dims in reversed order and a view's fields.
+# Megatron's tests use these private names: a method that returns dims in reversed order, and a dict
+# of views.
 def test_private_names_match_megatron(grid):
     assert grid._order_dims_for(["a", "b", "c"], ["a", "c"]) == (["c", "a"], "c-a")
     assert grid._order_dims_for(["ab", "a"], "a") == (["a"], "a")
@@ -121,7 +122,7 @@ def test_private_names_match_megatron(grid):
     assert (view.name, view.shape, view.dim_names, view.shared_dims) == VIEW
 
 
-# As in Megatron, WORLD_SIZE in the environment overrides the size of the job if it is a number.
+# As in Megatron, the environment variable WORLD_SIZE, if it is a number, overrides the job's size.
 def test_sources_of_the_world_size(monkeypatch):
     with fake_world(8):
         monkeypatch.setenv("WORLD_SIZE", "2")

@@ -1,4 +1,6 @@
-"""Test the ranks of every group with GTP peers against arithmetic, for states and grids.
+"""Test that every group has the right ranks if there are GTP peers, in states and in grids.
+
+The expected ranks are computed by arithmetic.
 
 If megatron-core has GTP, test_megatron_state.py also compares groups with megatron-core's groups.
 """

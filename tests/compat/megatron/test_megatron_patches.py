@@ -268,7 +268,7 @@ def test_replaced_rank_generator(module):
         forget(module)
 
 
-# A replaced function that fails half-way leaves no group and no global.
+# If a replacement of a function fails half-way, no group is left, and no global is set.
 def test_failing_replacement_leaves_nothing():
     with fake_world(8, 3):
         before = registered()
