@@ -133,6 +133,16 @@ def combinations_of(layout: RankLayout) -> list[tuple[str, ...]]:
     return [(name,) for name in layout.dim_names] + list(chain.from_iterable(several))
 
 
+def format_views(views: Views) -> list[str]:
+    """Return views as texts that `read_views` reads.
+
+    Example:
+        >>> format_views(read_views(RankLayout("tp=2,dp=2"), ["expert:ep=2,rest=-1"]))
+        ['expert:ep=2,rest=2']
+    """
+    return [f"{name}:{view.layout}" for name, view in views.items()]
+
+
 def read_views(layout: RankLayout, texts: Sequence[str]) -> Views:
     """Read views such as "expert:ep=2,rest=-1". A second view without a name is called "view2".
 

@@ -401,7 +401,7 @@ def framework_layouts(kind: str, sizes: Mapping[str, Any], world_size: int | Non
         fitting = _fitting(kind, sizes, world_size)
         hint = f"; {' or '.join(fitting)} would fit" if fitting else ""
         # The hint about all layouts of the module replaces the hint about one layout.
-        text = re.sub(r"; [\w= ]+ would fit", "", str(error))
+        text = str(error).removesuffix(getattr(error, "hint", ""))
         raise type(error)(f"{text}{hint}") from error
 
 

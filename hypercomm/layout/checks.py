@@ -137,8 +137,8 @@ def world_too_small(what: str, last_rank: int, world_size: int, hint: str = "") 
         >>> print(world_too_small("tp=4,dp=4", 15, 8))
         tp=4,dp=4 needs 16 ranks; the world has 8
     """
-    here = f"the world has {world_size}{hint}"
-    return WorldSizeError(f"{what} needs {last_rank + 1} ranks; {here}")
+    here = f"the world has {world_size}"
+    return WorldSizeError(f"{what} needs {last_rank + 1} ranks; {here}", hint)
 
 
 def is_utf8(text: str) -> bool:

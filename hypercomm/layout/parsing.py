@@ -295,7 +295,7 @@ def infer_sizes(sizes: Mapping[str, int], world_size: int | None, room: str = ""
             needs = f"a multiple of {known} ranks, for example {near}"
         here = room or f"the world has {world_size}"
         hint = would_fit(sizes, world_size)
-        raise WorldSizeError(f"{format_sizes(sizes)} needs {needs}; {here}{hint}")
+        raise WorldSizeError(f"{format_sizes(sizes)} needs {needs}; {here}", hint)
     return {name: rest if size == UNSPECIFIED else size for name, size in sizes.items()}
 
 

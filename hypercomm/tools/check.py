@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hypercomm.cli import options
-from hypercomm.cli.options import Key, read_keys, read_sizes, read_views
+from hypercomm.cli.options import Key, format_views, read_keys, read_sizes, read_views
 from hypercomm.cli.printing import console, numbers, print_json, quiet, table
 from hypercomm.errors import HyperCommError, LayoutError, RankFailedError, WorldSizeError
 from hypercomm.job_environment import FoundJob, find_job
@@ -138,7 +138,7 @@ def _launch_file(text: str, ranks: int | None) -> str:
     calls = []
     config = read_config(Path(text), ranks)
     for views in config.views.values():
-        others = [f" --view {other}:{view.layout}" for other, view in views.items()]
+        others = [f" --view {text}" for text in format_views(views)]
         calls.append("".join([f"hypercomm check {views.base}", *others]))
     if not calls:
         return (

@@ -545,14 +545,13 @@ class Member:
         memory = scope.memory
         if scope.layout is None:
             return
-        is_needed = memory.note_layout(
-            str(scope.layout), is_partial=len(scope.ranks) < scope.layout.size
-        )
+        is_partial = len(scope.ranks) < scope.layout.size
+        is_needed = memory.note_layout(scope.grid, scope.layout, is_partial=is_partial)
         while is_needed:
-            layouts = tuple(memory.layouts)
+            layouts = tuple(memory.layouts.values())
             key = layouts_key(memory.namespace or "", scope.world.rank)
             yield Write(key, Entries(layouts).encode())
-            is_needed = layouts != tuple(memory.layouts)  # another thread has added a layout
+            is_needed = len(layouts) < len(memory.layouts)  # another thread has added a layout
 
     def _differ(self, lines: Sequence[str], own: Proposer, moment: Moment) -> Steps[None]:
         """End the round, because the proposal of this rank differs from the first one."""
@@ -887,7 +886,9 @@ class Member:
             text = yield Read(key)
             layouts = () if text is None else Entries.decode(key, text).lines
         is_complete = len(layouts) < MOST_LAYOUTS
-        return layouts if is_complete and str(self.scope.layout) not in layouts else ()
+        if not is_complete or str(self.scope.layout) in layouts:
+            return ()
+        return tuple(dict.fromkeys(layouts))
 
     def _describe(
         self,

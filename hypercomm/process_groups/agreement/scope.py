@@ -50,8 +50,8 @@ class Memory:
         agreed: Maps the path of each record to the last round in which this rank has agreed.
         reported: The tokens of outcomes that this rank must not raise again.
         is_reporting: Whether the store holds a status of this rank.
-        layouts: The layouts of the grids in which this rank has made calls with other ranks, as
-            text. There are at most `MOST_LAYOUTS`.
+        layouts: Maps the text of each grid in which this rank has made calls with other ranks to
+            the layout, as text. There are at most `MOST_LAYOUTS`.
         stale: Keys that no rank needs any more. The next call deletes these keys.
     """
 
@@ -62,7 +62,7 @@ class Memory:
     agreed: dict[str, int] = attrs.field(factory=dict)
     reported: set[str] = attrs.field(factory=set)
     is_reporting: bool = False
-    layouts: list[str] = attrs.field(factory=list)
+    layouts: dict[str, str] = attrs.field(factory=dict)
     stale: list[str] = attrs.field(factory=list)
     _publishes_layouts: bool = False
     _locks: dict[str, Any] = attrs.field(factory=dict)
@@ -74,17 +74,18 @@ class Memory:
         with self._lock:
             return self._locks.setdefault(path, system.lock())
 
-    def note_layout(self, layout: str, *, is_partial: bool) -> bool:
+    def note_layout(self, grid: str, layout: RankLayout, *, is_partial: bool) -> bool:
         """Note the layout of a grid, and return whether this rank must publish its layouts.
 
         Args:
-            layout: The layout.
+            grid: The text of the grid.
+            layout: The layout of the grid.
             is_partial: Whether only some ranks of the grid make the call.
         """
         with self._lock:
-            is_new = layout not in self.layouts and len(self.layouts) < MOST_LAYOUTS
+            is_new = grid not in self.layouts and len(self.layouts) < MOST_LAYOUTS
             if is_new:
-                self.layouts.append(layout)
+                self.layouts[grid] = str(layout)
             begins = is_partial and not self._publishes_layouts
             self._publishes_layouts |= is_partial
             return begins or (is_new and self._publishes_layouts)

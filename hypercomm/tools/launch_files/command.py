@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from hypercomm.cli.diff import diff as diff_sizes
-from hypercomm.cli.options import read_sizes
+from hypercomm.cli.options import format_views, read_sizes
 from hypercomm.cli.printing import print_json, write
 from hypercomm.layout.text import format_sizes
 from hypercomm.tools.launch_files.config import LaunchConfig, is_launch_file, read_config
@@ -90,8 +90,7 @@ def _call(given: dict[str, Any], configs: dict[str, LaunchConfig], module: str) 
     if "world_size" in call:
         call["world_size"] = None
     if "views" in call and not (given.get("after") or given.get("target")):
-        views = first.views[module].items()
-        call["views"] = [*(f"{name}:{view.layout}" for name, view in views), *call["views"]]
+        call["views"] = [*format_views(first.views[module]), *call["views"]]
     is_default = context.get_parameter_source("on") is ParameterSource.DEFAULT
     if is_default and first.gpus_per_node:
         call["on"] = (str(first.gpus_per_node),)
