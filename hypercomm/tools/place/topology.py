@@ -172,7 +172,8 @@ class Topology:
         levels = []
         for level in self.levels:
             units = level.of_rank[wanted].tolist()
-            names = [level.names[unit] for unit in dict.fromkeys(units)]
+            every = level.names
+            names = [every[unit] for unit in dict.fromkeys(units)]
             levels.append(Level(level.name, Level.of(level.name, units).of_rank, names))
         gpus = None if self.gpus is None else tuple([self.gpus[rank] for rank in wanted.tolist()])
         return Topology(levels, gpus=gpus, note=self.note)

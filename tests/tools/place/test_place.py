@@ -281,7 +281,7 @@ def test_units_are_decimal():
     assert [one.bytes for one in placed.traffic.values()] == [40, 6500, 2000]
 
 
-# Finding the best order of six dims on 16,384 GPUs takes about a second of CPU time.
+# Finding the best order of six dims on 16,384 GPUs takes about 0.1 s of CPU time.
 @pytest.mark.slow
 @pytest.mark.alone
 def test_speed_of_six_dims():
@@ -290,7 +290,7 @@ def test_speed_of_six_dims():
     placed = place("tp=4,cp=2,ep=8,dp=8,pp=16,x=2", on="4,72,576", traffic=traffic)
     assert placed.better is not None
     assert str(placed)
-    assert time.process_time() - start < 2
+    assert time.process_time() - start < 1
     assert placed.layout.size == 16384
 
 
