@@ -31,7 +31,13 @@ def signal_at(fault, number):
     """Send a signal to this rank now, or after all ranks have arrived but before they connect."""
     if fault == "before":
         signal_self(number)
-    dist.distributed_c10d._new_process_group_helper = lambda *_, **__: signal_self(number)
+
+    def be_lost(*_, **__):
+        if fault == "after working":
+            time.sleep(0.4)  # this rank publishes that it works
+        signal_self(number)
+
+    dist.distributed_c10d._new_process_group_helper = be_lost
 
 
 def lose_one(rank, fault, victim, number, timeout_s):
@@ -70,7 +76,8 @@ def lose_one(rank, fault, victim, number, timeout_s):
 @pytest.mark.full
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize(
-    ("fault", "victim"), [("before", 0), ("during", 2), ("after waiting", 2), ("after", 3)]
+    ("fault", "victim"),
+    [("before", 0), ("during", 2), ("after waiting", 2), ("after working", 2), ("after", 3)],
 )
 def test_lost_rank_is_named(tmp_path, number, fault, victim, timeout_s):
     timeout_s *= 2  # a pause of the whole machine must not make other ranks late

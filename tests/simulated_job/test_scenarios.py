@@ -341,6 +341,65 @@ def test_rank_that_waited_and_died_is_named(late_s):
     assert at > 10
 
 
+# If a rank has worked for long and is then lost at any step before it has finished, all other ranks
+# name it, although it has published that it works.
+@pytest.mark.parametrize("late_s", [0.0, 1.0])
+@pytest.mark.parametrize("kind", ["dies", "pauses"])
+def test_rank_that_worked_for_long_and_is_lost_is_named(monkeypatch, kind, late_s):
+    connect = JobGroup.connect
+
+    def connect_slowly(group, *args):
+        if dist.get_rank() == 2:
+            sleep(0.6)
+            mark()
+        connect(group, *args)
+
+    monkeypatch.setattr(JobGroup, "connect", connect_slowly)
+
+    def program():
+        grid = square()
+        if dist.get_rank() == 0:
+            sleep(late_s)
+        attempt(grid.create_pg, ["tp", "dp"])
+        return grid
+
+    for at in range(1, 60):
+        job = simulate_job(program, 4, faults=[Fault(2, at, kind, 100.0)], timeout_s=T)
+        if has_finished(job, 2):
+            break
+        for rank in (0, 1, 3):
+            (call,) = job.ranks[rank].calls
+            assert call.error.missing == (2,), (at, job)
+            assert call.took_s < T + GRACE_S, (at, job)
+    assert at > 1
+
+
+# If the ranks connect just before their deadline, the call succeeds, and the next call deletes the
+# keys of the roll call.
+def test_keys_of_a_roll_call_are_deleted(monkeypatch):
+    connect = JobGroup.connect
+
+    def connect_slowly(group, *args):
+        if not this_rank().groups():
+            sleep(T - 0.5 - 0.1 * dist.get_rank())
+        connect(group, *args)
+
+    monkeypatch.setattr(JobGroup, "connect", connect_slowly)
+
+    def program():
+        grid = square()
+        for name in ("slow", "first", "second"):
+            grid.create_pg(["tp", "dp"], name=name)
+        grid.destroy()
+
+    server = Server()
+    job = simulate_job(program, 4, timeout_s=T, server=server)
+    assert job.values() == [None] * 4
+    assert any("/roll" in what for _, _, what in job.scheduler.trace)
+    assert any("/alive/" in what for _, _, what in job.scheduler.trace)
+    assert not [key for key in server.held if "/roll" in key or "/alive" in key], server.held
+
+
 # The deadline of a rank may pass while all ranks connect, because the last one arrived late. Ranks
 # that have waited for it are not named.
 def test_deadline_while_ranks_connect(monkeypatch):

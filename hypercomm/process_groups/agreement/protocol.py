@@ -19,6 +19,10 @@ publishes the layout of the grid.
 A rank that waits for long publishes its status: the call, and the ranks for which it waits. Errors
 can then name the missing ranks, and describe deadlocks. After a failure, the status stays until the
 next call of the rank, so that ranks which time out together can read the status of each other.
+
+Shortly before its deadline, or if it could not connect, a rank calls the roll: the ranks that still
+work set a bit in a tree. The error names the ranks that have not answered. If a rank answers and is
+then lost before the round ends, only the error of the next call names it.
 """
 
 from __future__ import annotations
@@ -67,7 +71,7 @@ _SLOW_S = 0.2
 _SLOW_RANKS = 4000
 """The delay in seconds is the world size divided by this number, but at least `_SLOW_S`."""
 
-_FINISHED_S = 0.6
+_FINISHED_S = 0.9
 """Extra wait of finished ranks, in seconds, so that unfinished ranks name the missing ranks."""
 
 _FOLLOW_S = 0.3
@@ -76,8 +80,20 @@ _FOLLOW_S = 0.3
 _SEARCHERS = 16
 """Number of ranks that search for deadlocks in a scope of one block. Otherwise one per block."""
 
-_STUCK_S = 1.0
-"""Longest wait, in seconds, of a rank that could not connect, until members connect or fail."""
+_PULSE_S = 0.5
+"""Interval at which a rank that works checks the round, in seconds."""
+
+_PULSE_RANKS = 1000
+"""The interval in seconds is the world size divided by this number, but at least `_PULSE_S`."""
+
+_ROLL = 4
+"""Duration of a roll call, in intervals. An alive rank answers within about one interval."""
+
+_ANSWERED = 1.5
+"""Time after which a rank that has not answered the roll call is named, in intervals."""
+
+_LATE_S = 0.8
+"""Longest time by which a roll call extends the call if the work began late, in seconds."""
 
 _FIRST_S = 1.0
 """Longest wait, in seconds, for the first proposal if the proposal of this rank differs."""
@@ -117,8 +133,9 @@ def _delete_before(ended: Ticket) -> Steps[None]:
     # deleted `end` of the previous round.
     keys = [] if is_agreed else [before.end]
     if ended.record.failed:
-        trees = (before.arrived, before.done, before.stuck)
-        keys += [before.first, before.go, *(key for tree in trees for key in tree.all_keys())]
+        trees = (before.arrived, before.done, before.alive)
+        keys += [before.first, before.go, before.roll]
+        keys += [key for tree in trees for key in tree.all_keys()]
     if keys:
         yield Delete(keys)
 
@@ -346,7 +363,8 @@ class Member:
     is_finished: bool = False
     error: BaseException | None = None
     _is_first: bool = False
-    _work_began: float = math.inf
+    _roll_began: float = math.inf
+    _has_answered: bool = False
     _reports: tuple[int, ...] | None = None
     _peers: dict[int, Status] = attrs.field(factory=dict)
 
@@ -383,6 +401,9 @@ class Member:
             memory.leave(path, self.ticket.round)
             if outcome == AGREED:
                 memory.agreed[path] = self.ticket.round
+                if self._roll_began < math.inf:
+                    alive = self.ticket.alive.keys_of(self.scope.position)
+                    memory.stale += [self.ticket.roll, *(alive if self._has_answered else [])]
 
     def interrupt(self, reason: str) -> Steps[Outcome]:
         """End the round because this rank was interrupted.
@@ -629,12 +650,27 @@ class Member:
             else:
                 end = max(end, self.deadline + _FOLLOW_S)
                 until = end
+            if self.is_finished and self.is_connecting:
+                yield from self._call_roll_in_time(moment)
+                if moment.seconds < self._roll_s:
+                    until = min(until, self._roll_s)
 
     @property
     def slow_s(self) -> float:
         """The delay before this rank publishes its status, in seconds."""
         size = self.scope.world.size
         return min((self.deadline - self.began) / 4, max(_SLOW_S, size / _SLOW_RANKS))
+
+    @property
+    def _pulse_s(self) -> float:
+        """The interval at which this rank checks the round while it works, in seconds."""
+        size = self.scope.world.size
+        return min((self.deadline - self.began) / (2 * _ROLL), max(_PULSE_S, size / _PULSE_RANKS))
+
+    @property
+    def _roll_s(self) -> float:
+        """The time at which this rank calls the roll, to have the answers at its deadline."""
+        return self.deadline - _ROLL * self._pulse_s
 
     def _check(self, tree: Tree) -> Steps[bool]:
         """Publish the status of this rank, and end the round if the round can no longer succeed.
@@ -694,17 +730,58 @@ class Member:
     def _do_work(self) -> Steps[None]:
         """Do the work of this rank, unless the round ends before the work is done."""
         moment = yield Now()
-        began = self._work_began = moment.seconds
-        until = began + self.slow_s
+        if self.is_connecting:
+            yield from self._call_roll_in_time(moment)
+        answered_s = moment.seconds + _ANSWERED * self._pulse_s
+        end = max(self.deadline, min(answered_s, self.deadline + _LATE_S))
+        until = min(end, moment.seconds + self.slow_s)
         while not (yield Work(until)):
             moment = yield Now()
-            if moment.seconds >= self.deadline:
+            if moment.seconds >= end:
                 raise EndedCallError((yield from self.time_out(moment)))
             yield from self._report(())
             outcome = yield from read_outcome(self._round)
             if outcome is not None:
                 raise EndedCallError(outcome)
-            until = min(self.deadline, began + 2 * (moment.seconds - began))
+            if self.is_connecting:
+                yield from self._call_roll_in_time(moment)
+                yield from self._answer(moment)
+            until = min(end, moment.seconds + self._pulse_s)
+
+    # ---- the roll call --------------------------------------------------------------------------
+
+    def _call_roll(self, moment: Moment) -> Steps[None]:
+        """Ask the ranks that still work to set their bits in the tree of alive ranks."""
+        if self._roll_began == math.inf:
+            self._roll_began = moment.seconds
+            yield Write(self._round.roll, _GO)
+
+    def _call_roll_in_time(self, moment: Moment) -> Steps[None]:
+        """Call the roll if the deadline is near."""
+        if moment.seconds >= self._roll_s:
+            yield from self._call_roll(moment)
+
+    def _answer(self, moment: Moment) -> Steps[None]:
+        """Set the bit of this rank if a rank has called the roll."""
+        ticket = self._round
+        if self._has_answered or (yield Read(ticket.roll)) is None:
+            return
+        self._roll_began = min(self._roll_began, moment.seconds)
+        self._has_answered = True
+        yield from ticket.alive.mark(self.scope.position)
+
+    def _is_answered(self, moment: Moment) -> bool:
+        """Return whether the alive ranks have had enough time to answer the roll call."""
+        return moment.seconds >= self._roll_began + _ANSWERED * self._pulse_s
+
+    def _silent_of(self, unfinished: Sequence[int]) -> Steps[list[int]]:
+        """Return the ranks that have not answered the roll call.
+
+        Args:
+            unfinished: The positions of the ranks that have not finished.
+        """
+        unanswered = {*(yield from self._round.alive.unmarked())}
+        return [self.scope.ranks[one] for one in unfinished if one in unanswered]
 
     # ---- failures -------------------------------------------------------------------------------
 
@@ -732,27 +809,25 @@ class Member:
 
     def _could_not_connect(self, error: Exception) -> Steps[Outcome]:
         """Return the outcome after a failed connection. The outcome names silent members."""
-        scope = self.scope
         ticket = self._round
-        yield from ticket.stuck.mark(scope.position)
         moment = yield Now()
-        until = moment.seconds + _STUCK_S
+        yield from self._call_roll(moment)
+        yield from self._answer(moment)
+        until = min(self._roll_began + _ROLL * self._pulse_s, self.deadline + _LATE_S)
         while True:
             outcome = yield from read_outcome(ticket)
             if outcome is not None:
                 return outcome
-            not_stuck = {*(yield from ticket.stuck.unmarked())}
             unfinished = yield from ticket.done.unmarked()
-            silent = [scope.ranks[one] for one in unfinished if one in not_stuck]
+            silent = yield from self._silent_of(unfinished)
             moment = yield Now()
             if not silent or moment.seconds >= until:
                 break
             try:
-                yield Wait(ticket.end, moment.seconds + _STUCK_S / 20)
+                yield Wait(ticket.end, moment.seconds + self._pulse_s / 8)
             except InterruptedCallError:
-                return Outcome("failed", f"{scope.name} was interrupted")
-        if silent:
-            silent = (yield from self._silent_of(silent)) or silent
+                return Outcome("failed", f"{self.scope.name} was interrupted")
+        if silent and self._is_answered(moment):
             return (yield from self._missing(silent, "unfinished", "did not connect"))
         return Outcome(
             "failed", f"members could not connect ({error}); repeat the call on all ranks"
@@ -788,32 +863,22 @@ class Member:
             return (yield from self._missing(absent, "missing", "did not join"))
         if moment.was_stopped:
             return self._late(own)
-        silent = yield from self._silent_of(absent)
-        if not silent and not self.is_finished:  # all absent ranks still wait in this round
-            return Outcome("unfinished", "timed out before all ranks had finished; repeat the call")
-        return (yield from self._missing(silent or absent, "unfinished", "did not finish"))
+        return (yield from self._name_unfinished(positions, moment))
 
-    def _silent_of(self, ranks: Sequence[int]) -> Steps[list[int]]:
-        """Return the ranks that have not published, while they worked, that they are in this round.
+    def _name_unfinished(self, positions: Sequence[int], moment: Moment) -> Steps[Outcome]:
+        """Return the outcome at the deadline if all ranks have arrived, but not all have finished.
 
-        A rank that works waits for no other rank, and publishes this after `slow_s`. If the work
-        began longer ago, a status with ranks for which a rank waits is old, and does not show that
-        the rank is still alive.
+        The outcome names the ranks that have not answered the roll call. If there is none, it names
+        the unfinished ranks if this rank has finished, and otherwise no rank.
         """
-        ticket = self._round
-        moment = yield Now()
-        has_worked_long = moment.seconds - self._work_began > 2 * self.slow_s
-        silent = []
-        for rank in ranks:
-            status = yield from read_status(self.scope.memory.namespace or "", rank)
-            is_alive = (
-                status is not None
-                and status.place == (ticket.key, ticket.round)
-                and not (has_worked_long and status.waits_for)
-            )
-            if not is_alive:
-                silent.append(rank)
-        return silent
+        named: list[int] = []
+        if self._is_answered(moment):
+            named = yield from self._silent_of(positions)
+        if not named and self.is_finished:
+            named = [self.scope.ranks[position] for position in positions]
+        if not named:
+            return Outcome("unfinished", "timed out before all ranks had finished; repeat the call")
+        return (yield from self._missing(named, "unfinished", "did not finish"))
 
     @staticmethod
     def _late(*ranks: int) -> Outcome:

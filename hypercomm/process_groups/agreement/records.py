@@ -487,9 +487,14 @@ class Ticket:
         return Tree(f"{self.name}/done", self.size)
 
     @property
-    def stuck(self) -> Tree:
-        """The ranks that could not connect to the others."""
-        return Tree(f"{self.name}/stuck", self.size)
+    def roll(self) -> str:
+        """The key that is set when a rank calls the roll."""
+        return f"{self.name}/roll"
+
+    @property
+    def alive(self) -> Tree:
+        """The ranks that have answered the roll call."""
+        return Tree(f"{self.name}/alive", self.size)
 
 
 # ---- the ranks that have arrived ----------------------------------------------------------------
@@ -610,6 +615,14 @@ class Tree:
         bits = (1 << width) - 1 if text is None else as_bits(key, text)
         missing = [first + one for one in range(width) if not bits >> one & 1]
         return missing, (bits & ((1 << bit) - 1)).bit_count()
+
+    def keys_of(self, position: int) -> list[str]:
+        """Return the keys that `mark` may set for a rank."""
+        keys = []
+        for level in range(len(self._children())):
+            position //= WIDTH
+            keys.append(self._key(level, position))
+        return keys
 
     def all_keys(self) -> list[str]:
         """Return all keys that may be set."""
