@@ -111,14 +111,14 @@ def be_rank(
 def lose_a_rank(kind: str, path: str) -> tuple[list[float], list[str]]:
     """Run the job that loses a rank. Return the result of rank 0."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     results = context.Queue()
     args = (store.port, kind, path, results)
     ranks = [context.Process(target=be_rank, args=(n, *args), daemon=True) for n in range(SIZE)]
     for process in ranks:
         process.start()
     ended: dict[int, tuple[list[float], list[str]]]
-    ended = dict(results.get(timeout=100) for _ in ranks[1:])
+    ended = dict(results.get(timeout=200) for _ in ranks[1:])
     store.set("all have ended", "")
     for process in ranks:
         process.join()

@@ -41,6 +41,15 @@ def check_time(job, limit_s):
     assert max(call.took_s for rank in job.living() for call in rank.calls) < limit_s, job
 
 
+def check_missing(job, ranks, missing, limit_s):
+    """Check that calls of some ranks have failed in time, and that they name the missing ranks."""
+    for rank in ranks:
+        for call in job.ranks[rank].calls:
+            assert isinstance(call.error, GroupCreationTimeout), job
+            assert call.error.missing == missing, job
+            assert call.took_s < limit_s + GRACE_S, job
+
+
 # ---- the simulated job itself --------------------------------------------------------------------
 
 
@@ -367,11 +376,112 @@ def test_rank_that_worked_for_long_and_is_lost_is_named(monkeypatch, kind, late_
         job = simulate_job(program, 4, faults=[Fault(2, at, kind, 100.0)], timeout_s=T)
         if has_finished(job, 2):
             break
-        for rank in (0, 1, 3):
-            (call,) = job.ranks[rank].calls
-            assert call.error.missing == (2,), (at, job)
-            assert call.took_s < T + GRACE_S, (at, job)
+        check_missing(job, [0, 1, 3], (2,), T)
     assert at > 1
+
+
+# If ranks are too slow to connect, but alive, no error names a rank, although a rank arrived late.
+# If one of them is lost, all errors name it.
+@seeds
+@pytest.mark.parametrize("lost", [(), (3,)])
+@pytest.mark.parametrize(
+    ("limit_s", "late_s"), [(1.0, 0.0), (1.0, 0.3), (1.0, 0.9), (T, 0.3), (T, 9.3), (60.0, 57.0)]
+)
+def test_only_lost_ranks_are_named(monkeypatch, limit_s, late_s, lost, seed):
+    connect = JobGroup.connect
+
+    def connect_slowly(group, *args):
+        if dist.get_rank() in lost:
+            mark()
+        sleep(limit_s)
+        connect(group, *args)
+
+    monkeypatch.setattr(JobGroup, "connect", connect_slowly)
+
+    def program():
+        grid = HyperCommGrid("tp=4")
+        sleep({1: 0.05, 2: late_s}.get(dist.get_rank(), 0.0))
+        attempt(grid.create_pg, "tp")
+        return grid
+
+    faults = [Fault(rank, 1, "pauses", 200.0) for rank in lost]
+    job = simulate_job(program, 4, faults=faults, timeout_s=limit_s, seed=seed)
+    check_missing(job, range(3), lost, limit_s)
+
+
+# A call that has waited long for another thread of its rank gives the other ranks as much time to
+# answer as any call.
+def test_rank_that_waited_for_a_thread_names_no_rank(monkeypatch):
+    connect = JobGroup.connect
+
+    def connect_slowly(group, *args):
+        if this_rank().groups():
+            sleep(3.0)
+        connect(group, *args)
+
+    monkeypatch.setattr(JobGroup, "connect", connect_slowly)
+
+    def program():
+        grid = HyperCommGrid("tp=4")
+        sleep(T - 0.5 if dist.get_rank() else 0.0)
+        create = partial(attempt, grid.create_pgs)
+        first = thread(lambda: create([{"dims": "tp", "name": "first"}]))
+        sleep(0.001)
+        second = thread(lambda: create([{"dims": "tp", "name": "second"}]))
+        first()
+        second()
+        return grid
+
+    job = simulate_job(program, 4, timeout_s=T)
+    assert {call.kind for call in job.calls(0)} == {""}, job
+    assert {call.error.missing for call in job.calls(1)} == {()}, job
+
+
+# If the store is silent while the ranks have to answer, no rank is named.
+@seeds
+@pytest.mark.parametrize(("begin_s", "silent_s"), [(8.0, 2.0), (8.1, 1.9), (8.6, 2.0), (9.5, 1.0)])
+def test_silent_store_during_a_roll_call(monkeypatch, begin_s, silent_s, seed):
+    monkeypatch.setattr(JobGroup, "connect", lambda *_: sleep(3 * T))
+
+    def program():
+        grid = HyperCommGrid("tp=4")
+        attempt(grid.create_pg, "tp")
+        return grid
+
+    server = Server(silent_s=begin_s, back_s=begin_s + silent_s)
+    job = simulate_job(program, 4, timeout_s=T, seed=seed, server=server)
+    check_missing(job, range(4), (), T)
+
+
+# If a rank is lost while it connects, and one of its threads waits for another rank in another
+# call, the lost rank is named, and not the other one.
+def test_lost_rank_whose_thread_waits_is_named(monkeypatch):
+    connect = JobGroup.connect
+
+    def connect_slowly(group, *args):
+        if dist.get_rank() == 3:
+            sleep(1.0)
+            mark()
+            sleep(0.1)
+        connect(group, *args)
+
+    monkeypatch.setattr(JobGroup, "connect", connect_slowly)
+
+    def program():
+        first, second = (
+            HyperCommGrid(RankLayout(tp=len(ranks), ranks=ranks), cover="any", name=str(ranks))
+            for ranks in ([0, 1, 3], [2, 3])
+        )
+        waits = [thread(lambda: attempt(first.create_pg, "tp"))] if dist.get_rank() != 2 else []
+        if dist.get_rank() == 3:
+            waits.append(thread(lambda: attempt(second.create_pg, "tp")))
+        for wait in waits:
+            wait()
+        sleep(3 * T)  # rank 2 is alive
+        return first, second
+
+    job = simulate_job(program, 4, timeout_s=T, faults=[Fault(3, 1, "pauses", 200.0)])
+    check_missing(job, [0, 1], (3,), T)
 
 
 # If the ranks connect just before their deadline, the call succeeds, and the next call deletes the

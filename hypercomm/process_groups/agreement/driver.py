@@ -59,7 +59,9 @@ T = TypeVar("T")
 V = TypeVar("V")
 
 _BEAT_S = 1.0
-"""Interval at which the calling thread checks whether the process was stopped, in seconds."""
+"""Longest interval at which the calling thread checks whether the process was stopped or a worker
+is blocked, in seconds. It is at most a quarter of `Member.pulse_s`.
+"""
 
 _STUCK_S = 1.2
 """Time after the deadline for which the calling thread waits for its worker, in seconds."""
@@ -318,7 +320,7 @@ class Driver(Generic[T]):
             self._start(None, None)
         while True:
             now = self._note_time()
-            wake = min(until, now + _BEAT_S, self._end)
+            wake = min(until, now + min(_BEAT_S, self._member.pulse_s / 4), self._end)
             if self._ended.wait(max(0.0, wake - now)) or self._note_time() >= self._end:
                 return
             until = self._continue_elsewhere()
@@ -723,6 +725,7 @@ def agree(
             began + limit_s,
             is_connecting,
             partial(_count_threads, world),
+            limit_s,
         )
         return Driver(member, do, undo, commit).make()
     finally:

@@ -31,7 +31,7 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 
 import attrs
@@ -81,19 +81,23 @@ _SEARCHERS = 16
 """Number of ranks that search for deadlocks in a scope of one block. Otherwise one per block."""
 
 _PULSE_S = 0.5
-"""Interval at which a rank that works checks the round, in seconds."""
+"""Interval at which a rank that connects checks the round, in seconds."""
 
 _PULSE_RANKS = 1000
 """The interval in seconds is the world size divided by this number, but at least `_PULSE_S`."""
 
-_ROLL = 4
-"""Duration of a roll call, in intervals. An alive rank answers within about one interval."""
+_ROLL_PULSES = 4
+"""A rank calls the roll this many intervals before its deadline."""
 
-_ANSWERED = 1.5
-"""Time after which a rank that has not answered the roll call is named, in intervals."""
+_ANSWER_PULSES = 1.5
+"""A rank that has not answered the roll call after this many intervals is named.
 
-_LATE_S = 0.8
-"""Longest time by which a roll call extends the call if the work began late, in seconds."""
+An alive rank answers within 1.25 intervals, because its driver notices with a delay of up to a
+quarter of an interval that it must check the round.
+"""
+
+_EXTRA_S = 0.8
+"""Longest time by which a rank exceeds its deadline to wait for answers, in seconds."""
 
 _FIRST_S = 1.0
 """Longest wait, in seconds, for the first proposal if the proposal of this rank differs."""
@@ -343,6 +347,8 @@ class Member:
         is_connecting: Whether the work needs the other ranks. If so, the work begins once all
             ranks have arrived.
         threads: Returns how many threads of this process wait for other ranks of the world.
+        limit_s: The timeout of the call in seconds, which is equal on all ranks. Default: the time
+            from `began` to `deadline`, which is shorter if this rank has waited for a lock.
 
     Attributes:
         ticket: The round, or None before this rank has made its proposal.
@@ -358,15 +364,20 @@ class Member:
     deadline: float
     is_connecting: bool = False
     threads: Callable[[], int] = attrs.field(default=lambda: 1, repr=False)
+    limit_s: float = attrs.field()
     ticket: Ticket | None = None
     is_working: bool = False
     is_finished: bool = False
     error: BaseException | None = None
     _is_first: bool = False
-    _roll_began: float = math.inf
+    _roll_seen_s: float = math.inf
     _has_answered: bool = False
     _reports: tuple[int, ...] | None = None
     _peers: dict[int, Status] = attrs.field(factory=dict)
+
+    @limit_s.default
+    def _time_left(self) -> float:
+        return self.deadline - self.began
 
     def call(self) -> Steps[Outcome]:
         """Join the round, do the work, and return the outcome, which is the same on all ranks."""
@@ -401,7 +412,7 @@ class Member:
             memory.leave(path, self.ticket.round)
             if outcome == AGREED:
                 memory.agreed[path] = self.ticket.round
-                if self._roll_began < math.inf:
+                if self._roll_seen_s < math.inf:
                     alive = self.ticket.alive.keys_of(self.scope.position)
                     memory.stale += [self.ticket.roll, *(alive if self._has_answered else [])]
 
@@ -662,15 +673,18 @@ class Member:
         return min((self.deadline - self.began) / 4, max(_SLOW_S, size / _SLOW_RANKS))
 
     @property
-    def _pulse_s(self) -> float:
-        """The interval at which this rank checks the round while it works, in seconds."""
+    def pulse_s(self) -> float:
+        """The interval at which ranks that connect check the round, in seconds.
+
+        The interval is equal on all ranks, so that each rank knows when the others must answer.
+        """
         size = self.scope.world.size
-        return min((self.deadline - self.began) / (2 * _ROLL), max(_PULSE_S, size / _PULSE_RANKS))
+        return min(self.limit_s / (2 * _ROLL_PULSES), max(_PULSE_S, size / _PULSE_RANKS))
 
     @property
     def _roll_s(self) -> float:
         """The time at which this rank calls the roll, to have the answers at its deadline."""
-        return self.deadline - _ROLL * self._pulse_s
+        return self.deadline - _ROLL_PULSES * self.pulse_s
 
     def _check(self, tree: Tree) -> Steps[bool]:
         """Publish the status of this rank, and end the round if the round can no longer succeed.
@@ -730,11 +744,16 @@ class Member:
     def _do_work(self) -> Steps[None]:
         """Do the work of this rank, unless the round ends before the work is done."""
         moment = yield Now()
+        began = moment.seconds
+        end = self.deadline
+        first_s = self.slow_s
         if self.is_connecting:
             yield from self._call_roll_in_time(moment)
-        answered_s = moment.seconds + _ANSWERED * self._pulse_s
-        end = max(self.deadline, min(answered_s, self.deadline + _LATE_S))
-        until = min(end, moment.seconds + self.slow_s)
+            # If the work begins late, the answers come after the deadline.
+            answered_s = began + _ANSWER_PULSES * self.pulse_s
+            end = max(end, min(answered_s, end + _EXTRA_S))
+            first_s = min(first_s, self.pulse_s)
+        until = min(end, began + first_s)
         while not (yield Work(until)):
             moment = yield Now()
             if moment.seconds >= end:
@@ -746,14 +765,17 @@ class Member:
             if self.is_connecting:
                 yield from self._call_roll_in_time(moment)
                 yield from self._answer(moment)
-            until = min(end, moment.seconds + self._pulse_s)
+                yield from self._allow_for_delay(moment)
+                until = min(end, moment.seconds + self.pulse_s)
+            else:
+                until = min(end, began + 2 * (moment.seconds - began))
 
     # ---- the roll call --------------------------------------------------------------------------
 
     def _call_roll(self, moment: Moment) -> Steps[None]:
         """Ask the ranks that still work to set their bits in the tree of alive ranks."""
-        if self._roll_began == math.inf:
-            self._roll_began = moment.seconds
+        if self._roll_seen_s == math.inf:
+            self._roll_seen_s = moment.seconds
             yield Write(self._round.roll, _GO)
 
     def _call_roll_in_time(self, moment: Moment) -> Steps[None]:
@@ -766,22 +788,31 @@ class Member:
         ticket = self._round
         if self._has_answered or (yield Read(ticket.roll)) is None:
             return
-        self._roll_began = min(self._roll_began, moment.seconds)
+        self._roll_seen_s = min(self._roll_seen_s, moment.seconds)
         self._has_answered = True
         yield from ticket.alive.mark(self.scope.position)
 
-    def _is_answered(self, moment: Moment) -> bool:
-        """Return whether the alive ranks have had enough time to answer the roll call."""
-        return moment.seconds >= self._roll_began + _ANSWERED * self._pulse_s
+    def _allow_for_delay(self, began: Moment) -> Steps[None]:
+        """Begin to wait for answers again if the store was slow, because they may be late too.
 
-    def _silent_of(self, unfinished: Sequence[int]) -> Steps[list[int]]:
-        """Return the ranks that have not answered the roll call.
+        Args:
+            began: The time before the requests of this rank.
+        """
+        moment = yield Now()
+        if self._roll_seen_s < math.inf and moment.seconds - began.seconds > self.pulse_s / 4:
+            self._roll_seen_s = moment.seconds
+
+    def _unanswered(self, unfinished: Sequence[int], moment: Moment) -> Steps[list[int]]:
+        """Return the ranks that have had time to answer the roll call, and have not answered.
 
         Args:
             unfinished: The positions of the ranks that have not finished.
+            moment: The current time.
         """
-        unanswered = {*(yield from self._round.alive.unmarked())}
-        return [self.scope.ranks[one] for one in unfinished if one in unanswered]
+        if moment.seconds < self._roll_seen_s + _ANSWER_PULSES * self.pulse_s:
+            return []
+        unmarked = {*(yield from self._round.alive.unmarked())}
+        return [self.scope.ranks[one] for one in unfinished if one in unmarked]
 
     # ---- failures -------------------------------------------------------------------------------
 
@@ -808,27 +839,32 @@ class Member:
         return outcome
 
     def _could_not_connect(self, error: Exception) -> Steps[Outcome]:
-        """Return the outcome after a failed connection. The outcome names silent members."""
+        """Return the outcome after a failed connection. The outcome names the lost members."""
         ticket = self._round
         moment = yield Now()
         yield from self._call_roll(moment)
         yield from self._answer(moment)
-        until = min(self._roll_began + _ROLL * self._pulse_s, self.deadline + _LATE_S)
         while True:
+            yield from self._allow_for_delay(moment)
             outcome = yield from read_outcome(ticket)
             if outcome is not None:
                 return outcome
             unfinished = yield from ticket.done.unmarked()
-            silent = yield from self._silent_of(unfinished)
+            unmarked = {*(yield from ticket.alive.unmarked())}
             moment = yield Now()
-            if not silent or moment.seconds >= until:
+            # This is longer than a rank needs to answer: it may only now begin its work.
+            answered_s = self._roll_seen_s + _ROLL_PULSES * self.pulse_s
+            until = min(answered_s, self.deadline + _EXTRA_S)
+            if unmarked.isdisjoint(unfinished) or moment.seconds >= until:
                 break
             try:
-                yield Wait(ticket.end, moment.seconds + self._pulse_s / 8)
+                yield Wait(ticket.end, moment.seconds + self.pulse_s / 8)
             except InterruptedCallError:
                 return Outcome("failed", f"{self.scope.name} was interrupted")
-        if silent and self._is_answered(moment):
-            return (yield from self._missing(silent, "unfinished", "did not connect"))
+            moment = yield Now()
+        lost = yield from self._unanswered(unfinished, moment)
+        if lost:
+            return (yield from self._unfinished(lost, "did not connect"))
         return Outcome(
             "failed", f"members could not connect ({error}); repeat the call on all ranks"
         )
@@ -860,7 +896,7 @@ class Member:
                 here = {*scope.ranks} - {*absent}
                 if here and here <= {*ticket.record.failed[-1].absent}:
                     return self._late(*sorted(here))  # the other ranks no longer wait for `here`
-            return (yield from self._missing(absent, "missing", "did not join"))
+            return (yield from self._missing(absent))
         if moment.was_stopped:
             return self._late(own)
         return (yield from self._name_unfinished(positions, moment))
@@ -868,52 +904,45 @@ class Member:
     def _name_unfinished(self, positions: Sequence[int], moment: Moment) -> Steps[Outcome]:
         """Return the outcome at the deadline if all ranks have arrived, but not all have finished.
 
-        The outcome names the ranks that have not answered the roll call. If there is none, it names
-        the unfinished ranks if this rank has finished, and otherwise no rank.
+        The outcome names the ranks that had time to answer the roll call, and have not answered. If
+        there are none, it names no rank.
         """
-        named: list[int] = []
-        if self._is_answered(moment):
-            named = yield from self._silent_of(positions)
-        if not named and self.is_finished:
-            named = [self.scope.ranks[position] for position in positions]
-        if not named:
-            return Outcome("unfinished", "timed out before all ranks had finished; repeat the call")
-        return (yield from self._missing(named, "unfinished", "did not finish"))
+        lost = yield from self._unanswered(positions, moment)
+        if lost:
+            return (yield from self._unfinished(lost, "did not finish"))
+        return Outcome("unfinished", "timed out before all ranks had finished; repeat the call")
 
     @staticmethod
     def _late(*ranks: int) -> Outcome:
         return Outcome("missing", f"timed out: ranks {list(ranks)} arrived late", ranks, ranks)
 
-    def _missing(self, ranks: Sequence[int], kind: str, what: str) -> Steps[Outcome]:
-        causes, names = yield from self._name_missing(ranks)
-        text = f"timed out: {names or 'members'} {what}; every rank must make this call"
-        return Outcome(kind, text, causes, tuple(ranks))
+    def _missing(self, ranks: Sequence[int]) -> Steps[Outcome]:
+        """Return the outcome if ranks have not arrived."""
+        causes = yield from self._find_causes(ranks)
+        names = yield from self._name(causes)
+        text = f"timed out: {names or 'members'} did not join; every rank must make this call"
+        return Outcome("missing", text, tuple(causes), tuple(ranks))
 
-    def _name_missing(self, missing: Sequence[int]) -> Steps[tuple[tuple[int, ...], str]]:
-        """Return the ranks that caused a timeout, and a text that names the first of them.
+    def _unfinished(self, lost: Sequence[int], what: str) -> Steps[Outcome]:
+        """Return the outcome if ranks have arrived, and were lost while they connected."""
+        names = yield from self._name(dict.fromkeys(lost))
+        text = f"timed out: {names} {what}; every rank must make this call"
+        return Outcome("unfinished", text, tuple(lost), tuple(lost))
+
+    def _find_causes(self, missing: Sequence[int]) -> Steps[dict[int, Status | None]]:
+        """Return the ranks that caused a timeout, and the status of a rank that waits for each.
 
         A missing rank is not the cause if it waits in another call, or has just timed out there.
-        The cause is then the rank for which it waits. The text contains coordinates, host and call,
-        and tells whether a rank has made calls only in other grids than this one.
+        The cause is then the rank for which it waits.
         """
         here = {*self.scope.ranks} - {*missing}
-        known: dict[int, Status | None] = {}
-
-        def status_of(rank: int) -> Steps[Status | None]:
-            if rank not in known:
-                known[rank] = None
-                # Without the status, the text has less information.
-                with contextlib.suppress(CreationError, StoreLostError):
-                    known[rank] = yield from read_status(self.scope.memory.namespace or "", rank)
-            return known[rank]
-
-        causes: dict[int, Status | None] = {}  # and the last status that leads to the cause
+        causes: dict[int, Status | None] = {}
         for rank in missing[:MOST]:
             at = rank
             behind = None
             passed = {rank}
             for _ in range(MOST):
-                status = yield from status_of(at)
+                status = yield from self._try_status(at)
                 ahead = status.waits_for if status is not None and self._waits(status) else ()
                 others = [one for one in ahead if not (one in here or one in passed)]
                 if not others:
@@ -922,15 +951,28 @@ class Member:
                 passed.add(at)
                 behind = status
             causes[at] = behind or causes.get(at)
-        causes |= dict.fromkeys(missing[MOST:])
+        return causes | dict.fromkeys(missing[MOST:])
+
+    def _try_status(self, rank: int) -> Steps[Status | None]:
+        """Return the status of a rank. Without it, an error only has less information."""
+        with contextlib.suppress(CreationError, StoreLostError):
+            return (yield from read_status(self.scope.memory.namespace or "", rank))
+        return None
+
+    def _name(self, causes: Mapping[int, Status | None]) -> Steps[str]:
+        """Return a text that names the first ranks that caused a timeout.
+
+        The text contains coordinates, host and call, and tells whether a rank has made calls only
+        in other grids than this one.
+        """
         names = []
         for rank, behind in [*causes.items()][:MOST]:
-            status = yield from status_of(rank)
+            status = yield from self._try_status(rank)
             layouts = yield from self._other_layouts(rank)
             names.append(self._describe(rank, status, layouts, behind))
         more = len(causes) - len(names)
         text = ", ".join(names)
-        return tuple(causes), f"{text} and {more} more" if more else text
+        return f"{text} and {more} more" if more else text
 
     def _waits(self, status: Status) -> bool:
         """Return whether a rank waits, or has only just timed out in a call in which it waited."""

@@ -9,6 +9,8 @@ these keys, in a scope of up to 60 ranks:
     R/7/done/0.0     one bit for each rank that has finished
     R/7/go           written once, when all ranks have arrived, or the round has failed
     R/7/end          written once, when the round has an outcome
+    R/7/roll         written when a rank calls the roll
+    R/7/alive/0.0    one bit for each rank that has answered the roll call
 """
 
 from __future__ import annotations
