@@ -45,10 +45,11 @@ def grad_norm(parameters: Parameters, norm_type: float = 2.0) -> Tensor:
 
     Raises:
         GroupOptionsError: `parameters` or `norm_type` is wrong, a parameter is given twice, or the
-            dims of a DTensor are not the dims that shard it.
+            key of a DTensor does not name exactly the dims of its mesh that shard it.
         RankOutsideError: The calling rank is not in the grid.
 
-    The dims of plain tensors cannot be checked. With wrong dims, ranks get different norms.
+    The dims of plain tensors cannot be checked, and neither can dims that are not in the mesh of a
+    DTensor. With wrong dims, the norm is wrong.
 
     Example:
         >>> from hypercomm import HyperCommGrid
@@ -104,10 +105,14 @@ def clip_grad_norm_(parameters: Parameters, max_norm: float, norm_type: float = 
     return norm
 
 
-def _norm(cuts: Sequence[tuple[Cut, Sequence[Tensor]]], norm_type: float) -> Tensor:
+def _norm(cuts: Sequence[tuple[Cut, Sequence[Tensor]]], given: float) -> Tensor:
+    try:
+        norm_type = float(given)  # torch also takes "inf"
+    except (TypeError, ValueError):
+        norm_type = math.nan
     if not norm_type > 0:
         raise GroupOptionsError(
-            f"norm_type must be a number larger than 0, got {short_repr(norm_type)}"
+            f"norm_type must be a number larger than 0, got {short_repr(given)}"
         )
     devices = [one.device for _, gradients in cuts for one in gradients]
     # The total is float64, because other ranks may have float64 gradients. Apple's GPUs lack
@@ -158,6 +163,10 @@ def _gradients(parameters: Parameters) -> list[tuple[Cut, list[Tensor]]]:
             raise GroupOptionsError(
                 f"the keys of parameters= must be dims of a grid, such as grid['tp', 'pp'], or "
                 f"None, got {short_repr(cut)}"
+            )
+        if isinstance(given, torch.nn.Module):
+            raise GroupOptionsError(
+                f"parameters= contains a module under the key {_key(cut)}; pass its parameters()"
             )
         own = [given] if isinstance(given, Tensor) else list(given)
         for position, parameter in enumerate(own):

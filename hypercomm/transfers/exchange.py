@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
 from functools import lru_cache
 
 import torch
@@ -83,6 +86,38 @@ def details(mapping: RankMapping) -> str:
     )
 
 
+# ---- threads ------------------------------------------------------------------------------------
+
+_running: dict[tuple[World, str], object] = {}
+"""The transfers that threads of this process are making, by world and description."""
+
+
+@contextlib.contextmanager
+def only_one(world: World, transfers: str) -> Iterator[None]:
+    """Make a `with` block that only one thread at a time can enter for the same transfers.
+
+    Ranks cannot tell apart the messages of such transfers.
+
+    Args:
+        world: The world of the ranks.
+        transfers: A text that is equal for transfers whose messages ranks cannot tell apart.
+
+    Raises:
+        CreationError: Another thread is in such a block.
+    """
+    key = (world, transfers)
+    mine = object()
+    if _running.setdefault(key, mine) is not mine:
+        raise CreationError(
+            f"nothing was sent: another thread of this rank makes a transfer {transfers}; make one "
+            f"transfer after the other, in the same order on all ranks"
+        )
+    try:
+        yield
+    finally:
+        del _running[key]
+
+
 # ---- messages -----------------------------------------------------------------------------------
 
 
@@ -109,6 +144,15 @@ def post(
     return dist.batch_isend_irecv(ops) if ops else []
 
 
+def _wait(work: Work, until: float) -> None:
+    """Wait for a message until a time of `time.monotonic`."""
+    left_s = until - time.monotonic()
+    if left_s < timedelta.max.total_seconds():
+        work.wait(timedelta(seconds=max(left_s, 0.001)))
+    else:
+        work.wait()
+
+
 def gather(
     world: World,
     mapping: RankMapping,
@@ -130,6 +174,9 @@ def gather(
 
     Returns:
         The blocks by rank, padded with zeros.
+
+    Raises:
+        RuntimeError: A rank has not sent its block within the timeout of the world, or is gone.
     """
     ranks = ranks_of(mapping)
     at = ranks.index(world.rank)
@@ -140,12 +187,13 @@ def gather(
     blocks = torch.zeros(count, size, dtype=torch.uint8)
     blocks[0] = torch.frombuffer(filled, dtype=torch.uint8)
     blocks = blocks.to(device)
+    until = time.monotonic() + limit_of(None, world)  # one limit for all rounds
     while known < count:
         more = min(known, count - known)
         receives = [(ranks[(at + known) % count], blocks[known : known + more])]
         sends = [(ranks[(at - known) % count], blocks[:more])]
         for work in post(receives, sends, world.pg, tag):
-            work.wait()
+            _wait(work, until)
         known += more
     rows = blocks.cpu().numpy()
     return {ranks[(at + turn) % count]: rows[turn].tobytes() for turn in range(count)}

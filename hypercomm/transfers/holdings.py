@@ -177,7 +177,33 @@ def spans_of(
         (((9, 10),), ((0, 4),))
     """
     spans: list[tuple[Span, ...]] = [((0, length),) for length in whole]
-    for size, at, placement in zip(sizes, coordinate, placements, strict=True):
+    for dim, pieces in _in_order(sizes, placements):
+        axis = placements[dim].dim
+        found: list[Span] = []
+        for piece in range(pieces):
+            part = _chunk(spans[axis], pieces, piece)
+            found += _chunk(part, sizes[dim], coordinate[dim])
+        spans[axis] = tuple(found)
+    return tuple(some or ((0, 0),) for some in spans)
+
+
+def _in_order(sizes: Sequence[int], placements: Sequence[Any]) -> list[tuple[int, int]]:
+    """Return the dims of a mesh that shard a tensor, in the order in which they split it.
+
+    FSDP2 splits parameters that tensor parallelism has already split, although its mesh dim comes
+    first. Its placement is a strided shard, whose factor is the number of shards that later mesh
+    dims of the same axis make.
+
+    Returns:
+        Each dim, and the number of pieces of the axis that it splits one by one. This number is 1,
+        unless a factor fits no later dims.
+
+    Raises:
+        LayoutError: A placement neither shards nor replicates.
+    """
+    order: list[tuple[int, int]] = []
+    for dim in reversed(range(len(sizes))):
+        placement = placements[dim]
         if placement.is_replicate():
             continue
         axis = getattr(placement, "dim", None)
@@ -185,14 +211,15 @@ def spans_of(
             raise LayoutError(
                 f"has placement {placement}; first redistribute it to Replicate() or Shard()"
             )
-        # A strided shard splits the axis into pieces, and consists of a part of each piece. FSDP2
-        # uses strided shards for parameters that tensor parallelism has already split.
-        pieces = getattr(placement, "split_factor", 1)
-        found: list[Span] = []
-        for piece in range(pieces):
-            found += _chunk(_chunk(spans[axis], pieces, piece), size, at)
-        spans[axis] = tuple(found)
-    return tuple(some or ((0, 0),) for some in spans)
+        factor = getattr(placement, "split_factor", 1)
+        shards = 1
+        before = 0
+        while shards < factor and before < len(order):
+            other, _ = order[before]
+            shards *= sizes[other] if placements[other].dim == axis else 1
+            before += 1
+        order.insert(*((before, (dim, 1)) if shards == factor else (0, (dim, factor))))
+    return order
 
 
 def _chunk(spans: Sequence[Span], count: int, at: int) -> list[Span]:
@@ -397,11 +424,15 @@ def _by_name(described: Mapping[int, Sequence[Held]], what: str) -> dict[str, di
             facts = [(h.how, h.dtype, len(h.shape), h.whole, h.fused) for h in (one, other)]
             if facts[0] != facts[1]:
                 raise misfit(
-                    f"{what}[{name!r}] is {one.dtype} of shape {one.whole or one.shape} "
-                    f"({one.how}) on rank {first}, and {other.dtype} of shape "
-                    f"{other.whole or other.shape} ({other.how}) on rank {rank}"
+                    f"{what}[{name!r}] is {_as_text(one)} on rank {first}, and {_as_text(other)} "
+                    f"on rank {rank}"
                 )
     return found
+
+
+def _as_text(held: Held) -> str:
+    fused = f", fused from {list(held.fused[0])}" if held.fused else ""
+    return f"{held.dtype} of shape {held.whole or held.shape} ({held.how}){fused}"
 
 
 def _whole(title: str, held: Mapping[int, Held]) -> list[list[int]]:

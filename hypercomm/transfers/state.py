@@ -33,7 +33,15 @@ from hypercomm.layout.text import did_you_mean, first_n, short_repr
 from hypercomm.process_groups.options import as_verified
 from hypercomm.process_groups.world import World, current
 from hypercomm.transfers.buckets import LEAST_BUCKET, BucketPlan, Segment, plan_of
-from hypercomm.transfers.exchange import consent, details, gather, post, ranks_of
+from hypercomm.transfers.exchange import (
+    consent,
+    details,
+    gather,
+    only_one,
+    post,
+    ranks_of,
+    tag_of,
+)
 from hypercomm.transfers.holdings import (
     Fused,
     Held,
@@ -53,6 +61,7 @@ from hypercomm.transfers.transfer import (
     mark_written,
     memory_span,
     share_memory,
+    writing_to,
 )
 
 BUCKET_BYTES = 64 << 20
@@ -129,7 +138,8 @@ def transfer_state(
         LayoutError: An argument of this rank is invalid.
         PlanMismatchError: The arguments of two ranks, or `state` and `into`, do not fit. Nothing
             was sent.
-        GroupCreationTimeout, CreationError: Ranks are missing, or a rank failed. Nothing was sent.
+        GroupCreationTimeout, CreationError: Ranks are missing, a rank failed, or another thread of
+            this rank transfers a state between the same ranks. Nothing was sent.
         StateTransferError: Communication failed, or data was damaged. The error names the
             parameters that may be partly written. To continue, all ranks pass the smallest `bucket`
             of their errors as `start`.
@@ -160,35 +170,40 @@ def transfer_state(
         )
     if world.rank not in ranks_of(mapping):
         return None
-    try:
-        start = as_int(start, "start", 0)
-        how = _How(as_int(bucket_bytes, "bucket_bytes", LEAST_BUCKET), as_verified(verify), dtype)
-        own = read_tensors(mapping, {True: state, False: into}, world.rank)
-        key = (mapping, how, repr(shards), repr(fused), own.facts)
-        plans = _plans.setdefault(world, {})
-        kept = plans.get(key)
-        about = kept.about if kept else describe_tensors(mapping, own, shards, fused or {}, world)
-        ready = None if kept is None else _Mover(own, kept, world, how, start)
-    except BaseException as error:  # the caller's dicts and torch may raise any error
-        consent(world, mapping, "", error)
-        raise
-    what = f"a state {format_ends(mapping)}"
-    interrupt = consent(world, mapping, what, entries=[f"{how}, from bucket {start}"])
-    mover = _planned(world, mapping, own, about, how, start, ready)
-    if mover is not ready:
-        interrupt = consent(world, mapping, what, entries=[mover.kept.digest]) or interrupt
-        plans[key] = mover.kept
-        while len(plans) > _KEPT:
-            plans.pop(next(iter(plans)))
-    with torch.no_grad():
-        mover.move(start)
-    for tensor in own.received.values():
-        mark_written(tensor)
-    if how.is_verified:
-        _share_damage(world, mapping, own, mover)
-    if interrupt is not None:
-        raise interrupt  # only now, because this rank had agreed to take part
-    return mover.plan.buckets
+    with only_one(world, f"of a state between ranks {first_n(ranks_of(mapping), 8)}"):
+        try:
+            start = as_int(start, "start", 0)
+            how = _How(
+                as_int(bucket_bytes, "bucket_bytes", LEAST_BUCKET), as_verified(verify), dtype
+            )
+            own = read_tensors(mapping, {True: state, False: into}, world.rank)
+            key = (mapping, how, repr(shards), repr(fused), own.facts)
+            plans = _plans.setdefault(world, {})
+            kept = plans.get(key)
+            about = (
+                kept.about if kept else describe_tensors(mapping, own, shards, fused or {}, world)
+            )
+            ready = None if kept is None else _Mover(own, kept, world, how, start)
+        except BaseException as error:  # the caller's dicts and torch may raise any error
+            consent(world, mapping, "", error)
+            raise
+        what = f"a state {format_ends(mapping)}"
+        interrupt = consent(world, mapping, what, entries=[f"{how}, from bucket {start}"])
+        mover = _planned(world, mapping, own, about, how, start, ready)
+        if mover is not ready:
+            interrupt = consent(world, mapping, what, entries=[mover.kept.digest]) or interrupt
+            plans[key] = mover.kept
+            while len(plans) > _KEPT:
+                plans.pop(next(iter(plans)))
+        with torch.no_grad(), writing_to(own.received.values()):
+            mover.move(start)
+        for tensor in own.received.values():
+            mark_written(tensor)
+        if how.is_verified:
+            _share_damage(world, mapping, own, mover)
+        if interrupt is not None:
+            raise interrupt  # only now, because this rank had agreed to take part
+        return mover.plan.buckets
 
 
 # ---- arguments ----------------------------------------------------------------------------------
@@ -275,7 +290,11 @@ def read_tensors(mapping: RankMapping, given: Mapping[bool, object], rank: int) 
 
 
 def _as_state(value: object, what: str, rank: int) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping) or not value:
+    names = list(value) if isinstance(value, Mapping) else []
+    for name in names:
+        if not isinstance(name, str):
+            raise LayoutError(f"the names in {what}= must be texts, got {short_repr(name)}")
+    if not isinstance(value, Mapping) or not names:
         advice = "; pass module.state_dict()" if hasattr(value, "state_dict") else ""
         raise LayoutError(
             f"rank {rank} must pass {what}=, a non-empty dict of tensors by name; got "
@@ -379,7 +398,9 @@ def _with_parts(held: Held, pattern: str, given: Sequence[str] | Fused) -> Held:
     parts = []
     for part in rule.parts:
         first, *more = part.split("*")
-        if texts is None or len(more) > len(texts.groups()):
+        if texts is None:
+            raise LayoutError(f"the key of {what} may contain '*', but not '?' or '['")
+        if len(more) > len(texts.groups()):
             raise LayoutError(f"{what} contains the part {part!r} with more '*' than the key")
         filled = zip(texts.groups(), more, strict=False)
         parts.append(first + "".join(text + piece for text, piece in filled))
@@ -534,6 +555,7 @@ class _Mover:
         self.is_verified = how.is_verified
         self.kept = kept
         self.plan = plan = kept.plan
+        self.tag = tag_of(f"state {kept.digest}") if world.has_store else 0
         self.damage: StateTransferError | None = None
         as_int(start, "start", 0, plan.buckets)
         self._check_overlaps()
@@ -638,6 +660,7 @@ class _Mover:
             [(piece.segment.source, piece.buffer) for piece in incoming],
             [(piece.segment.target, piece.buffer) for piece in outgoing],
             self.world.pg,
+            self.tag,
         )
 
     def _finish(self, number: int, works: Sequence[Work]) -> None:

@@ -7,8 +7,10 @@ cannot deadlock.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from itertools import chain
 
@@ -27,7 +29,7 @@ from hypercomm.layout.text import first_n, short_repr
 from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.options import as_verified
 from hypercomm.process_groups.world import World, current
-from hypercomm.transfers.exchange import consent, details, gather, post, tag_of
+from hypercomm.transfers.exchange import consent, details, gather, only_one, post, tag_of
 from hypercomm.transfers.holdings import Held, describe_plain, lengths_of, misfit, name_of
 from hypercomm.transfers.mapping import Message, RankMapping, chunk_sizes, resolve_axes
 
@@ -137,7 +139,8 @@ def transfer(
         LayoutError: `mapping` is not a RankMapping, or a tensor or a group does not fit.
         PlanMismatchError: Shapes or dtypes of two ranks do not fit, or, with `verify`, their
             mappings differ. Nothing was sent.
-        CreationError: Another rank rejected its arguments. Nothing was sent.
+        CreationError: Another rank rejected its arguments, or another thread of this rank makes a
+            transfer by an equal mapping. Nothing was sent.
         GroupCreationTimeout: With `verify`, ranks are missing. Nothing was sent.
         OutcomeUnknownError: With `verify`, the job's store is gone. Restart the job.
         GroupOptionsError: `verify` is not True, False or None.
@@ -170,33 +173,34 @@ def transfer(
     role = _role(mapping, world.rank)
     if not role.is_source and not role.siblings:
         return None
-    is_exchanged = world.has_store and rows is None and not mapping.sizes
-    try:
-        offer, given, buffer = _check(mapping, role, tensor, out)
-        group = _check_group(groups, role, leaders=mapping.leaders)
-        known = None if is_exchanged else _sizes_from_own(mapping, world.rank, offer, rows)
-    except BaseException as error:
+    with only_one(world, f"by {mapping} with {details(mapping)}"):
+        is_exchanged = world.has_store and rows is None and not mapping.sizes
+        try:
+            offer, given, buffer = _check(mapping, role, tensor, out)
+            group = _check_group(groups, role, leaders=mapping.leaders)
+            known = None if is_exchanged else _sizes_from_own(mapping, world.rank, offer, rows)
+        except BaseException as error:
+            if is_verified:
+                consent(world, mapping, "", error)
+            elif is_exchanged and isinstance(error, LayoutError):
+                _exchange_shapes(world, mapping, _Offer(refusal=f"{type(error).__name__}: {error}"))
+            raise
+        entries = [f"{known[1]} of {offer.dtype}, {known[0].sizes}" if known else "any shape"]
+        interrupt = None
         if is_verified:
-            consent(world, mapping, "", error)
-        elif is_exchanged and isinstance(error, LayoutError):
-            _exchange_shapes(world, mapping, _Offer(refusal=f"{type(error).__name__}: {error}"))
-        raise
-    entries = [f"{known[1]} of {offer.dtype}, {known[0].sizes}" if known else "any shape"]
-    interrupt = None
-    if is_verified:
-        interrupt = consent(world, mapping, f"a tensor by {mapping}", entries=entries)
-    if known is None:
-        known = _fit(mapping, _exchange_shapes(world, mapping, offer, given.device))
-    exact, whole = known
-    with torch.no_grad():
-        received = _move(world, exact, whole, given.detach(), buffer)
-        if group is not None and received is not None:
-            _broadcast(received.detach(), role.siblings[0], group)
-    if received is not None:
-        mark_written(received)
-    if interrupt is not None:
-        raise interrupt  # only now, because this rank had agreed to take part
-    return received
+            interrupt = consent(world, mapping, f"a tensor by {mapping}", entries=entries)
+        if known is None:
+            known = _fit(mapping, _exchange_shapes(world, mapping, offer, given.device))
+        exact, whole = known
+        with torch.no_grad(), writing_to([] if buffer is None else [buffer]):
+            received = _move(world, exact, whole, given.detach(), buffer)
+            if group is not None and received is not None:
+                _broadcast(received.detach(), role.siblings[0], group)
+        if received is not None:
+            mark_written(received)
+        if interrupt is not None:
+            raise interrupt  # only now, because this rank had agreed to take part
+        return received
 
 
 @lru_cache(maxsize=128)
@@ -494,6 +498,12 @@ def mark_written(tensor: Tensor) -> None:
     """Increment the version of a received tensor, because autograd did not record the write."""
     if not tensor.is_inference():
         increment_version(tensor)
+
+
+def writing_to(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
+    """Return a context in which the tensors may be written, also tensors of inference mode."""
+    is_needed = any(one.is_inference() for one in tensors)
+    return torch.inference_mode() if is_needed else contextlib.nullcontext()
 
 
 def _move(

@@ -1,5 +1,6 @@
 """Test transfers of random states, with DTensors, uneven, empty and fused tensors."""
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -119,13 +120,36 @@ def test_spans_match_distribute_tensor(length):
             ).tolist()
 
 
-# FSDP2 makes strided shards of tensor-parallel parameters. A strided shard consists of a shard of
-# each piece of the axis.
-@pytest.mark.parametrize("length", [0, 1, 5, 8, 11])
-def test_spans_of_strided_shards(length):
+# FSDP2 makes strided shards of parameters that tensor parallelism has already split, so the later
+# mesh dims split the axis first.
+@pytest.mark.parametrize("length", [0, 1, 5, 7, 8, 9, 11, 50257])
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 2), (4, 2), (2, 3)])
+def test_spans_of_strided_shards(length, sizes):
     whole = torch.arange(length)
-    for at, other in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        strided = [_StridedShard(0, split_factor=2), Shard(0)]
-        (rows,) = spans_of((length,), (2, 2), (at, other), strided)
-        due = chunk(chunk(whole, 0, 2, at, pieces=2), 0, 2, other)
+    for at in range(sizes[0]):
+        for other in range(sizes[1]):
+            strided = [_StridedShard(0, split_factor=sizes[1]), Shard(0)]
+            (rows,) = spans_of((length,), sizes, (at, other), strided)
+            due = chunk(chunk(whole, 0, sizes[1], other), 0, sizes[0], at)
+            assert [row for start, stop in rows for row in range(start, stop)] == due.tolist()
+
+
+# Two mesh dims may split the axis before FSDP2, and a dim of another axis may lie between them.
+@pytest.mark.parametrize("length", [7, 10, 50])
+def test_spans_of_nested_strided_shards(length):
+    placements = [_StridedShard(0, split_factor=4), Shard(0), Shard(1), Shard(0)]
+    whole = torch.arange(length)
+    for first, second, third in itertools.product(range(3), range(2), range(2)):
+        rows, _ = spans_of((length, 4), (3, 2, 2, 2), (first, second, 0, third), placements)
+        due = chunk(chunk(chunk(whole, 0, 2, second), 0, 2, third), 0, 3, first)
+        assert [row for start, stop in rows for row in range(start, stop)] == due.tolist()
+
+
+# A strided shard without later shards of its axis consists of a shard of each piece of the axis.
+@pytest.mark.parametrize("length", [0, 1, 5, 8, 11])
+def test_spans_of_a_strided_shard_alone(length):
+    strided = [_StridedShard(0, split_factor=2), Replicate()]
+    for at in (0, 1):
+        (rows,) = spans_of((length,), (2, 2), (at, 0), strided)
+        due = chunk(torch.arange(length), 0, 2, at, pieces=2)
         assert [row for start, stop in rows for row in range(start, stop)] == due.tolist()

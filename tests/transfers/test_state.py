@@ -10,7 +10,7 @@ import torch.distributed as dist
 from group_checks import restart_world
 from time_limits import scaled_s
 
-from hypercomm import RankLayout, RankMapping, transfer_state
+from hypercomm import RankLayout, RankMapping, transfer, transfer_state
 from hypercomm.errors import CreationError, LayoutError, PlanMismatchError, StateTransferError
 from hypercomm.testing import fake_world
 from hypercomm.transfers import state as module
@@ -119,11 +119,11 @@ def at_post(number, act):
     post = module.post
     calls = []
 
-    def acting(receives, sends, pg):
+    def acting(receives, sends, *more):
         calls.append(1)
         if len(calls) == number:
             act(sends)
-        return post(receives, sends, pg)
+        return post(receives, sends, *more)
 
     with mock.patch.object(module, "post", acting):
         yield
@@ -377,6 +377,82 @@ def test_error_of_a_lost_message():
         partly = "perhaps partly written: 'w'"
         for text in (advice, f"12 bytes of 'w' from {sender}", partly, "no link"):
             assert text in str(caught.value)
+
+
+def to_the_next_rank(dim="x", **options):
+    """Return a mapping of a state from rank 0 to rank 1."""
+    layout = RankLayout([1], ["y"], 1)
+    return RankMapping(RankLayout([1], [dim]), layout, along=None, **options)
+
+
+# A receive that was started before the transfer gets its own message, and not a part of the state.
+@pytest.mark.ranks(2)
+def test_pending_receive_gets_its_own_message():
+    into = {"w": torch.zeros(4)}
+    activation = torch.zeros(4)
+    if dist.get_rank() == 0:
+        transfer_state(to_the_next_rank(), {"w": torch.full((4,), 7.0)})
+        dist.send(torch.ones(4), dst=1)
+    else:
+        work = dist.irecv(activation, src=0)
+        transfer_state(to_the_next_rank(), into=into)
+        work.wait()
+        assert (into["w"].tolist(), activation.tolist()) == ([7.0] * 4, [1.0] * 4)
+
+
+# While a thread transfers a state, another thread cannot transfer one between the same ranks.
+def test_two_threads_transfer_states():
+    mapping = to_the_next_rank()
+    errors = []
+
+    class Reading(dict):
+        def __getitem__(self, name):
+            with pytest.raises(CreationError, match="another thread of this rank") as caught:
+                transfer_state(to_the_next_rank("z"), {"w": torch.ones(2)})
+            errors.append(caught.value)
+            return super().__getitem__(name)
+
+    with fake_world(2):
+        transfer_state(mapping, Reading(w=torch.ones(2)))
+        assert errors
+        transfer_state(mapping, {"w": torch.ones(2)})  # a later transfer is not affected
+
+
+# Tensors that were created in inference mode can be received into.
+@pytest.mark.ranks(4)
+def test_receivers_in_inference_mode():
+    whole = torch.arange(16.0).view(4, 4)
+    rank = dist.get_rank()
+    apart = RankMapping("x=3", RankLayout([1], ["y"], 3), along=None, shards={"x": 1})
+    shared = RankMapping("x=4", "y=2", along=None, shards={"x": 0, "y": 0})
+    pieces = whole.tensor_split([2, 3], 1)
+    with torch.inference_mode():
+        full = {"w": torch.zeros(4, 4)}
+        half = {"w": torch.zeros(2, 4)}
+    state = None if rank == 3 else {"w": pieces[rank].contiguous()}
+    transfer_state(apart, state, into=full if rank == 3 else None)
+    assert rank != 3 or torch.equal(full["w"], whole)
+    transfer_state(shared, {"w": whole.chunk(4)[rank]}, into=half if rank < 2 else None)
+    assert rank >= 2 or torch.equal(half["w"], whole.chunk(2)[rank])
+    with torch.inference_mode():
+        row = torch.zeros(2, 4)
+    transfer(RankMapping("dp=4", "dp=2"), whole.chunk(4)[rank], out=row if rank < 2 else None)
+    assert rank >= 2 or torch.equal(row, whole.chunk(2)[rank])
+
+
+# Names of parameters must be texts, and the key of a fused parameter may contain only '*'.
+def test_names_and_patterns():
+    with (
+        fake_world(2),
+        pytest.raises(LayoutError, match=r"the names in state= must be texts, got 3"),
+    ):
+        transfer_state(to_the_next_rank(), {3: torch.zeros(2)})
+    fused = {"l[01].gu": ["l0.g", "l0.u"]}
+    with (
+        fake_world(2, rank=1),
+        pytest.raises(LayoutError, match=r"may contain '\*', but not '\?' or '\['"),
+    ):
+        transfer_state(to_the_next_rank(), into={"l0.gu": torch.zeros(4)}, fused=fused)
 
 
 # On a rank in neither layout, the call returns None.

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import math
 import time
+from datetime import timedelta
 from unittest import mock
 
 import attrs
@@ -12,10 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from numpy_oracle import held, whole_of
+from time_limits import scaled_s
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hypercomm import GridSet, RankLayout, RankMapping, transfer
+from hypercomm import GridSet, RankLayout, RankMapping, run_ranks, transfer
 from hypercomm.errors import (
     CreationError,
     GroupOptionsError,
@@ -373,3 +375,25 @@ def test_transfer_on_one_rank():
             transfer("dp=1", tensor)
     assert got.tolist() == [0, 1, 2]
     assert got.data_ptr() != tensor.data_ptr()
+
+
+def wait_for_late_ranks():
+    """Return how long a transfer without rank 4 takes on this rank, in seconds."""
+    rank = dist.get_rank()
+    dist.barrier()
+    if rank == 4:
+        time.sleep(18)
+        return 0.0
+    time.sleep({1: 3.4, 2: 6.4, 3: 6.4}.get(rank, 0.0))
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError):
+        transfer(RankMapping("dp=8", "tp=8"), torch.ones(1))
+    return time.monotonic() - begin
+
+
+# Without `verify`, every rank raises within the timeout plus two seconds if a rank is missing and
+# others are late, although a rank waits for several messages, one after the other.
+@pytest.mark.full
+def test_late_ranks_and_a_missing_rank():
+    waits = run_ranks(wait_for_late_ranks, 8, timeout=90, group_timeout=timedelta(seconds=4))
+    assert max(waits) < 4 + scaled_s(2), waits
