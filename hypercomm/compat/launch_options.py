@@ -29,6 +29,7 @@ _NAMES = {
     "hpz": "zero_hpz_partition_size",
     "engine": "num_gpus_per_engine",
     "stage": "stage zero_stage",
+    "sharding": "distributed_type",
     "order": "order",
     "mesh": "device_mesh mesh_shape",
     "mesh_names": "mesh_dim_names",
@@ -47,7 +48,12 @@ _NAMES = {
 SIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
 """The size or choice that each key of a launch file sets."""
 
-TEXTS = {"order": r"[a-z]+(-[a-z]+)+", "mesh": r"[\d,\s()\[\]]+", "mesh_names": r".+"}
+TEXTS = {
+    "order": r"[a-z]+(-[a-z]+)+",
+    "mesh": r"[\d,\s()\[\]]+",
+    "mesh_names": r".+",
+    "sharding": r"fsdp",
+}
 """The pattern of each choice whose value is a text."""
 
 SWITCHES = {"pp_before_dp", "sequence_parallel", "dp_attention", "expert_parallel"}
@@ -126,8 +132,9 @@ def similar_size(path: Sequence[str]) -> str:
         'sglang_tensor_parallel_size'
     """
     name = path[-1]
-    if name.removeprefix("no_") in SIZES:  # vLLM's --no-enable-expert-parallel
-        return ""
+    for other in ("no_", "ds_"):  # --no-enable-expert-parallel, --ds-sequence-parallel-size
+        if name.removeprefix(other) in SIZES:
+            return ""
     prefix = _PREFIX.fullmatch(name)
     for begin, rest in [("", name), *([(f"{prefix[1]}_", prefix[2])] if prefix else [])]:
         if close := difflib.get_close_matches(rest, _LONG, 1, _CLOSE):
@@ -165,10 +172,15 @@ _SWIFT = "(?:sft|pt|rlhf|export|infer|rollout)"
 _VERL_MEGATRON = (
     r"(?s)\A(?=.*\bactor_rollout_ref\b).*(?:ppo_megatron_trainer|\bstrategy[=:]\s*megatron)"
 )
+_VERL_SFT_MEGATRON = r"(?s)\A(?=.*\bverl\.trainer\b).*\bengine\.tensor_model_parallel_size"
+_SGLANG = r"\bsglang serve\b|\bsglang[./](?:launch_server|srt\b|sglang:)|\bdynamo\.sglang\b"
+_VLLM = r"\bvllm serve\b|\bvllm\.entrypoints\b|\bvllm/vllm-|\bdynamo\.vllm\b"
 _SIZE = r"(?:tensor|pipeline|expert)[-_]model[-_]parallel[-_]size"
 FRAMEWORKS = (
     Framework("verl", _VERL_MEGATRON, "megatron", "vllm", ("actor",), {"ref": "actor"}),
     Framework("verl", r"\bactor_rollout_ref\b", "fsdp", "vllm", ("actor",), {"ref": "actor"}),
+    Framework("verl", _VERL_SFT_MEGATRON, "megatron"),
+    Framework("verl", r"\bverl\.trainer\b", "fsdp"),
     Framework("NeMo-RL", r"\b(?:megatron|dtensor)_cfg\b", "automodel", defaults={"expt_tp": 1}),
     Framework("slime", r"--(?:actor-num-gpus|rollout-num-gpus)", "megatron", "sglang"),
     Framework("ms-swift", rf"(?:^|\s)megatron {_SWIFT}\b", "megatron", defaults={"expt_tp": 1}),
@@ -176,16 +188,16 @@ FRAMEWORKS = (
     Framework("torchtitan", r"_parallel_(?:\w+_)?degree\b", "torchtitan", modules=("training",)),
     Framework(
         "accelerate",
-        r"parallelism_config|compute_environment|num_machines",
+        r"parallelism_config|compute_environment|num_machines|\bdistributed_type:",
         "accelerate",
         modules=("training",),
     ),
-    Framework("Megatron-Bridge", r"megatron[._-]bridge", "megatron"),
+    Framework("Megatron-Bridge", r"(?i:megatron[._-]bridge)", "megatron"),
     Framework("NeMo", rf"(?s)\A(?=.*\bexp_manager\b).*{_SIZE}|megatron_gpt_\w+\.py", "megatron"),
-    Framework("SGLang", r"\bsglang\b", "sglang", "sglang"),
-    Framework("vLLM", r"\bvllm\b", "vllm"),
-    Framework("DeepSpeed", r"zero_optimization|\bauto[te]p_size\b", "deepspeed"),
+    Framework("SGLang", _SGLANG, "sglang", "sglang", ("inference",)),
+    Framework("vLLM", _VLLM, "vllm", "vllm", ("inference",)),
     Framework("Megatron-LM", rf"{_SIZE}|context[-_]parallel[-_]size|(?i:megatron)", "megatron"),
+    Framework("DeepSpeed", r"zero_optimization|\bauto[te]p_size\b", "deepspeed"),
     Framework("FSDP2", r"\bdevice_mesh\b|\bmesh_shape\b", "mesh"),
     Framework("DeepSpeed", r"\bsequence_parallel_size\b", "deepspeed"),
     Framework("Megatron-LM", r"(?m)\b(?:TP|PP)(?:_SIZE)?=", "megatron"),

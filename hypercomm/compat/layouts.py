@@ -11,6 +11,7 @@ accelerate, `parallelism_config.py`; DeepSpeed 0.19.8, `deepspeed/utils/groups.p
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -333,6 +334,7 @@ KINDS = {
     "accelerate": Kind(
         ("tp", "sp", "cp", "dp_shard", "dp_replicate"), "dp_replicate", is_exact=True
     ),
+    "accelerate fsdp": Kind(("dp_shard",), "dp_shard"),
     "automodel": Kind(("tp", "cp", "dp", "dp_replicate"), "dp", {"expert": ("ep", "ep_shard")}),
     "deepspeed": Kind(
         ("tp", "sp", "dp"), "dp", {"hpz": ("hpz", "hpz_replicas"), "expert": ("ep", "expt_dp")}
@@ -364,6 +366,7 @@ _CHOICES = {
     "order",
     "pp_before_dp",
     "sequence_parallel",
+    "sharding",
     "stage",
 }
 """Keys in the `sizes` of `framework_layouts` whose values are choices, not sizes."""
@@ -383,8 +386,9 @@ def framework_layouts(kind: str, sizes: Mapping[str, Any], world_size: int | Non
     Args:
         kind: "megatron", "torchtitan", "mesh" or one of `KINDS`.
         sizes: The given sizes, by dim. The mapping may also contain "order" and "pp_before_dp" for
-            Megatron, "dp_attention" for SGLang, "expert_parallel" for vLLM, the texts "mesh" and
-            "mesh_names", and "engine", the number of GPUs of an inference engine.
+            Megatron, "dp_attention" for SGLang, "expert_parallel" for vLLM, "sharding" for
+            accelerate, the texts "mesh" and "mesh_names", and "engine", the number of GPUs of an
+            inference engine.
         world_size: The number of ranks, or None. Inference engines do not need this number.
 
     Raises:
@@ -435,14 +439,17 @@ def _framework_layouts(kind: str, sizes: Mapping[str, Any], world_size: int | No
     if kind == "sglang" and "dp_attention" in given:
         kind = "sglang attention"
         given["attn_dp"] = given.pop("dp", 1)
+    if kind == "accelerate" and sizes.get("sharding") == "fsdp" and math.prod(given.values()) == 1:
+        kind = "accelerate fsdp"
     row = KINDS.get(kind)
     if row and (world_size is not None or row.rest == "engines" or _is_whole(row, given)):
         return _of_kind(row, _of_engine(kind, given), world_size)
+    if world_size is None and kind == "torchtitan" and given.get("dp_shard", UNSPECIFIED) > 0:
+        world_size = _factor(kind, given)
     if world_size is None:
-        factor = RankLayout({name: given.get(name, 1) for name in ("tp", "sp", "cp", "pp")}).size
         raise WorldSizeError(
             f"the number of ranks is not given; give it as --world-size (world_size=), a multiple "
-            f"of {factor}"
+            f"of {_factor(kind, given)}"
         )
     if kind == "torchtitan":
         known = torchtitan_layouts.__kwdefaults__ or {}
@@ -450,6 +457,22 @@ def _framework_layouts(kind: str, sizes: Mapping[str, Any], world_size: int | No
         return torchtitan_layouts(**own, world_size=world_size)
     order = sizes.get("order") or _ORDERS["pp_before_dp" in sizes]
     return megatron_layouts(given, order, world_size)
+
+
+def _factor(kind: str, given: Mapping[str, int]) -> int:
+    """Return the number of which the number of ranks must be a multiple."""
+    sizes = {name: max(1, size) for name, size in given.items()}
+
+    def size_of(*names: str) -> int:
+        return math.prod(sizes.get(name, 1) for name in names)
+
+    if kind == "torchtitan":
+        return size_of("tp", "cp", "pp", "dp_shard", "dp_replicate")
+    dense = size_of("tp", "sp", "cp", "pp")
+    if kind != "megatron":
+        return dense
+    sizes.setdefault("expt_tp", sizes.get("tp", 1))
+    return math.lcm(dense, size_of("expt_tp", "ep", "pp"))
 
 
 def _sizes_of(kind: str) -> set[str]:

@@ -13,6 +13,7 @@ from click.core import ParameterSource
 from hypercomm.cli.diff import diff as diff_sizes
 from hypercomm.cli.options import format_views, read_sizes
 from hypercomm.cli.printing import print_json, write
+from hypercomm.errors import UnknownDimError
 from hypercomm.layout.text import format_sizes
 from hypercomm.tools.launch_files.config import LaunchConfig, is_launch_file, read_config
 
@@ -57,10 +58,15 @@ def with_files(*arguments: str) -> Callable[[click.Command], click.Command]:
             for name, config in configs.items():
                 write(f"{given[name]}: {config}\n")
             first = configs[files[0]]
-            for module in first.views if not given.get("output") else [*first.views][:1]:
-                if all(module in config.views for config in configs.values()):
-                    write(f"\n{module}\n")
-                    run(**_call(given, configs, module))
+            shared = [
+                module
+                for module in first.views
+                if all(module in config.views for config in configs.values())
+            ]
+            if not shared and all(config.views for config in configs.values()):
+                write("\nno module is in both files\n")
+            modules = shared if not given.get("output") else shared[:1]
+            _run_for(modules, run, lambda module: _call(given, configs, module))
             return int(any(config.problems for config in configs.values()))
 
         return click.Command(
@@ -72,6 +78,28 @@ def with_files(*arguments: str) -> Callable[[click.Command], click.Command]:
         )
 
     return decorate
+
+
+def _run_for(
+    modules: list[str], run: Callable[..., Any], arguments_of: Callable[[str], dict[str, Any]]
+) -> None:
+    """Run a command for each module.
+
+    Raises:
+        UnknownDimError: No module has the dims that are given. If a module has them, the others are
+            reported.
+    """
+    unknown: dict[str, UnknownDimError] = {}
+    for module in modules:
+        write(f"\n{module}\n")
+        try:
+            run(**arguments_of(module))
+        except UnknownDimError as error:
+            unknown[module] = error
+    if unknown and len(unknown) == len(modules):
+        raise unknown[modules[0]]
+    for module, reason in unknown.items():
+        write(f"\n{module}: {reason}\n")
 
 
 def _filled(text: str, world_size: int) -> str:

@@ -193,8 +193,9 @@ def read_config(
         as_world_size(world_size, "world_size")
     text, path = _load(path_or_text)
     file = path.name
-    settings = _settings(text, path)
-    framework = next((one for one in known.FRAMEWORKS if re.search(one.mark, text)), None)
+    texts: list[str] = []
+    settings = _settings(text, path, texts)
+    framework = _framework_of(texts)
     if framework is None:
         names = ", ".join(dict.fromkeys(one.name for one in known.FRAMEWORKS))
         near = next(filter(None, map(_similar_key, settings)), "")
@@ -205,9 +206,11 @@ def read_config(
             f"{hint}"
         )
     reading = _Reading(framework)
-    if found := re.search(r"(?m)^[ \t]*eval[ \t]", text):
-        here = Source("", "eval", "...", file, 1 + text.count("\n", 0, found.start()))
-        reading.problem(here, "runs a text that is not read")
+    for found in re.finditer(r"(?m)^[ \t]*eval[ \t]+\"?(?:\$\{?(\w+))?", text):
+        if not found[1] or not re.search(rf"\b{found[1]}\+?=", text):  # assigned text is read
+            here = Source("", "eval", "...", file, 1 + text.count("\n", 0, found.start()))
+            reading.problem(here, "runs a text that is not read")
+            break
     return reading.config(settings, world_size)
 
 
@@ -250,14 +253,31 @@ def _load(given: str | os.PathLike[str]) -> tuple[str, Path]:
     return text, Path() if is_text else Path(given)
 
 
-def _settings(text: str, path: Path, depth: int = 0) -> list[Source]:
-    """Return the settings of a file, after the settings of the files in its `defaults`."""
+def _framework_of(texts: list[str]) -> known.Framework | None:
+    """Return the framework of a file and of the files in its `defaults`, or None if unknown."""
+    code = [re.sub(r"(?m)(^|[ \t])#(?!SBATCH|!)[^\n]*", "", text) for text in texts]
+    for framework in known.FRAMEWORKS:
+        if any(re.search(framework.mark, text) for text in code):
+            return framework
+    return None
+
+
+def _settings(text: str, path: Path, texts: list[str], depth: int = 0) -> list[Source]:
+    """Return the settings of a file, after the settings of the files in its `defaults`.
+
+    Args:
+        text: The text of the file.
+        path: The path of the file.
+        texts: Receives the texts of all files, this file first.
+        depth: The number of files that lead to this file.
+    """
+    texts.append(text)
     settings = read_settings(text, path.name, os.environ)
     for one in [one for one in settings if one.path == ("defaults",)]:
         base = path.parent / one.value
         if path.name and base.is_file() and depth < _MOST_BASES:
             own = {one.path for one in settings}
-            before = _settings(_load(base)[0], base, depth + 1)
+            before = _settings(_load(base)[0], base, texts, depth + 1)
             settings = [one for one in before if one.path not in own] + settings
             settings.remove(one)
     return resolved(settings, {}, path.name) if depth == 0 else settings
@@ -317,6 +337,9 @@ class _Reading:
         modules = self._modules(settings)
         world, per_node = self._world("world", modules[""])
         total = asked or world
+        trained = total
+        if total and self._has_own_engines(settings):
+            trained = self._without_engines(total, per_node, modules) or total
         is_engine = self.framework.kind in ENGINES
         views: dict[str, Views] = {}
         sizes: dict[str, dict[str, Any]] = {}
@@ -324,17 +347,18 @@ class _Reading:
             label = name or ("inference" if is_engine else "training")
             if not known.PARALLEL & {*module.sizes} and label not in self.framework.modules:
                 continue
-            own = self._world(label, module)[0] if name else None
+            own = self._world(label, module, per_node)[0] if name else None
             parent = self.framework.parents.get(label, "")
             own_sizes = self._sizes(label, module, is_world=False)
             taken = {n: size for n, size in sizes.get(parent, {}).items() if n not in known.OWN}
             given = {**self.framework.defaults, **taken, **own_sizes}
             sizes[label] = given
             kind = self._kind(module)
-            self.problems += [f"{label}: {text}" for text in known.apply_rules(kind, given)]
             try:
                 if label not in self.unknown:
-                    views[label] = framework_layouts(kind, given, own or total)
+                    rules = known.apply_rules(kind, given)
+                    self.problems += [f"{label}: {text}" for text in rules]
+                    views[label] = framework_layouts(kind, given, own or trained)
                     self._add_defaults(label, views[label], f"as {parent}" if parent else "default")
             except HyperCommError as error:
                 self.problems.append(f"{label}: {error}")
@@ -342,6 +366,23 @@ class _Reading:
             total = max(one.base.size for one in views.values())
         problems = tuple(dict.fromkeys(self.problems))
         return LaunchConfig(self.framework.name, total, per_node, views, self.sources, problems)
+
+    @staticmethod
+    def _has_own_engines(settings: list[Source]) -> bool:
+        """Return whether inference engines run on GPUs of their own, which are not trained on."""
+        return any(
+            one.path[-2:] == ("colocated", "enabled") and one.value.lower() == "false"
+            for one in settings
+        )
+
+    def _without_engines(
+        self, total: int, per_node: int | None, modules: Mapping[str, _Module]
+    ) -> int:
+        """Return the number of ranks that are trained on."""
+        for name, module in modules.items():
+            if name and known.SERVING.search(name):
+                total -= self._world(name, module, per_node)[0] or 0
+        return total
 
     def _add_defaults(self, label: str, views: Views, default: str) -> None:
         for layout in (views.base, *(view.layout for view in views.values())):
@@ -361,7 +402,8 @@ class _Reading:
         live = [one for one in settings if not any(one.path[: len(key)] == key for key in off)]
         split = [(one, *known.module_and_size(one.path)) for one in live]
         written = {size for one, _, size in split if not one.is_variable}
-        for one, name, size in split:
+        for one, module, size in split:
+            name = "" if module == "training" else module  # the label of keys without a module
             if not size and not one.is_variable and (near := _similar_key(one)):
                 self.problem(one, f"is an unknown option; did you mean {near}?")
             found[name].words |= {*one.path[:-1], name}
@@ -373,7 +415,7 @@ class _Reading:
             if one.path[:1] == ("defaults",) and one.value != "_self_":
                 self.problem(one, "is not read; sizes that only this file sets count as 1")
         for name in ("", *self.framework.modules):
-            found["" if name == "training" else name]
+            found["" if name in ("training", "inference") else name]
         return dict(sorted(found.items(), key=lambda pair: pair[0] in self.framework.parents))
 
     def _kind(self, module: _Module) -> str:
@@ -418,21 +460,33 @@ class _Reading:
             return int(number)
         if text in ("", "null", "none", "~", "auto") or (size in known.WEAK and "$" not in text):
             return None
-        names = re.findall(r"\$\{?([A-Za-z_]\w*|\d)", one.value)
+        names = re.findall(r"\$[{(]?([A-Z]\w*|(?<!\()[A-Za-z_]\w*|(?<!\()\d+)", one.value)
         why = f"is not a number: {short_repr(one.value)}"
-        if "$(" in text or "`" in text:
-            why = "is computed by a command, which is not run; write its value"
+        if names and names[0].isdecimal():
+            why = f"is argument {names[0]} of the script, which is not known; write its value"
         elif names:
             why = f"needs {names[0]}, which is not set; set it, as in {names[0]}=8 hypercomm plan"
+        elif "$(" in text or "`" in text:
+            why = "is computed by a command, which is not run; write its value"
         self.problem(one, why)
         self.unknown.add(label)
         return None
 
-    def _world(self, label: str, module: _Module) -> tuple[int | None, int | None]:
-        """Return the number of ranks, and the number of ranks per node. None means unknown."""
+    def _world(
+        self, label: str, module: _Module, default: int | None = None
+    ) -> tuple[int | None, int | None]:
+        """Return the number of ranks, and the number of ranks per node. None means unknown.
+
+        Args:
+            label: The name of the module, or "world".
+            module: The settings of the module.
+            default: The number of ranks per node of a module that only gives its nodes.
+        """
         sizes = self._sizes(label, module, is_world=True)
         given = {name: size for name, size in sizes.items() if size > 0}
         per_node = given.get("gpus_per_node") or given.get("gpus") or given.get("tasks_per_node")
+        if "nodes" in given:
+            per_node = per_node or default
         nodes = given.get("nodes") or given.get("slurm_nodes") or 1
         total = given.get("ranks") or (per_node and per_node * nodes) or given.get("tasks")
         if total and label not in self.unknown:

@@ -166,11 +166,16 @@ def _of_toml(text: str) -> Iterator[Source]:
     name = "tomllib" if sys.version_info >= (3, 11) else "tomli"
     at = 0
 
-    def walk(content: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[Source]:
+    def walk(
+        content: Mapping[str, Any], path: tuple[str, ...], names: tuple[str, ...] = ()
+    ) -> Iterator[Source]:
         nonlocal at
         for key, value in content.items():
             if isinstance(value, dict):
-                yield from walk(value, path + as_path(key))
+                header = re.escape(".".join((*names, key)))
+                found = re.search(rf"(?m)^[ \t]*\[[ \t]*{header}[ \t]*\]", text)
+                at = found.end() if found else at
+                yield from walk(value, path + as_path(key), (*names, key))
                 continue
             found = re.compile(rf"(?m)^.*\b{re.escape(key)}\s*=").search(text, at)
             at = found.end() if found else at
@@ -195,7 +200,8 @@ _FLAG = re.compile(r"(--?[A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 _OVERRIDE = re.compile(r"([+~]{0,2}\w+(?:\.[\w-]+)+)=(.*)", re.DOTALL)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
 _VARIABLE = re.compile(
-    r"\$\{(?:oc\.(?:env|select):)?\s*([\w.]+)(?:(?::?[-=]|,)([^{}]*))?\}|\$([A-Za-z_]\w*|\d)"
+    r"\$\{(?:oc\.(?:env|select):)?\s*([\w.]+)(?:(?::?[-=]|:(?=\d)|,)([^{}]*))?\}|"
+    r"\$([A-Za-z_]\w*|\d)"
 )
 _PRODUCT = re.compile(r"\$\(\(\s*([1-9]\d{0,8}(?:\s*[*/]\s*[1-9]\d{0,8}){0,9})\s*\)\)")
 
@@ -206,14 +212,13 @@ class _Script:
 
     variables: dict[str, str]
     settings: list[Source] = attrs.field(factory=list)
+    _of_job: set[tuple[str, ...]] = attrs.field(factory=set)
 
     def read(self, text: str, line: int, depth: int = 0) -> None:
         """Add the settings of a text that begins at `line`. Quoted commands are read too."""
         flag: tuple[str, int] | None = None  # a flag whose value is the next word
-        for token in _TOKEN.finditer(text):
+        for token, here in _tokens(text, line, is_script=depth == 0):
             kind = token.lastgroup
-            here = line
-            line += token[0].count("\n")
             word = _unquoted(token[0]) if kind == "word" else ""
             found = _FLAG.fullmatch(word)
             is_value = bool(flag and word and not found)
@@ -221,7 +226,9 @@ class _Script:
                 self._add(flag[0], word if is_value else "true", flag[1])
                 flag = None
             if token[0].startswith("#SBATCH"):
+                before = len(self.settings)
                 self.read(token[0].removeprefix("#SBATCH").partition(" #")[0], here, depth)
+                self._of_job |= {one.path for one in self.settings[before:]}
             elif found and found[2] is None:
                 flag = found[1], here
             elif pair := found or _OVERRIDE.fullmatch("" if is_value else word):
@@ -237,10 +244,30 @@ class _Script:
     def _add(self, key: str, raw: str, line: int, is_variable: bool = False) -> str:
         path = ("nodes",) if key == "-N" else as_path(key)
         value = fill(raw, self.variables)
+        if path in self._of_job:
+            return value  # srun --nodes=1 starts one step of a larger job
+        if is_variable and re.fullmatch(r"\$\{?\d+\}?", value) and key in self.variables:
+            return self.variables[key]  # the argument of an option that may not be given
         self.settings.append(Source(value, key, raw, "", line, path, is_variable))
         if not is_variable:
             self.variables |= dict.fromkeys(SLURM.get(path[-1], ()), value.rpartition(":")[2])
         return value
+
+
+def _tokens(text: str, line: int, *, is_script: bool) -> Iterator[tuple[re.Match[str], int]]:
+    """Yield the tokens of a text with their lines, without the texts that a script prints."""
+    is_first = True  # of the words of a command
+    is_printed = False
+    for token in _TOKEN.finditer(text):
+        if token.lastgroup == "end":
+            is_first = True
+            is_printed = False
+        elif token.lastgroup == "word":
+            is_printed |= is_script and is_first and token[0] in ("echo", "printf")
+            is_first = False
+        if not is_printed:
+            yield token, line
+        line += token[0].count("\n")
 
 
 def _unquoted(word: str) -> str:

@@ -133,7 +133,7 @@ def test_hostile_text_is_read_fast(hostile):
         (f"{RUN} ${{TPX}}", "needs TPX, which is not set; set it, as in TPX=8 hypercomm plan"),
         (
             f"TPX=$1\n{RUN} $TPX",
-            "line 2 --tensor-model-parallel-size $TPX needs 1, which is not set",
+            "line 2 --tensor-model-parallel-size $TPX is argument 1 of the script",
         ),
         (f"TPX=$(nvidia-smi | wc -l)\n{RUN} $TPX", "is computed by a command, which is not run"),
         (f"TPX=`nproc`\n{RUN} $TPX", "is computed by a command"),

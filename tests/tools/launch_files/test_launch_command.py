@@ -161,3 +161,29 @@ def test_missing_launch_file(in_process):
     done = in_process("plan", "scripts/nope.sh")
     assert (done.returncode, done.stdout) == (2, "")
     assert "'scripts/nope.sh' cannot be read as text" in done.stderr
+
+
+# Modules without the dims of --groups are reported, if another module has these dims.
+def test_groups_of_one_module(tmp_path, in_process):
+    file = tmp_path / "rl.yaml"
+    file.write_text(
+        "policy:\n  dtensor_cfg: {tensor_parallel_size: 2}\n"
+        "  generation:\n    vllm_cfg: {tensor_parallel_size: 4}\n"
+        "cluster: {gpus_per_node: 8, num_nodes: 1}\n"
+    )
+    done = in_process("plan", str(file), "--groups", "dp_replicate")
+    assert (done.returncode, "policy.generation: unknown dim 'dp_replicate'" in done.stdout) == (
+        0,
+        True,
+    )
+    assert in_process("plan", str(file), "--groups", "unknown").returncode == 2
+
+
+# Files without a common module cannot be compared.
+def test_files_without_a_common_module(tmp_path, in_process):
+    files = [tmp_path / "one.yaml", tmp_path / "other.sh"]
+    files[0].write_text(
+        "policy: {dtensor_cfg: {tensor_parallel_size: 2}}\ncluster: {gpus_per_node: 8}"
+    )
+    files[1].write_text("torchrun --nproc-per-node 8 t.py --tensor-model-parallel-size 2")
+    assert "no module is in both files" in in_process("diff", *map(str, files)).stdout

@@ -11,6 +11,7 @@ from processes import run_python
 from torch.distributed.device_mesh import init_device_mesh
 
 from hypercomm import megatron_grids, read_config, torchtitan_grids
+from hypercomm.errors import LayoutError
 from hypercomm.testing import fake_world
 
 
@@ -370,3 +371,101 @@ def test_text_of_a_config():
     assert " at 0x" not in str(config) + repr(config)
     engine = read_config("vllm serve m -tp 4")
     assert repr(engine) == "<LaunchConfig: vLLM; 4 ranks; inference tp=4,pp=1,dp=1>"
+
+
+MEGATRON = "torchrun --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size"
+TITAN = "[parallelism]\ntensor_parallel_degree = 8\n\n[training]\nsteps = 1"
+NEMO_RL = """
+policy:
+  megatron_cfg: {tensor_model_parallel_size: 2}
+  generation:
+    vllm_cfg: {tensor_parallel_size: 4}
+    colocated: {enabled: false, resources: {gpus_per_node: 8, num_nodes: 2}}
+cluster: {gpus_per_node: 8, num_nodes: 4}
+"""
+NEMO_RL_NODES = NEMO_RL.replace("gpus_per_node: 8, num_nodes: 2", "num_nodes: 3")
+SFT = "torchrun --nproc-per-node 8 -m verl.trainer.sft_trainer"
+FSDP = "distributed_type: FSDP\nnum_machines: 1\nnum_processes: 8"
+JOB = "#!/bin/bash\n#SBATCH --nodes=4 --ntasks-per-node=8\nsrun --nodes=1 ray start\n"
+SIZES = "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4"
+
+
+# These cases were misread in launch files of other repositories.
+@pytest.mark.parametrize(
+    ("text", "framework", "layouts"),
+    [
+        (TITAN, "torchtitan", ["tp=8,cp=1,dp_shard=8,dp_replicate=1,pp=1"]),
+        (f'TP=8\necho "use TP=2 or tp=4."\n{MEGATRON} $TP', "Megatron-LM", ["tp=8,cp=1,dp=1,pp=1"]),
+        (NEMO_RL, "NeMo-RL", ["tp=2,cp=1,dp=8,pp=1", "tp=4,pp=1,dp=1,engines=4"]),
+        (NEMO_RL_NODES, "NeMo-RL", ["tp=2,cp=1,dp=4,pp=1", "tp=4,pp=1,dp=1,engines=6"]),
+        (f"{SFT} engine.ulysses_sequence_parallel_size=2", "verl", ["fsdp=8,ddp=1"]),
+        (f"{SFT} engine.tensor_model_parallel_size=4", "verl", ["tp=4,cp=1,dp=2,pp=1"]),
+        (FSDP, "accelerate", ["dp_shard=8"]),
+        (f"# not vllm serve\n{MEGATRON} 2", "Megatron-LM", ["tp=2,cp=1,dp=4,pp=1"]),
+        (f"{MEGATRON} 2 zero_optimization", "Megatron-LM", ["tp=2,cp=1,dp=4,pp=1"]),
+        (f"{MEGATRON} 2 # Megatron-Bridge", "Megatron-LM", ["tp=2,cp=1,dp=4,pp=1"]),
+        (f"cd Megatron-Bridge; {MEGATRON} 2", "Megatron-Bridge", ["tp=2,cp=1,dp=4,pp=1"]),
+        ("vllm serve model", "vLLM", ["tp=1,pp=1,dp=1"]),
+        (f"{JOB}srun train.py {SIZES}", "Megatron-LM", ["tp=8,cp=1,dp=1,pp=4"]),
+    ],
+)
+def test_cases_that_were_misread(text, framework, layouts):
+    config = read_config(text, world_size=64 if text is TITAN else None)
+    found = [str(layout) for name, layout in config.layouts.items() if ":" not in name]
+    assert (config.framework, found, config.problems) == (framework, layouts, ())
+
+
+# Texts that only mention an inference engine belong to no framework.
+@pytest.mark.parametrize("text", ["engine: vllm\ntp: 2", "x: 1  # sglang, tp=2", "a: sglang.d4t2"])
+def test_mention_of_an_engine_is_no_launch_file(text):
+    with pytest.raises(LayoutError, match="unknown framework"):
+        read_config(text)
+
+
+# The error names the number of which the world size must be a multiple.
+@pytest.mark.parametrize(
+    ("text", "factor"),
+    [
+        ("t.py --tensor-model-parallel-size 2 --expert-model-parallel-size 8", 16),
+        ("megatron --tp 2 --ep 8 --etp 1 --context-parallel-size 1", 8),
+        ("parallelism:\n  tensor_parallel_degree: 4\n  data_parallel_replicate_degree: 3", 12),
+    ],
+)
+def test_factor_of_the_world_size(text, factor):
+    assert any(f"a multiple of {factor}" in one for one in read_config(text).problems)
+    assert read_config(text, world_size=factor).views
+
+
+# torchtitan's sizes determine the world size if the number of shards is given.
+def test_world_of_given_shards():
+    text = "[parallelism]\ndata_parallel_shard_degree = 8\ntensor_parallel_degree = 2"
+    assert read_config(text).layouts["training"].size == 16
+
+
+# A file in `defaults` may contain what tells the framework.
+def test_framework_of_a_base_file(tmp_path):
+    (tmp_path / "base.yaml").write_text(NEMO_RL)
+    (tmp_path / "own.yaml").write_text("defaults: base.yaml\ncluster: {num_nodes: 8}\n")
+    config = read_config(tmp_path / "own.yaml")
+    assert (config.framework, config.world_size) == ("NeMo-RL", 64)
+
+
+# A value that is not known is reported once, and causes no other problem.
+def test_unknown_values():
+    text = f"TP=${{10}}\n{MEGATRON} $TP --sequence-parallel"
+    assert [one.partition(" is ")[2] for one in read_config(text).problems] == [
+        "argument 10 of the script, which is not known; write its value"
+    ]
+    text = f'TP=4\ncase "$1" in --tp) TP="$2"; shift;; esac\n{MEGATRON} $TP'
+    assert str(read_config(text).layouts["training"]) == "tp=4,cp=1,dp=2,pp=1"
+    assert read_config(f"CMD='{MEGATRON} 2'\neval $CMD").problems == ()
+    assert "runs a text" in read_config(f"eval $(cat x)\n{MEGATRON} 2").problems[0]
+    text = "containers: [vllm/vllm-openai]\nargs: [--tensor-parallel-size, $(GROUP_SIZE)]"
+    assert "needs GROUP_SIZE, which is not set" in read_config(text).problems[0]
+
+
+# A line of TOML is the line of the key in its own table.
+def test_lines_of_toml():
+    text = "[a.x]\ntensor_parallel_degree = 1\ncp = 1\n[b]\ncp = 2\n[a.y]\ncp = 4\n"
+    sources = read_config(text, world_size=8).sources
+    assert [sources[f"{module}.cp"].line for module in ("a.x", "b", "a.y")] == [3, 5, 7]
