@@ -88,7 +88,7 @@ if __name__ == "__main__":
     with join(rank=0, size=1):
         _, wanted = train()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     results = context.Queue()
     args = (store.port, results)
     ranks = [context.Process(target=be_rank, args=(n, *args), daemon=True) for n in range(RANKS)]

@@ -100,7 +100,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as several:
         [(_, wanted)] = run_ranks(train, 1, args=(one,))
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
         results = context.Queue()
         args = (store.port, several, results)
         ranks = [context.Process(target=be_rank, args=(n, *args), daemon=True) for n in range(8)]
