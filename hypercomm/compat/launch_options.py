@@ -173,7 +173,10 @@ _VERL_MEGATRON = (
     r"(?s)\A(?=.*\bactor_rollout_ref\b).*(?:ppo_megatron_trainer|\bstrategy[=:]\s*megatron)"
 )
 _VERL_SFT_MEGATRON = r"(?s)\A(?=.*\bverl\.trainer\b).*\bengine\.tensor_model_parallel_size"
-_SGLANG = r"\bsglang serve\b|\bsglang[./](?:launch_server|srt\b|sglang:)|\bdynamo\.sglang\b"
+_SGLANG = (
+    r"\bsglang serve\b|\bsglang(?:_router)?\.launch_server\b|\bsglang[./]srt\b|"
+    r"\blmsysorg/sglang\b|\bdynamo\.sglang\b"
+)
 _VLLM = r"\bvllm serve\b|\bvllm\.entrypoints\b|\bvllm/vllm-|\bdynamo\.vllm\b"
 _SIZE = r"(?:tensor|pipeline|expert)[-_]model[-_]parallel[-_]size"
 FRAMEWORKS = (
