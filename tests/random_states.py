@@ -23,6 +23,12 @@ def pick(random, *choices):
     return choices[int(random.integers(len(choices)))]
 
 
+def is_of_fsdp(first, second, size):
+    """Return whether FSDP2 has these placements: it splits what the second mesh dim has split."""
+    is_strided = isinstance(first, _StridedShard) and first.split_factor == size
+    return is_strided and type(second) is Shard and first.dim == second.dim
+
+
 class End:
     """The source or target of a transfer: a layout of two dims, and the splits of parameters."""
 
@@ -48,7 +54,12 @@ class End:
         """Return the shard of a full tensor that a rank has."""
         coords = self.layout.coords(rank)
         if name in self.placements:
-            for dim, placement in zip(self.sizes, self.placements[name], strict=True):
+            first, second = self.placements[name]
+            dims = list(self.sizes)
+            splits = [(first, dims[0]), (second, dims[1])]
+            if is_of_fsdp(first, second, self.sizes[dims[1]]):
+                splits = [(second, dims[1]), (Shard(first.dim), dims[0])]
+            for placement, dim in splits:
                 if not placement.is_replicate():
                     pieces = getattr(placement, "split_factor", 1)
                     whole = chunk(whole, placement.dim, self.sizes[dim], coords[dim], pieces)

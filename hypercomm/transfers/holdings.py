@@ -188,22 +188,16 @@ def spans_of(
 
 
 def _in_order(sizes: Sequence[int], placements: Sequence[Any]) -> list[tuple[int, int]]:
-    """Return the dims of a mesh that shard a tensor, in the order in which they split it.
-
-    FSDP2 splits parameters that tensor parallelism has already split, although its mesh dim comes
-    first. Its placement is a strided shard, whose factor is the number of shards that later mesh
-    dims of the same axis make.
+    """Return the dims of a mesh that shard a tensor, in the order in which they split each axis.
 
     Returns:
-        Each dim, and the number of pieces of the axis that it splits one by one. This number is 1,
-        unless a factor fits no later dims.
+        Each dim, and the number of pieces of the axis that it splits one by one.
 
     Raises:
         LayoutError: A placement neither shards nor replicates.
     """
-    order: list[tuple[int, int]] = []
-    for dim in reversed(range(len(sizes))):
-        placement = placements[dim]
+    dims_of: dict[int, list[int]] = {}
+    for dim, placement in enumerate(placements):
         if placement.is_replicate():
             continue
         axis = getattr(placement, "dim", None)
@@ -211,15 +205,37 @@ def _in_order(sizes: Sequence[int], placements: Sequence[Any]) -> list[tuple[int
             raise LayoutError(
                 f"has placement {placement}; first redistribute it to Replicate() or Shard()"
             )
-        factor = getattr(placement, "split_factor", 1)
+        dims_of.setdefault(axis, []).append(dim)
+    factors = [getattr(placement, "split_factor", 1) for placement in placements]
+    return [pair for dims in dims_of.values() for pair in _order_of_axis(dims, sizes, factors)]
+
+
+def _order_of_axis(
+    dims: Sequence[int], sizes: Sequence[int], factors: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Return the dims that shard one axis, in the order in which they split it.
+
+    FSDP2 splits parameters that tensor parallelism has already split, although its mesh dim comes
+    first. Its placement is a strided shard, whose factor is the number of shards that later mesh
+    dims make. If a factor is not such a number, the dims split in the order of the mesh, and a
+    strided shard has a part of each of several pieces.
+
+    Args:
+        dims: The dims, in the order of the mesh.
+        sizes: The sizes of the mesh.
+        factors: The factor of each placement, which is 1 if the shard is not strided.
+    """
+    order: list[int] = []
+    for dim in reversed(dims):
         shards = 1
         before = 0
-        while shards < factor and before < len(order):
-            other, _ = order[before]
-            shards *= sizes[other] if placements[other].dim == axis else 1
+        while shards < factors[dim] and before < len(order):
+            shards *= sizes[order[before]]
             before += 1
-        order.insert(*((before, (dim, 1)) if shards == factor else (0, (dim, factor))))
-    return order
+        if shards != factors[dim]:
+            return [(each, factors[each]) for each in dims]
+        order.insert(before, dim)
+    return [(each, 1) for each in order]
 
 
 def _chunk(spans: Sequence[Span], count: int, at: int) -> list[Span]:
