@@ -88,34 +88,34 @@ def details(mapping: RankMapping) -> str:
 
 # ---- threads ------------------------------------------------------------------------------------
 
-_running: dict[tuple[World, str], object] = {}
-"""The transfers that threads of this process are making, by world and description."""
+_running: dict[tuple[World, object], object] = {}
+"""The transfers that threads of this process are making, by world and key."""
 
 
 @contextlib.contextmanager
-def only_one(world: World, transfers: str) -> Iterator[None]:
-    """Make a `with` block that only one thread at a time can enter for the same transfers.
-
-    Ranks cannot tell apart the messages of such transfers.
+def only_one(world: World, key: object, mapping: RankMapping) -> Iterator[None]:
+    """Make a `with` block that only one thread at a time can enter with a key.
 
     Args:
         world: The world of the ranks.
-        transfers: A text that is equal for transfers whose messages ranks cannot tell apart.
+        key: A value that is equal for transfers whose messages ranks cannot tell apart.
+        mapping: The mapping of the transfer, for the error.
 
     Raises:
-        CreationError: Another thread is in such a block.
+        CreationError: Another thread is in a block with an equal key.
     """
-    key = (world, transfers)
+    place = (world, key)
     mine = object()
-    if _running.setdefault(key, mine) is not mine:
+    if _running.setdefault(place, mine) is not mine:
         raise CreationError(
-            f"nothing was sent: another thread of this rank makes a transfer {transfers}; make one "
-            f"transfer after the other, in the same order on all ranks"
+            f"nothing was sent: another thread of this rank makes a transfer between the same "
+            f"ranks, and this one is {mapping}; make one transfer after the other, in the same "
+            f"order on all ranks"
         )
     try:
         yield
     finally:
-        del _running[key]
+        del _running[place]
 
 
 # ---- messages -----------------------------------------------------------------------------------

@@ -170,7 +170,7 @@ def transfer_state(
         )
     if world.rank not in ranks_of(mapping):
         return None
-    with only_one(world, f"of a state between ranks {first_n(ranks_of(mapping), 8)}"):
+    with only_one(world, ("state", ranks_of(mapping)), mapping):
         try:
             start = as_int(start, "start", 0)
             how = _How(

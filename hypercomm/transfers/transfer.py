@@ -173,7 +173,7 @@ def transfer(
     role = _role(mapping, world.rank)
     if not role.is_source and not role.siblings:
         return None
-    with only_one(world, f"by {mapping} with {details(mapping)}"):
+    with only_one(world, details(mapping), mapping):
         is_exchanged = world.has_store and rows is None and not mapping.sizes
         try:
             offer, given, buffer = _check(mapping, role, tensor, out)

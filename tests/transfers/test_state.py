@@ -418,6 +418,22 @@ def test_two_threads_transfer_states():
         transfer_state(mapping, {"w": torch.ones(2)})  # a later transfer is not affected
 
 
+# Threads may transfer states between different ranks, although the first ranks are the same.
+def test_two_threads_with_different_ranks():
+    source = RankLayout("tp=8")
+    one, other = (RankMapping.weights(source, RankLayout([8], ["tp"], at)) for at in (8, 16))
+    made = []
+
+    class Reading(dict):
+        def __getitem__(self, name):
+            made.append(transfer_state(other, {"w": torch.ones(2)}, shards={"*": {}}))
+            return super().__getitem__(name)
+
+    with fake_world(24):
+        transfer_state(one, Reading(w=torch.ones(2)), shards={"*": {}})
+    assert made
+
+
 # Tensors that were created in inference mode can be received into.
 @pytest.mark.ranks(4)
 def test_receivers_in_inference_mode():
