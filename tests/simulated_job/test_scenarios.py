@@ -44,10 +44,31 @@ def check_time(job, limit_s):
 def check_missing(job, ranks, missing, limit_s):
     """Check that calls of some ranks have failed in time, and that they name the missing ranks."""
     for rank in ranks:
+        assert job.ranks[rank].calls, job
         for call in job.ranks[rank].calls:
             assert isinstance(call.error, GroupCreationTimeout), job
             assert call.error.missing == missing, job
             assert call.took_s < limit_s + GRACE_S, job
+
+
+def before_connecting(monkeypatch, act, method="connect"):
+    """Make each rank call `act()` before a method of a simulated gloo group."""
+    connect = getattr(JobGroup, method)
+
+    def act_and_connect(group, *args):
+        act()
+        connect(group, *args)
+
+    monkeypatch.setattr(JobGroup, method, act_and_connect)
+
+
+def create_with_late_rank(late_s):
+    """Create a group of all ranks, for which rank 0 is late."""
+    grid = square()
+    if dist.get_rank() == 0:
+        sleep(late_s)
+    attempt(grid.create_pg, ["tp", "dp"])
+    return grid
 
 
 # ---- the simulated job itself --------------------------------------------------------------------
@@ -335,11 +356,7 @@ def others_connect_at_death(job, rank):
 def test_rank_that_waited_and_died_is_named(late_s):
     def program():
         mark()
-        grid = square()
-        if dist.get_rank() == 0:
-            sleep(late_s)
-        attempt(grid.create_pg, ["tp", "dp"])
-        return grid
+        return create_with_late_rank(late_s)
 
     for at in range(1, 60):
         job = simulate_job(program, 4, faults=[Fault(2, at, "dies")], timeout_s=T)
@@ -355,23 +372,14 @@ def test_rank_that_waited_and_died_is_named(late_s):
 @pytest.mark.parametrize("late_s", [0.0, 1.0])
 @pytest.mark.parametrize("kind", ["dies", "pauses"])
 def test_rank_that_worked_for_long_and_is_lost_is_named(monkeypatch, kind, late_s):
-    connect = JobGroup.connect
-
-    def connect_slowly(group, *args):
+    def be_slow():
         if dist.get_rank() == 2:
             sleep(0.6)
             mark()
-        connect(group, *args)
 
-    monkeypatch.setattr(JobGroup, "connect", connect_slowly)
+    before_connecting(monkeypatch, be_slow)
 
-    def program():
-        grid = square()
-        if dist.get_rank() == 0:
-            sleep(late_s)
-        attempt(grid.create_pg, ["tp", "dp"])
-        return grid
-
+    program = partial(create_with_late_rank, late_s)
     for at in range(1, 60):
         job = simulate_job(program, 4, faults=[Fault(2, at, kind, 100.0)], timeout_s=T)
         if has_finished(job, 2):
@@ -388,15 +396,12 @@ def test_rank_that_worked_for_long_and_is_lost_is_named(monkeypatch, kind, late_
     ("limit_s", "late_s"), [(1.0, 0.0), (1.0, 0.3), (1.0, 0.9), (T, 0.3), (T, 9.3), (60.0, 57.0)]
 )
 def test_only_lost_ranks_are_named(monkeypatch, limit_s, late_s, lost, seed):
-    connect = JobGroup.connect
-
-    def connect_slowly(group, *args):
+    def be_slow():
         if dist.get_rank() in lost:
             mark()
         sleep(limit_s)
-        connect(group, *args)
 
-    monkeypatch.setattr(JobGroup, "connect", connect_slowly)
+    before_connecting(monkeypatch, be_slow)
 
     def program():
         grid = HyperCommGrid("tp=4")
@@ -412,14 +417,11 @@ def test_only_lost_ranks_are_named(monkeypatch, limit_s, late_s, lost, seed):
 # A call that has waited long for another thread of its rank gives the other ranks as much time to
 # answer as any call.
 def test_rank_that_waited_for_a_thread_names_no_rank(monkeypatch):
-    connect = JobGroup.connect
-
-    def connect_slowly(group, *args):
+    def be_slow():
         if this_rank().groups():
             sleep(3.0)
-        connect(group, *args)
 
-    monkeypatch.setattr(JobGroup, "connect", connect_slowly)
+    before_connecting(monkeypatch, be_slow)
 
     def program():
         grid = HyperCommGrid("tp=4")
@@ -456,16 +458,13 @@ def test_silent_store_during_a_roll_call(monkeypatch, begin_s, silent_s, seed):
 # If a rank is lost while it connects, and one of its threads waits for another rank in another
 # call, the lost rank is named, and not the other one.
 def test_lost_rank_whose_thread_waits_is_named(monkeypatch):
-    connect = JobGroup.connect
-
-    def connect_slowly(group, *args):
+    def be_slow():
         if dist.get_rank() == 3:
             sleep(1.0)
             mark()
             sleep(0.1)
-        connect(group, *args)
 
-    monkeypatch.setattr(JobGroup, "connect", connect_slowly)
+    before_connecting(monkeypatch, be_slow)
 
     def program():
         first, second = (
@@ -487,14 +486,11 @@ def test_lost_rank_whose_thread_waits_is_named(monkeypatch):
 # If the ranks connect just before their deadline, the call succeeds, and the next call deletes the
 # keys of the roll call.
 def test_keys_of_a_roll_call_are_deleted(monkeypatch):
-    connect = JobGroup.connect
-
-    def connect_slowly(group, *args):
+    def be_slow():
         if not this_rank().groups():
             sleep(T - 0.5 - 0.1 * dist.get_rank())
-        connect(group, *args)
 
-    monkeypatch.setattr(JobGroup, "connect", connect_slowly)
+    before_connecting(monkeypatch, be_slow)
 
     def program():
         grid = square()
@@ -513,13 +509,10 @@ def test_keys_of_a_roll_call_are_deleted(monkeypatch):
 # The deadline of a rank may pass while all ranks connect, because the last one arrived late. Ranks
 # that have waited for it are not named.
 def test_deadline_while_ranks_connect(monkeypatch):
-    connect = JobGroup.wait_for_peers
-
-    def connect_slowly(group, *args):
+    def be_slow():
         sleep(1.0)
-        connect(group, *args)
 
-    monkeypatch.setattr(JobGroup, "wait_for_peers", connect_slowly)
+    before_connecting(monkeypatch, be_slow, "wait_for_peers")
 
     def program():
         grid = HyperCommGrid("tp=3")
