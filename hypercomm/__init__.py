@@ -6,8 +6,7 @@ Names are imported on first access, so planning with `RankLayout` never loads to
 
 from hypercomm import errors as errors
 from hypercomm.lazy import attributes as _attributes
-
-__version__ = "0.1.0"
+from hypercomm.version import __version__ as __version__
 
 _HOMES = {
     "GridDims": "hypercomm.grid.dims",

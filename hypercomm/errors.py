@@ -85,13 +85,15 @@ class GroupOptionsError(HyperCommError, ValueError):
 
 
 class CreationError(HyperCommError, RuntimeError):
-    """The chosen strategy for creating process groups cannot work here: choose another strategy.
+    """Process groups could not be created, or ranks did not agree: see the message for the cause.
 
     Attributes:
         data: The data that the failed rank published for the other ranks.
+        group: The group that `connect()` could not connect, and that is now broken, or "".
     """
 
     data: str = ""
+    group: str = ""
 
 
 class PlanMismatchError(CreationError):
@@ -106,8 +108,6 @@ class GroupCreationTimeout(CreationError, TimeoutError):  # noqa: N818 - as torc
         absent: All ranks that did not join: the ranks in `missing`, and ranks that wait for the
             missing ranks in another call.
         waited: How long this rank waited.
-        group: The group that this rank was connecting in `connect()`, and that is now broken. "" if
-            this rank was connecting no group.
     """
 
     def __init__(
@@ -117,13 +117,11 @@ class GroupCreationTimeout(CreationError, TimeoutError):  # noqa: N818 - as torc
         missing: tuple[int, ...] = (),
         absent: tuple[int, ...] | None = None,
         waited: timedelta = timedelta(0),
-        group: str = "",
     ) -> None:
         super().__init__(message)
         self.missing = missing
         self.absent = missing if absent is None else absent
         self.waited = waited
-        self.group = group
 
 
 class LateRankError(CreationError):

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import click
 
-from hypercomm import __version__
 from hypercomm.errors import HyperCommError, LaunchError
+from hypercomm.version import __version__
 
 _GRACE_S = 3.0
 """The time that rank 0 has to print an error before another rank exits.

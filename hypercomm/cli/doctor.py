@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column
 
-from hypercomm import __version__
 from hypercomm.cli import options
 from hypercomm.cli.printing import console, one_line, print_json, quiet, table
 from hypercomm.errors import CreationError, LaunchError
 from hypercomm.job_environment import VARIABLES, find_job
+from hypercomm.version import __version__
 
 _PIPED_WIDTH = 100
 """The width of the table, in characters, unless stdout is a terminal."""

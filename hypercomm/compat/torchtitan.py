@@ -11,11 +11,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from hypercomm.compat.layouts import TORCHTITAN_VIEWS, torchtitan_layouts
-from hypercomm.grid.arguments import hints_at_keywords
 from hypercomm.grid.grid_set import GridSet
 from hypercomm.layout.checks import as_world_size, check_choice
 from hypercomm.layout.parsing import short_names
-from hypercomm.process_groups.spec import GroupRequest, Share, StrategyName
+from hypercomm.process_groups.options import Share, StrategyName
+from hypercomm.process_groups.spec import GroupRequest
 from hypercomm.process_groups.world import size_of_world
 
 if TYPE_CHECKING:
@@ -56,7 +56,6 @@ is None.
 """
 
 
-@hints_at_keywords
 def torchtitan_grids(
     *,
     dp_replicate: int | None = None,

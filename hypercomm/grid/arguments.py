@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from functools import cached_property
 from numbers import Real
 from typing import Literal, ParamSpec, TypeVar
 
-import attrs
-
-from hypercomm.errors import GroupOptionsError, WorldSizeError
+from hypercomm.errors import WorldSizeError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.checks import check_choice, is_utf8
+from hypercomm.layout.checks import check_choice
 from hypercomm.layout.parsing import check_spelling, infer_sizes, read_sizes
 from hypercomm.layout.text import did_you_mean, format_ranks, short_repr
-from hypercomm.process_groups.options import (
-    GroupOptions,
-    as_verified,
-    check_known,
-    check_lazy_init,
-)
-from hypercomm.process_groups.spec import Share, StrategyName
-from hypercomm.process_groups.strategies import STRATEGIES
 from hypercomm.transfers.mapping import HasLayout
 
 P = ParamSpec("P")
@@ -39,94 +26,8 @@ Sizes = GivenSizes | RankLayout | HasLayout | None
 """The sizes of a grid's dims, or a layout. None means the sizes in HYPERCOMM_LAYOUT."""
 
 Cover = Literal["any", "exact"]
-CREATIONS = ("auto", *STRATEGIES)
-SHARES = ("never", "identical")
 _FLAGS = ("lazy_init", "verify", "enable_reconfigure")
 """Arguments of a grid whose values are often written as 0 and 1."""
-
-
-@attrs.frozen(slots=False)
-class GridOptions:
-    """The checked arguments of a grid that apply to all of its groups.
-
-    Raises:
-        GroupOptionsError: An argument is wrong.
-    """
-
-    backend: str | None
-    name: str | None
-    creation: StrategyName
-    share: Share
-    lazy_init: bool | None
-    verify: bool = attrs.field(converter=as_verified)
-    enable_reconfigure: bool = False
-
-    def __attrs_post_init__(self) -> None:
-        check_choices(self.creation, self.share)
-        if self.backend is not None:
-            check_known(self.backend)
-        check_lazy_init(self.lazy_init)
-        if self.lazy_init and self.enable_reconfigure:
-            raise GroupOptionsError(
-                "lazy_init=True cannot work with enable_reconfigure=True, which connects all "
-                "members of a group; omit one of the two arguments"
-            )
-        if self.name is not None:
-            check_name(self.name)
-
-    @cached_property
-    def of_groups(self) -> GroupOptions:
-        """The default options of the grid's groups."""
-        return GroupOptions(
-            backend=self.backend,
-            lazy_init=self.lazy_init,
-            enable_reconfigure=self.enable_reconfigure,
-        )
-
-
-def check_choices(creation: object, share: object) -> None:
-    """Raise unless `creation` and `share` have known values. None means the grid's value."""
-    if creation not in (None, "auto"):
-        check_choice("creation=", creation, CREATIONS)
-    if share not in (None, "never"):
-        check_choice("share=", share, SHARES)
-
-
-def check_name(name: object) -> None:
-    """Raise unless a name can be part of a key in the store."""
-    if not isinstance(name, str) or not name or not is_utf8(name):
-        raise GroupOptionsError(
-            f"name must be a non-empty string that can be written as UTF-8, got {short_repr(name)}"
-        )
-
-
-def hints_at_keywords(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a function suggest a similar name for an unknown keyword, as Python 3.13 does.
-
-    Example:
-        >>> @hints_at_keywords
-        ... def ensure_pg(*, name=None):
-        ...     pass
-        >>> ensure_pg(nam="x")
-        Traceback (most recent call last):
-        TypeError: ensure_pg() got an unexpected keyword argument 'nam'. Did you mean 'name'?
-    """
-    if sys.version_info >= (3, 13):
-        return function
-    names = list(inspect.signature(function).parameters)
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        unknown = [name for name in kwargs if name not in names]
-        if unknown:
-            near = get_close_matches(unknown[0], names, 1)
-            hint = f". Did you mean {near[0]!r}?" if near else ""
-            raise TypeError(
-                f"{function.__qualname__}() got an unexpected keyword argument {unknown[0]!r}{hint}"
-            )
-        return function(*args, **kwargs)
-
-    return call
 
 
 def takes_one(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:

@@ -1,7 +1,6 @@
 """Connects the process groups of a grid before the first training step needs them.
 
-All ranks agree that they have the same groups. Then, in the same call, each rank communicates once
-over each of its groups.
+All ranks meet, and compare their groups. Then each rank communicates once over each of its groups.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import GroupCreationTimeout
+from hypercomm.errors import CreationError
 from hypercomm.process_groups import torch_internals as torchdist
-from hypercomm.process_groups.agreement.driver import Round, agree, limit_of, refusing
-from hypercomm.process_groups.agreement.scope import Scope
-from hypercomm.process_groups.creation import describe
+from hypercomm.process_groups.meeting import Call, meet, refusing
+from hypercomm.process_groups.scope import Scope
 from hypercomm.process_groups.spec import GroupSpec
 from hypercomm.process_groups.table import Entry
 from hypercomm.process_groups.world import World
@@ -60,34 +58,15 @@ def connect(
         scope: All ranks of the grid.
         timeout: The limit for the call. Default: the timeout of WORLD.
     """
-    limit_s = limit_of(timeout, scope.world)
     with refusing(scope):
         groups = _in_order(entries)
         items = _items_of(groups, along, scope.world)
-
-    def proposal() -> list[str]:
-        edges = f"{CALL} with edges along {', '.join(along) or 'no dim'}"
-        return [edges, *(describe(entry.spec) for entry in groups)]
-
-    if not _is_live(scope.world):
-        agree(scope, CALL, proposal, limit_s).get()
-        return [item.row for item in items]
-    begun: list[_Item] = []
-    rows: list[Connection] = []
-
-    def work(_: Round) -> list[Connection]:
-        for item in items:
-            begun.append(item)
-            rows.append(item.connect(scope.world.rank))
-        return rows
-
-    try:
-        return agree(scope, CALL, proposal, limit_s, work, is_connecting=True).get()
-    except GroupCreationTimeout as error:
-        if len(rows) < len(begun):
-            error.group = begun[-1].row.title
-            error.args = (f"{error}; rank {scope.world.rank} was connecting {error.group}",)
-        raise
+    lines = [f"{CALL} with edges along {', '.join(along) or 'no dim'}"]
+    lines += [entry.spec.describe() for entry in groups]
+    with meet(scope, Call.of(CALL, lines), scope.world.limit_s(timeout)):
+        if not _is_live(scope.world):
+            return [item.row for item in items]
+        return [item.connect(scope.world.rank) for item in items]
 
 
 # ---- communicators and edges --------------------------------------------------------------------
@@ -106,7 +85,7 @@ class _Item:
         """Communicate, and return the row with the duration in seconds.
 
         Raises:
-            ConnectionFailedError: A collective failed.
+            CreationError: A collective failed.
         """
         if len(self.row.ranks) < 2:
             return self.row
@@ -115,10 +94,12 @@ class _Item:
             self._communicate(rank)
         except RuntimeError as error:
             reason = str(error).partition(". This is typically")[0]
-            failure = RuntimeError(
-                f"{CALL} failed in {self.row.title} of ranks {self.row.ranks}: {reason}"
+            failure = CreationError(
+                f"{CALL} failed in {self.row.title} of ranks {self.row.ranks}, although all ranks "
+                f"of the grid had arrived: {reason}"
             )
-            raise torchdist.ConnectionFailedError(failure, self.row.ranks) from error
+            failure.group = self.row.title
+            raise failure from error
         return attrs.evolve(self.row, seconds=time.perf_counter() - begin)
 
     def _communicate(self, rank: int) -> None:

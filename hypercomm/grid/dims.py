@@ -31,7 +31,8 @@ from hypercomm.layout.groups import Membership, RankGroups, groups_of_rows
 from hypercomm.layout.parsing import Dims
 from hypercomm.layout.text import short_repr
 from hypercomm.process_groups import torch_internals as torchdist
-from hypercomm.process_groups.spec import Derive, Share, StrategyName
+from hypercomm.process_groups.options import Share, StrategyName
+from hypercomm.process_groups.spec import Derive
 from hypercomm.process_groups.table import GroupTable
 
 
@@ -109,7 +110,7 @@ class GridDims:
     @property
     def rank(self) -> int:
         """The position of the calling rank in its group."""
-        return self._place.rank
+        return self._place.position
 
     @property
     def size(self) -> Size:
@@ -297,7 +298,7 @@ class GridDims:
             place = self._place
         except HyperCommError:  # the calling rank is not known, or not in the grid
             return f"<{text}: groups of {self.size} ranks>"
-        return f"<{text}: rank {place.rank} of {self.size}, ranks {short_repr(place.ranks)}>"
+        return f"<{text}: rank {place.position} of {self.size}, ranks {short_repr(place.ranks)}>"
 
 
 _LOW = 2**32
@@ -406,7 +407,7 @@ class PipelineEdges:
         view = self._view
         dims = "+".join(self._at.dims)
         name = f"edge {direction} {kind}"
-        if self._table().is_verified:  # all ranks must create the same groups
+        if self._table().options.verify:  # all ranks must create the same groups
             self.create()
         try:
             return view.get_pg(dims, name=name)

@@ -13,7 +13,7 @@ import traceback
 import weakref
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.distributed import ProcessGroup
 
@@ -22,27 +22,21 @@ from hypercomm.errors import CreationError, GroupOptionsError
 from hypercomm.grid.arguments import (
     Cover,
     GivenSizes,
-    GridOptions,
     Sizes,
     check_cover,
     check_dims,
-    hints_at_keywords,
     read_target,
 )
-from hypercomm.grid.dims import PipelineEdges
-from hypercomm.grid.view import GridState, GridView, joined, state_of
+from hypercomm.grid.view import GridState, GridView, state_of
 from hypercomm.layout import RankLayout, read_layout
 from hypercomm.layout.checks import as_int, as_ranks, as_world_size, check_duration
-from hypercomm.layout.parsing import Dims
 from hypercomm.layout.views import BASE, Views
 from hypercomm.process_groups import torch_internals as torchdist
-from hypercomm.process_groups.agreement.driver import limit_of, refusing
-from hypercomm.process_groups.agreement.grid import GridAgreement
 from hypercomm.process_groups.creation import verify
-from hypercomm.process_groups.explanation import Explanation
-from hypercomm.process_groups.options import check_timeout
-from hypercomm.process_groups.reshape import Reshaped, reshape, successor
-from hypercomm.process_groups.spec import Derive, GroupRequest, Share, StrategyName
+from hypercomm.process_groups.meeting import refusing
+from hypercomm.process_groups.options import GridOptions, Share, StrategyName, check_timeout
+from hypercomm.process_groups.reshape import Reshaped, find_survivors, reshape, successor
+from hypercomm.process_groups.scope import GridIdentity
 from hypercomm.process_groups.table import GroupTable
 from hypercomm.process_groups.world import World, current, size_of_world
 
@@ -145,13 +139,13 @@ class HyperCommGrid(GridView):
             raise GroupOptionsError(f"share_with= must be a HyperCommGrid, got {share_with!r}")
         lender = None if share_with is None else state_of(share_with)
         table = GroupTable(
-            GridAgreement(layout, name, backend),
-            creation,
-            is_verified=options.verify,
+            GridIdentity.of(layout, name, backend),
+            Views(layout),
+            options,
             world=world,
             lender=None if lender is None else lambda: lender.table,
         )
-        super().__init__(GridState(Views(layout), table, options, total, lender), None)
+        super().__init__(GridState(table, options, total, lender), None)
         weakref.finalize(self, self._state.warn_of_live).atexit = False
 
     @classmethod
@@ -225,7 +219,7 @@ class HyperCommGrid(GridView):
         Source: names and arguments follow newer versions of `megatron.core.hyper_comm_grid`.
         """
         self._state.table.check_alive()
-        self._state.views.register(name, shape, dim_names, shared_dims)
+        self._state.table.views.register(name, shape, dim_names, shared_dims)
 
     def view(self, name: str) -> GridView:
         """Return a view as an object with the interface of a grid, which still owns all groups.
@@ -237,269 +231,7 @@ class HyperCommGrid(GridView):
             UnknownDimError: The grid has no such view. The message lists its views.
         """
         is_base = isinstance(name, str) and name == BASE
-        return GridView(self._state, None if is_base else self._state.views[name].name)
-
-    # ---- process groups, also of a view named by `view=` ----------------------------------------
-
-    def get_rank_enum(self, dims: Dims, *more: Dims, view: str | None = None) -> list[list[int]]:
-        """Return all groups over some dims, with their members in the order of the layout.
-
-        Args:
-            dims: One name, or several in any order.
-            more: Further dims.
-            view: The view whose dims these are. Default: the grid's own dims.
-
-        Example:
-            >>> from hypercomm import HyperCommGrid
-            >>> grid = HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"], world_size=8)
-            >>> grid.get_rank_enum(["dp", "tp"])
-            [[0, 1, 4, 5], [2, 3, 6, 7]]
-        """
-        return self._state.views.groups(joined(dims, more), view).to_lists()
-
-    @hints_at_keywords
-    def create_pg(
-        self,
-        dims: Dims,
-        *more: Dims,
-        name: str | None = None,
-        view: str | None = None,
-        backend: str | None = None,
-        timeout: timedelta | None = None,
-        pg_options: Any = None,
-        group_desc: str | None = None,
-        share: Share | None = None,
-        derive: Derive | None = None,
-        creation: StrategyName | None = None,
-        lazy_init: bool | None = None,
-    ) -> ProcessGroup | None:
-        """Create the process groups over some dims, and return the calling rank's group.
-
-        Call this on every rank of the grid, in the same order. With "split" and "enumerate", every
-        rank of the world must call it. With "local" and without `verify`, it is enough that the
-        members of a group call it. They may then create groups in different orders, unless ranks
-        would wait for each other in a circle.
-
-        Args:
-            dims: One name, or several in any order: "dp+cp", ["dp", "cp"], or as further arguments.
-            more: Further dims.
-            name: The name of a further group over the same dims, such as a duplicate for gloo.
-            view: The view whose dims these are. Default: the grid's own dims. Over dims that
-                the view shares with the grid, the view uses the groups of the grid.
-            backend: The backend of this group. Default: the backend of the grid.
-            timeout: The timeout of the collectives of this group, and of the creation. Default: the
-                timeout of WORLD.
-            pg_options: The options of the backend, such as `ProcessGroupNCCL.Options`.
-            group_desc: A description that torch's logs show. Default: the dims.
-            share: Overrides the grid's `share`.
-            derive: The groups to create instead of the groups over `dims`. Requires `name`. Pass
-                disjoint lists of ranks of the grid, which may differ in size and need not lie
-                within the groups over `dims`, such as [[0, 4], [1, 2, 3]], or a function that takes
-                the groups over `dims` and returns lists or `RankGroups`. For example, the function
-                for the ends of each pipeline is
-                `lambda groups: groups.pick(lambda ranks: (ranks[0], ranks[-1]))`.
-            creation: Overrides the grid's `creation`.
-            lazy_init: Overrides the grid's `lazy_init`.
-
-        Returns:
-            A plain torch `ProcessGroup`, or None on a rank that is in none of the groups. Note
-            that torch's collectives interpret None as WORLD.
-
-        Raises:
-            GroupExistsError: A group for this key already exists. This is a KeyError.
-            UnknownDimError, LayoutError: See `RankLayout.order_dims`.
-            UnknownDimError: The grid has no such view.
-            GroupOptionsError: An option is wrong, or would be ignored.
-            GroupCreationTimeout: Members did not arrive in time. The message names the members. All
-                ranks may retry.
-            LateRankError: The other members timed out before this rank arrived.
-            PlanMismatchError: Another rank has a different grid, or another member creates a
-                different group. With `verify`, all ranks of the grid are compared. The message
-                shows the difference.
-            CreationError: The grid's creation strategy cannot work here, another rank failed,
-                members could not connect, or the job's store is lost.
-            NotInitializedError: torch.distributed is not initialised.
-            GridDestroyedError: The grid was destroyed, or was made in the parent process before a
-                fork.
-        """
-        return self._state.create(
-            GroupRequest(
-                joined(dims, more),
-                name=name,
-                view=view,
-                backend=backend,
-                timeout=timeout,
-                pg_options=pg_options,
-                group_desc=group_desc,
-                share=share,
-                derive=derive,
-                creation=creation,
-                lazy_init=lazy_init,
-            )
-        )
-
-    def get_pg(
-        self, dims: Dims, *more: Dims, name: str | None = None, view: str | None = None
-    ) -> ProcessGroup | None:
-        """Return a process group that was created before. Never communicates.
-
-        Returns:
-            The group, or None on a rank that is in none of the groups.
-
-        Raises:
-            GroupMissingError: The group does not exist. This is a KeyError.
-            UnknownDimError, LayoutError: See `RankLayout.order_dims`.
-            GridDestroyedError: The grid was destroyed.
-        """
-        return self._state.get(joined(dims, more), name, view)
-
-    @hints_at_keywords
-    def ensure_pg(
-        self,
-        dims: Dims,
-        *more: Dims,
-        name: str | None = None,
-        view: str | None = None,
-        backend: str | None = None,
-        timeout: timedelta | None = None,
-        pg_options: Any = None,
-        group_desc: str | None = None,
-        share: Share | None = None,
-        derive: Derive | None = None,
-        creation: StrategyName | None = None,
-        lazy_init: bool | None = None,
-    ) -> ProcessGroup | None:
-        """Create a process group on the first call, and return the same one afterwards.
-
-        Takes the arguments of `create_pg`, and raises its errors except GroupExistsError.
-
-        Raises:
-            GroupOptionsError: The options or derived groups are not the same as in the first call.
-        """
-        return self._state.ensure(
-            GroupRequest(
-                joined(dims, more),
-                name=name,
-                view=view,
-                backend=backend,
-                timeout=timeout,
-                pg_options=pg_options,
-                group_desc=group_desc,
-                share=share,
-                derive=derive,
-                creation=creation,
-                lazy_init=lazy_init,
-            )
-        )
-
-    def destroy_pg(
-        self, dims: Dims, *more: Dims, name: str | None = None, view: str | None = None
-    ) -> None:
-        """Destroy one process group that the grid created.
-
-        All members of the group must call this. They may create the group again, and must create
-        and destroy it in the same order. `verify`, `connect` and `reshape` compare the groups of
-        all ranks, so before these calls, all ranks of the grid must destroy the same keys. A
-        process group that several keys share is destroyed together with the last of these keys. A
-        group that the grid does not own is not destroyed.
-
-        Raises:
-            GroupMissingError: The group does not exist. This is a KeyError.
-            UnknownDimError, LayoutError: See `create_pg`.
-
-        Example:
-            >>> from hypercomm import HyperCommGrid
-            >>> from hypercomm.testing import fake_world
-            >>> with fake_world(8), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
-            ...     _ = grid.create_pg("tp"), grid.create_pg("dp")
-            ...     grid.destroy_pg("tp")
-            ...     print([str(key) for key in grid.pgs])
-            ['dp']
-        """
-        self._state.remove(joined(dims, more), name, view)
-
-    def edges(
-        self, dims: Dims = "pp", *more: Dims, wrap: bool = False, view: str | None = None
-    ) -> PipelineEdges:
-        """Return the edges of a pipeline: a process group from each stage to each neighbour.
-
-        NCCL runs the transfers of a group one after the other, so a stage that waits for a
-        gradient cannot send activations over the same group. This call creates no group. The first
-        use of an edge creates its group and waits only for the neighbour. With `wrap` or `verify`,
-        the first use may wait for further ranks. `create()` creates the groups of all edges.
-
-        Args:
-            dims: The dims of the pipeline.
-            more: Further dims.
-            wrap: Whether the last stage sends to the first stage, as in interleaved schedules.
-            view: The view whose dims these are. Default: the grid's own dims.
-
-        Raises:
-            UnknownDimError, LayoutError: See `RankLayout.order_dims`.
-            UnknownDimError: The grid has no such view.
-
-        Example:
-            >>> from hypercomm import HyperCommGrid
-            >>> from hypercomm.testing import fake_world
-            >>> with fake_world(8, rank=2), HyperCommGrid("tp=2,pp=4") as grid:
-            ...     grid.edges("pp").create()
-            ...     for key in grid.pgs:
-            ...         print(key)
-            pp (edge forward even)
-            pp (edge backward even)
-            pp (edge forward odd)
-            pp (edge backward odd)
-        """
-        if view is not None:
-            return self.view(view).edges(dims, *more, wrap=wrap)
-        return super().edges(dims, *more, wrap=wrap)
-
-    @hints_at_keywords
-    def explain(
-        self,
-        dims: Dims,
-        *more: Dims,
-        name: str | None = None,
-        view: str | None = None,
-        backend: str | None = None,
-        timeout: timedelta | None = None,
-        pg_options: Any = None,
-        group_desc: str | None = None,
-        share: Share | None = None,
-        derive: Derive | None = None,
-        creation: StrategyName | None = None,
-        lazy_init: bool | None = None,
-    ) -> Explanation:
-        """Return how the process groups over some dims were created, or would be, and why.
-
-        The call creates no group and does not communicate. For a key that exists, the result
-        describes the creation of its group, and the other arguments are ignored.
-
-        Example:
-            >>> from hypercomm import HyperCommGrid
-            >>> from hypercomm.testing import fake_world
-            >>> with fake_world(8), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
-            ...     print(grid.explain("dp"))
-            dp: 2 groups of 4 ranks, fake
-              local: each rank creates only the groups that it is a member of
-              not split: WORLD is not bound to a device: init_process_group(device_id=...) binds it
-              not enumerate: it would work too: every rank iterates over every group of the world
-        """
-        return self._state.explain(
-            GroupRequest(
-                joined(dims, more),
-                name=name,
-                view=view,
-                backend=backend,
-                timeout=timeout,
-                pg_options=pg_options,
-                group_desc=group_desc,
-                share=share,
-                derive=derive,
-                creation=creation,
-                lazy_init=lazy_init,
-            )
-        )
+        return GridView(self._state, None if is_base else self._state.table.views[name].name)
 
     # ---- another shape --------------------------------------------------------------------------
 
@@ -566,14 +298,12 @@ class HyperCommGrid(GridView):
         world = table.world
         total = state.world_size if world is None or ranks is None else world.size
         left = None if ranks is None else as_ranks(ranks, "ranks=", total)
-        pending: BaseException | None = None
-
         has_switched = False
 
         def switch() -> None:
             nonlocal has_switched
             has_switched = True
-            state.views, state.table, state.world_size = refactored, fresh, total
+            state.table, state.world_size = fresh, total
             self._dims = {}
 
         try:
@@ -585,25 +315,21 @@ class HyperCommGrid(GridView):
                 scope = None if world is None else table.reshape_scope(world, left)
                 with refusing(scope):
                     layout = read_target(target, self.layout, left)
-                    refactored = state.views.refactored(layout, views or {})
+                    refactored = table.views.refactored(layout, views or {})
                     table.check_settled()
-                    identity = GridAgreement(layout, self.name, self.backend)
-                    fresh = successor(table, identity, keeps=left is None)
-                if scope is None:  # without a world there are no groups
+                    identity = GridIdentity.of(layout, self.name, self.backend)
+                    keeps = left is None
+                    fresh = successor(table, identity, refactored, keeps=keeps)
+                if scope is None or world is None:  # without a world there are no groups
                     result = Reshaped(table.layout, layout)
                     switch()
                 else:
-                    limit_s = limit_of(timeout, world)
-                    keeps = left is None
-                    result, pending = reshape(
-                        table, fresh, refactored, scope, limit_s, keeps=keeps, switch=switch
-                    )
+                    limit_s = world.limit_s(timeout)
+                    result = reshape(table, fresh, scope, limit_s, keeps=keeps, switch=switch)
         finally:
-            if has_switched:  # even if this rank was interrupted after the agreement
+            if has_switched:
                 state.forget_meshes()  # of the calling thread
                 table.end(torchdist.destroy if left is None else torchdist.abort)
-        if pending is not None:
-            raise pending
         logger.info("reshaped: %s", result)
         return result
 
@@ -652,7 +378,7 @@ class HyperCommGrid(GridView):
         state = self._state  # a reshape replaces its views and its table
 
         def layouts() -> dict[str, RankLayout]:
-            views = state.views
+            views = state.table.views
             return {"": views.base, **{name: view.layout for name, view in views.items()}}
 
         def groups() -> list[ProcessGroup | None]:
@@ -711,7 +437,7 @@ class HyperCommGrid(GridView):
             traceback.clear_frames(error.__traceback__)
             error = error.__context__
         table.end_groups()
-        return table.identity.find_survivors(table.world, timeout.total_seconds(), least)
+        return find_survivors(table.identity, table.world, timeout.total_seconds(), least)
 
     # ---- life cycle -----------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import LayoutError, UnknownDimError, WorldSizeError
-from hypercomm.grid.arguments import Sizes, check_name, hints_at_keywords, takes_one
+from hypercomm.grid.arguments import Sizes, takes_one
 from hypercomm.grid.grid import HyperCommGrid
 from hypercomm.grid.view import position_in, state_of
 from hypercomm.layout import RankLayout, read_layout
@@ -29,9 +29,10 @@ from hypercomm.layout.placement import (
     tile,
 )
 from hypercomm.layout.text import aligned, did_you_mean, format_ranks, short_repr
-from hypercomm.process_groups.agreement.grid import GridAgreement
 from hypercomm.process_groups.creation import create_all
-from hypercomm.process_groups.spec import BoundRequest, GroupRequest, Share, StrategyName
+from hypercomm.process_groups.options import Share, StrategyName, check_name
+from hypercomm.process_groups.scope import GridIdentity
+from hypercomm.process_groups.spec import GroupRequest
 from hypercomm.process_groups.table import GroupTable
 from hypercomm.process_groups.world import World, current, rank_in_world, size_of_world
 from hypercomm.transfers.mapping import RankMapping
@@ -420,7 +421,6 @@ class GridSet(Mapping[str, HyperCommGrid]):
     # ---- process groups -------------------------------------------------------------------------
 
     @takes_one("dict of lists, as in create_pgs({'grid': ['tp', 'dp']})")
-    @hints_at_keywords
     def create_pgs(
         self,
         requests: Mapping[str, Iterable[Dims | Mapping[str, Any] | GroupRequest]],
@@ -474,17 +474,19 @@ class GridSet(Mapping[str, HyperCommGrid]):
             return {}
         ranks = sorted({rank for name in names for rank in self[name].layout.ranks})
         layout = RankLayout([len(ranks)], ["rank"], ranks=ranks)
-        agreement = GridAgreement(layout, self._label, None)
-        scope = agreement.scope(self._world or current(), "calls of a set")
+        identity = GridIdentity.of(layout, self._label, None)
+        scope = identity.scope(self._world or current(), "calls of a set")
         if any(state_of(self[name]).table.needs_all_ranks for name in names):
             scope = scope.of_all_ranks()
         owners: list[str] = []
 
-        def find() -> list[tuple[GroupTable, BoundRequest]]:
-            found: list[tuple[GroupTable, BoundRequest]] = []
+        def find() -> list[tuple[GroupTable, GroupRequest]]:
+            found: list[tuple[GroupTable, GroupRequest]] = []
             for name in names:
                 state = state_of(self[name])
-                own = state.bind_all(requests[name], backend=backend, timeout=timeout, share=share)
+                own = state.read_requests(
+                    requests[name], backend=backend, timeout=timeout, share=share
+                )
                 owners.extend([name] * len(own))
                 found += own
             return found

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -16,14 +15,8 @@ import attrs
 import numpy as np
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import HyperCommError, LayoutError, UnknownDimError
-from hypercomm.grid.arguments import (
-    GridOptions,
-    check_choices,
-    check_name,
-    hints_at_keywords,
-    takes_one,
-)
+from hypercomm.errors import HyperCommError, LayoutError
+from hypercomm.grid.arguments import takes_one
 from hypercomm.grid.connect import Connection, connect
 from hypercomm.grid.dims import GridDims, PipelineEdges, Size
 from hypercomm.layout import RankLayout
@@ -31,20 +24,12 @@ from hypercomm.layout.checks import as_int, as_ordered
 from hypercomm.layout.groups import format_counts
 from hypercomm.layout.parsing import Dims
 from hypercomm.layout.text import format_coords, short_repr
-from hypercomm.layout.views import View, Views
 from hypercomm.process_groups import torch_internals as torchdist
-from hypercomm.process_groups.agreement.driver import refusing
-from hypercomm.process_groups.creation import create, create_all, ensure
+from hypercomm.process_groups.creation import create_all, create_one, ensure
 from hypercomm.process_groups.explanation import Explanation
-from hypercomm.process_groups.options import check_timeout
-from hypercomm.process_groups.spec import (
-    BoundRequest,
-    Derive,
-    GroupKey,
-    GroupRequest,
-    Share,
-    StrategyName,
-)
+from hypercomm.process_groups.meeting import refusing
+from hypercomm.process_groups.options import GridOptions, Share, StrategyName, check_timeout
+from hypercomm.process_groups.spec import Derive, GroupKey, GroupRequest
 from hypercomm.process_groups.table import Entry, GroupTable
 from hypercomm.process_groups.world import World, current, rank_in_world
 
@@ -57,15 +42,13 @@ class GridState:
     """The state that a grid and its views share.
 
     Attributes:
-        views: The layout and its views. `reshape` replaces this object.
-        table: The process groups. `reshape` replaces this object.
+        table: The process groups, with the layout and its views. `reshape` replaces this object.
         options: The options of the grid, which are the defaults of its methods.
         world_size: The number of ranks of the job.
         lender: The state of the grid given as `share_with`.
         gave_meshes: Whether a DeviceMesh uses groups of the grid.
     """
 
-    views: Views
     table: GroupTable
     options: GridOptions
     world_size: int
@@ -77,41 +60,13 @@ class GridState:
         leaked = ", ".join(map(str, self.table.leaked()))
         if leaked:
             warnings.warn(
-                f"a HyperCommGrid ({self.views.base}) was garbage collected before its process "
+                f"a HyperCommGrid ({self.table.layout}) was garbage collected before its process "
                 f"groups were destroyed: {leaked}; call its destroy(), or use it in a with block",
                 ResourceWarning,
                 stacklevel=2,
             )
 
-    # ---- requests -------------------------------------------------------------------------------
-
-    def find_key(
-        self, dims: Dims, name: str | None, view: str | None
-    ) -> tuple[GroupKey, View | None]:
-        """Return the key of a group, and the view that the call names.
-
-        The key has no view if the view shares the dims with the grid.
-        """
-        self.table.check_usable()
-        if name is not None:
-            check_name(name)
-        if view is None:
-            with contextlib.suppress(UnknownDimError):  # else `find` names a view that has the dims
-                return GroupKey(self.views.base.order_dims(dims), name), None
-        found, ordered = self.views.find(dims, view)
-        key = GroupKey(ordered, name, None if found is None else found.name)
-        return key, None if view is None else self.views.asked(view)
-
-    def bind(self, request: GroupRequest) -> BoundRequest:
-        """Check a request, and complete it with the options of the grid."""
-        check_choices(request.creation, request.share)
-        key, view = self.find_key(request.dims, request.name, request.view)
-        layout = self.views.base if key.view is None or view is None else view.layout
-        options = request.options(self.options.of_groups)
-        share = request.share or self.options.share
-        return BoundRequest(key, layout, view, request.derive, options, share)
-
-    def bind_all(
+    def read_requests(
         self,
         requests: Iterable[Dims | Mapping[str, Any] | GroupRequest],
         *,
@@ -119,14 +74,14 @@ class GridState:
         backend: str | None = None,
         timeout: timedelta | None = None,
         share: Share | None = None,
-    ) -> list[tuple[GroupTable, BoundRequest]]:
-        """Bind the requests of `create_pgs`. The other arguments are defaults for the requests."""
+    ) -> list[tuple[GroupTable, GroupRequest]]:
+        """Read the requests of `create_pgs`. The other arguments are defaults for the requests."""
         self.table.check_alive()
         defaults = {"view": view, "backend": backend, "timeout": timeout, "share": share}
         if isinstance(requests, (str, Mapping, GroupRequest)):
             given = short_repr(requests)
             raise LayoutError(f"create_pgs takes a list of requests, got {given}; write [{given}]")
-        bound = []
+        read = []
         for given in as_ordered(requests, "the list in create_pgs(['tp', ['dp', 'cp']])"):
             request = GroupRequest.of(given)
             missing: dict[str, Any] = {
@@ -136,38 +91,15 @@ class GridState:
             }
             if missing:
                 request = attrs.evolve(request, **missing)
-            bound.append((self.table, self.bind(request)))
-        return bound
-
-    def create(self, request: GroupRequest) -> ProcessGroup | None:
-        """Create the groups of a request, and return the calling rank's group."""
-        return create(self.table, self.table.resolve(self.bind(request)))
-
-    def ensure(self, request: GroupRequest) -> ProcessGroup | None:
-        """Create the groups of a request on the first call. Return the same group afterwards."""
-        return ensure(self.table, self.table.resolve(self.bind(request)))
-
-    def get(self, dims: Dims, name: str | None, view: str | None) -> ProcessGroup | None:
-        """Return a group that exists."""
-        key, _ = self.find_key(dims, name, view)
-        return self.table.get(key)
-
-    def remove(self, dims: Dims, name: str | None, view: str | None) -> None:
-        """Destroy one group."""
-        key, _ = self.find_key(dims, name, view)
-        self.forget_meshes()
-        self.table.remove(key)
-
-    def explain(self, request: GroupRequest) -> Explanation:
-        """Return how the groups of a request were created, or would be, and why."""
-        return self.table.explain(self.bind(request))
+            read.append((self.table, request))
+        return read
 
     def live(self, view: str | None) -> dict[GroupKey, Entry]:
         """Return the groups of a view, also over shared dims. If it is None, return all groups."""
         live = self.table.live()
         if view is None:
             return live
-        shared = set(self.views[view].shared_dims)
+        shared = set(self.table.views[view].shared_dims)
         return {
             key: entry
             for key, entry in live.items()
@@ -207,7 +139,7 @@ class GridView:
     @property
     def layout(self) -> RankLayout:
         """The numbering of the ranks."""
-        return self._state.views.layout_of(self._view)
+        return self._state.table.views.layout_of(self._view)
 
     @property
     def backend(self) -> str | None:
@@ -242,7 +174,7 @@ class GridView:
     @property
     def views(self) -> Mapping[str, RankLayout]:
         """The layouts of the grid's views, by name; a read-only copy."""
-        views = self._state.views
+        views = self._state.table.views
         return MappingProxyType({name: view.layout for name, view in views.items()})
 
     @property
@@ -300,9 +232,21 @@ class GridView:
         """
         return self.layout.membership(self._state.table.rank(rank), self._order(dims)).ranks
 
-    def get_rank_enum(self, dims: Dims, *more: Dims) -> list[list[int]]:
-        """Return all groups over some dims of this view. See `HyperCommGrid.get_rank_enum`."""
-        return self._state.views.groups(joined(dims, more), self._view).to_lists()
+    def get_rank_enum(self, dims: Dims, *more: Dims, view: str | None = None) -> list[list[int]]:
+        """Return all groups over some dims, with their members in the order of the layout.
+
+        Args:
+            dims: One name, or several in any order.
+            more: Further dims.
+            view: The view whose dims these are. Default: the grid's own dims.
+
+        Example:
+            >>> from hypercomm import HyperCommGrid
+            >>> grid = HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"], world_size=8)
+            >>> grid.get_rank_enum(["dp", "tp"])
+            [[0, 1, 4, 5], [2, 3, 6, 7]]
+        """
+        return self._state.table.views.groups(joined(dims, more), self._named(view)).to_lists()
 
     def _gen_rank_enum(self, dims: Iterable[str]) -> list[list[int]]:
         """Return all groups, with members in the order of `dims`, the last dim varying fastest.
@@ -320,9 +264,17 @@ class GridView:
         ordered = list(reversed(self._order(dims)))
         return ordered, "-".join(ordered)
 
+    def _named(self, view: str | None) -> str | None:
+        """Return the view of a call: this one, or for a grid the one that is named."""
+        if self._view is None:
+            return view
+        if view is not None:
+            raise TypeError(f"view {self._view!r} takes no view=; call the method of the grid")
+        return self._view
+
     def _order(self, dims: Dims) -> tuple[str, ...]:
         """Return dims in the order of this view. An error names a view that has the dims."""
-        return self._state.views.ordered(dims, self._view)
+        return self._state.table.views.ordered(dims, self._view)
 
     # ---- dims -----------------------------------------------------------------------------------
 
@@ -358,12 +310,12 @@ class GridView:
 
     # ---- process groups -------------------------------------------------------------------------
 
-    @hints_at_keywords
     def create_pg(
         self,
         dims: Dims,
         *more: Dims,
         name: str | None = None,
+        view: str | None = None,
         backend: str | None = None,
         timeout: timedelta | None = None,
         pg_options: Any = None,
@@ -373,12 +325,61 @@ class GridView:
         creation: StrategyName | None = None,
         lazy_init: bool | None = None,
     ) -> ProcessGroup | None:
-        """Create the process groups over some dims of this view. See `HyperCommGrid.create_pg`."""
-        return self._state.create(
+        """Create the process groups over some dims, and return the calling rank's group.
+
+        Call this on every rank of the grid, in the same order. With "split" and "enumerate", every
+        rank of the world must call it. With "local" and without `verify`, it is enough that the
+        members of a group call it. They may then create groups in different orders, unless ranks
+        would wait for each other in a circle.
+
+        Args:
+            dims: One name, or several in any order: "dp+cp", ["dp", "cp"], or as further arguments.
+            more: Further dims.
+            name: The name of a further group over the same dims, such as a duplicate for gloo.
+            view: The view whose dims these are. Default: the grid's own dims. Over dims that
+                the view shares with the grid, the view uses the groups of the grid.
+            backend: The backend of this group. Default: the backend of the grid.
+            timeout: The timeout of the collectives of this group, and of the creation. Default: the
+                timeout of WORLD.
+            pg_options: The options of the backend, such as `ProcessGroupNCCL.Options`.
+            group_desc: A description that torch's logs show. Default: the dims.
+            share: Overrides the grid's `share`.
+            derive: The groups to create instead of the groups over `dims`. Requires `name`. Pass
+                disjoint lists of ranks of the grid, which may differ in size and need not lie
+                within the groups over `dims`, such as [[0, 4], [1, 2, 3]], or a function that takes
+                the groups over `dims` and returns lists or `RankGroups`. For example, the function
+                for the ends of each pipeline is
+                `lambda groups: groups.pick(lambda ranks: (ranks[0], ranks[-1]))`.
+            creation: Overrides the grid's `creation`.
+            lazy_init: Overrides the grid's `lazy_init`.
+
+        Returns:
+            A plain torch `ProcessGroup`, or None on a rank that is in none of the groups. Note
+            that torch's collectives interpret None as WORLD.
+
+        Raises:
+            GroupExistsError: A group for this key already exists. This is a KeyError.
+            UnknownDimError, LayoutError: See `RankLayout.order_dims`.
+            UnknownDimError: The grid has no such view.
+            GroupOptionsError: An option is wrong, or would be ignored.
+            GroupCreationTimeout: Members did not arrive in time. The message names the members. All
+                ranks may retry.
+            LateRankError: The other members timed out before this rank arrived.
+            PlanMismatchError: Another rank has a different grid, or another member creates a
+                different group. With `verify`, all ranks of the grid are compared. The message
+                shows the difference.
+            CreationError: The grid's creation strategy cannot work here, another rank failed,
+                members could not connect, or the job's store is lost.
+            NotInitializedError: torch.distributed is not initialised.
+            GridDestroyedError: The grid was destroyed, or was made in the parent process before a
+                fork.
+        """
+        return create_one(
+            self._state.table,
             GroupRequest(
                 joined(dims, more),
                 name=name,
-                view=self._view,
+                view=self._named(view),
                 backend=backend,
                 timeout=timeout,
                 pg_options=pg_options,
@@ -387,19 +388,32 @@ class GridView:
                 derive=derive,
                 creation=creation,
                 lazy_init=lazy_init,
-            )
+            ),
         )
 
-    def get_pg(self, dims: Dims, *more: Dims, name: str | None = None) -> ProcessGroup | None:
-        """Return a process group that was created before. See `HyperCommGrid.get_pg`."""
-        return self._state.get(joined(dims, more), name, self._view)
+    def get_pg(
+        self, dims: Dims, *more: Dims, name: str | None = None, view: str | None = None
+    ) -> ProcessGroup | None:
+        """Return a process group that was created before. Never communicates.
 
-    @hints_at_keywords
+        Returns:
+            The group, or None on a rank that is in none of the groups.
+
+        Raises:
+            GroupMissingError: The group does not exist. This is a KeyError.
+            UnknownDimError, LayoutError: See `RankLayout.order_dims`.
+            GridDestroyedError: The grid was destroyed.
+        """
+        table = self._state.table
+        key, _ = table.find_key(joined(dims, more), name, self._named(view))
+        return table.get(key)
+
     def ensure_pg(
         self,
         dims: Dims,
         *more: Dims,
         name: str | None = None,
+        view: str | None = None,
         backend: str | None = None,
         timeout: timedelta | None = None,
         pg_options: Any = None,
@@ -409,12 +423,19 @@ class GridView:
         creation: StrategyName | None = None,
         lazy_init: bool | None = None,
     ) -> ProcessGroup | None:
-        """Create a process group on the first call. See `HyperCommGrid.ensure_pg`."""
-        return self._state.ensure(
+        """Create a process group on the first call, and return the same one afterwards.
+
+        Takes the arguments of `create_pg`, and raises its errors except GroupExistsError.
+
+        Raises:
+            GroupOptionsError: The options or derived groups are not the same as in the first call.
+        """
+        return ensure(
+            self._state.table,
             GroupRequest(
                 joined(dims, more),
                 name=name,
-                view=self._view,
+                view=self._named(view),
                 backend=backend,
                 timeout=timeout,
                 pg_options=pg_options,
@@ -423,11 +444,10 @@ class GridView:
                 derive=derive,
                 creation=creation,
                 lazy_init=lazy_init,
-            )
+            ),
         )
 
     @takes_one("list, as in create_pgs(['tp', 'dp'])")
-    @hints_at_keywords
     def create_pgs(
         self,
         requests: Iterable[Dims | Mapping[str, Any] | GroupRequest],
@@ -474,29 +494,84 @@ class GridView:
         if table.needs_all_ranks:
             scope = scope.of_all_ranks()
 
-        def find() -> list[tuple[GroupTable, BoundRequest]]:
-            return state.bind_all(
+        def find() -> list[tuple[GroupTable, GroupRequest]]:
+            return state.read_requests(
                 requests, view=view, backend=backend, timeout=timeout, share=share
             )
 
         return [entry.communicator.pg for entry in create_all(scope, "create_pgs()", find)]
 
-    def destroy_pg(self, dims: Dims, *more: Dims, name: str | None = None) -> None:
-        """Destroy one process group that the grid created. See `HyperCommGrid.destroy_pg`."""
-        self._state.remove(joined(dims, more), name, self._view)
+    def destroy_pg(
+        self, dims: Dims, *more: Dims, name: str | None = None, view: str | None = None
+    ) -> None:
+        """Destroy one process group that the grid created.
 
-    def edges(self, dims: Dims = "pp", *more: Dims, wrap: bool = False) -> PipelineEdges:
-        """Return the edges of a pipeline of this view. See `HyperCommGrid.edges`."""
+        All members of the group must call this. They may create the group again, and must create
+        and destroy it in the same order. `verify`, `connect` and `reshape` compare the groups of
+        all ranks, so before these calls, all ranks of the grid must destroy the same keys. A
+        process group that several keys share is destroyed together with the last of these keys. A
+        group that the grid does not own is not destroyed.
+
+        Raises:
+            GroupMissingError: The group does not exist. This is a KeyError.
+            UnknownDimError, LayoutError: See `create_pg`.
+
+        Example:
+            >>> from hypercomm import HyperCommGrid
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
+            ...     _ = grid.create_pg("tp"), grid.create_pg("dp")
+            ...     grid.destroy_pg("tp")
+            ...     print([str(key) for key in grid.pgs])
+            ['dp']
+        """
+        table = self._state.table
+        key, _ = table.find_key(joined(dims, more), name, self._named(view))
+        self._state.forget_meshes()
+        table.remove(key)
+
+    def edges(
+        self, dims: Dims = "pp", *more: Dims, wrap: bool = False, view: str | None = None
+    ) -> PipelineEdges:
+        """Return the edges of a pipeline: a process group from each stage to each neighbour.
+
+        NCCL runs the transfers of a group one after the other, so a stage that waits for a
+        gradient cannot send activations over the same group. This call creates no group. The first
+        use of an edge creates its group and waits only for the neighbour. With `wrap` or `verify`,
+        the first use may wait for further ranks. `create()` creates the groups of all edges.
+
+        Args:
+            dims: The dims of the pipeline.
+            more: Further dims.
+            wrap: Whether the last stage sends to the first stage, as in interleaved schedules.
+            view: The view whose dims these are. Default: the grid's own dims.
+
+        Raises:
+            UnknownDimError, LayoutError: See `RankLayout.order_dims`.
+            UnknownDimError: The grid has no such view.
+
+        Example:
+            >>> from hypercomm import HyperCommGrid
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8, rank=2), HyperCommGrid("tp=2,pp=4") as grid:
+            ...     grid.edges("pp").create()
+            ...     for key in grid.pgs:
+            ...         print(key)
+            pp (edge forward even)
+            pp (edge backward even)
+            pp (edge forward odd)
+            pp (edge backward odd)
+        """
         state = self._state
-        view = GridView(state, self._view)  # a reference to `self` would keep the grid alive
-        return PipelineEdges(self[joined(dims, more)], view, lambda: state.table, wrap)
+        within = GridView(state, self._named(view))  # `self` would keep the grid alive
+        return PipelineEdges(within[joined(dims, more)], within, lambda: state.table, wrap)
 
-    @hints_at_keywords
     def explain(
         self,
         dims: Dims,
         *more: Dims,
         name: str | None = None,
+        view: str | None = None,
         backend: str | None = None,
         timeout: timedelta | None = None,
         pg_options: Any = None,
@@ -506,12 +581,26 @@ class GridView:
         creation: StrategyName | None = None,
         lazy_init: bool | None = None,
     ) -> Explanation:
-        """Return how process groups were created, or would be. See `HyperCommGrid.explain`."""
-        return self._state.explain(
+        """Return how the process groups over some dims were created, or would be, and why.
+
+        The call creates no group and does not communicate. For a key that exists, the result
+        describes the creation of its group, and the other arguments are ignored.
+
+        Example:
+            >>> from hypercomm import HyperCommGrid
+            >>> from hypercomm.testing import fake_world
+            >>> with fake_world(8), HyperCommGrid([2, 4], ["tp", "dp"]) as grid:
+            ...     print(grid.explain("dp"))
+            dp: 2 groups of 4 ranks, fake
+              local: each rank creates only the groups that it is a member of
+              not split: WORLD is not bound to a device: init_process_group(device_id=...) binds it
+              not enumerate: it would work too: every rank iterates over every group of the world
+        """
+        return self._state.table.explain(
             GroupRequest(
                 joined(dims, more),
                 name=name,
-                view=self._view,
+                view=self._named(view),
                 backend=backend,
                 timeout=timeout,
                 pg_options=pg_options,
@@ -543,7 +632,7 @@ class GridView:
             ...     print(grid.key_of("tp") in grid.pgs, grid.key_of("dp", "tp"))
             True tp+dp
         """
-        return self._state.find_key(joined(dims, more), name, self._view)[0]
+        return self._state.table.find_key(joined(dims, more), name, self._view)[0]
 
     def find(self, group: ProcessGroup | None) -> GroupKey | None:
         """Return the key of a process group of the grid, or None for other groups.
@@ -719,7 +808,7 @@ class GridView:
 
     def __repr__(self) -> str:
         state = self._state
-        base = state.views.base
+        base = state.table.layout
         ranks = "ranks" if isinstance(base.ranks, range) else f"{base.size} of the ranks"
         name = "" if self.name is None else f", name={self.name!r}"
         grid = f"HyperCommGrid({base}{name})"

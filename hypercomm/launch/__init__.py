@@ -7,10 +7,18 @@ from typing import TYPE_CHECKING
 from hypercomm.lazy import attributes
 
 if TYPE_CHECKING:
-    from hypercomm.launch.joining import Joined as Joined
-    from hypercomm.launch.joining import Renewed as Renewed
-    from hypercomm.launch.joining import join as join
-    from hypercomm.launch.joining import renew_world as renew_world
+    from hypercomm.launch.joining import (
+        Joined as Joined,
+    )
+    from hypercomm.launch.joining import (
+        Renewed as Renewed,
+    )
+    from hypercomm.launch.joining import (
+        join as join,
+    )
+    from hypercomm.launch.joining import (
+        renew_world as renew_world,
+    )
     from hypercomm.launch.run import report as report
     from hypercomm.launch.run import run_ranks as run_ranks
     from hypercomm.launch.worlds import JoinedWorld as JoinedWorld

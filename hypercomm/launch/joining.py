@@ -20,9 +20,9 @@ from hypercomm.job_environment import FoundJob, find_job
 from hypercomm.layout.checks import as_int, as_ranks
 from hypercomm.layout.text import format_ranks
 from hypercomm.process_groups import torch_internals as torchdist
-from hypercomm.process_groups.agreement.driver import agree, limit_of
-from hypercomm.process_groups.agreement.scope import Scope
+from hypercomm.process_groups.meeting import agree
 from hypercomm.process_groups.options import check_backend, check_known, check_timeout
+from hypercomm.process_groups.scope import Scope
 from hypercomm.process_groups.world import World, current, note
 
 if TYPE_CHECKING:
@@ -387,13 +387,9 @@ def renew_world(
 
 def _wait_for(old: World, ranks: tuple[int, ...], timeout: timedelta | None) -> str:
     """Wait in the old WORLD until all ranks have joined. Return a key that is new for each call."""
-    names: list[str] = []
-    entries = [f"{_RENEW} with ranks {list(ranks)}"]
     title = f"{_RENEW} of ranks {format_ranks(sorted(ranks))}"
     scope = Scope(old, "new world", ranks, is_fenced=True)
-    limit_s = limit_of(timeout, old)
-    agree(scope, title, lambda: entries, limit_s, lambda turn: names.append(turn.name)).get()
-    return names[0]
+    return agree(scope, title, [f"{_RENEW} with ranks {list(ranks)}"], old.limit_s(timeout))
 
 
 def _renew(old: World, ranks: tuple[int, ...], store: Any) -> Renewed:

@@ -2,9 +2,14 @@
 
 The processes connect to a store of torch. They pass the store itself, or an address at which one of
 the processes serves the store. When all ranks have joined, an *incarnation* of the world begins.
-Its number is the number of the round in which the ranks agreed, and is part of all keys and names
-of the incarnation. A rank that joins again begins the next incarnation. If several processes join
-as one rank, the rank belongs to the last of these processes, whose claim is in the store.
+Its number is the number of the round in which the ranks met, and is part of all keys and names of
+the incarnation. A rank that joins again begins the next incarnation. If several processes join as
+one rank, the rank belongs to the last of these processes.
+
+    hypercomm/worlds/NAME/join                the open round, and who has begun it
+    hypercomm/worlds/NAME/join/claim/RANK     the process to which a rank belongs
+    hypercomm/worlds/NAME/join/3/...          the meeting of round 3
+    hypercomm/worlds/NAME/3/...               the meetings of incarnation 3
 """
 
 from __future__ import annotations
@@ -24,7 +29,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-import hypercomm
 from hypercomm.errors import (
     CreationError,
     LaunchError,
@@ -36,24 +40,12 @@ from hypercomm.errors import (
 from hypercomm.layout.checks import as_int, check_duration, is_utf8
 from hypercomm.layout.text import did_you_mean, short_repr
 from hypercomm.process_groups import torch_internals as torchdist
-from hypercomm.process_groups.agreement import protocol
-from hypercomm.process_groups.agreement.driver import Round, agree, ask, run
-from hypercomm.process_groups.agreement.protocol import EndedCallError
-from hypercomm.process_groups.agreement.records import (
-    Claim,
-    Exchange,
-    Outcome,
-    Read,
-    Record,
-    Steps,
-    Ticket,
-    Write,
-)
-from hypercomm.process_groups.agreement.scope import Memory, Scope, forget, memory_of, this_host
-from hypercomm.process_groups.agreement.system import LateError, in_time, system
+from hypercomm.process_groups.meeting import Call, as_entry, ask, meet
 from hypercomm.process_groups.options import check_backend
-from hypercomm.process_groups.strategies import discard
-from hypercomm.process_groups.world import World, note
+from hypercomm.process_groups.scope import Scope, client_of, this_host
+from hypercomm.process_groups.system import LateError, in_time, system
+from hypercomm.process_groups.world import Memory, World, note
+from hypercomm.version import __version__
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
@@ -67,8 +59,7 @@ _PART = re.compile(r"[\w.-]+")
 
 TIMEOUT = timedelta(seconds=60)
 
-_REPLACED = Outcome("restarted", "another process has joined as this rank", data="replaced")
-"""The outcome for a process whose rank another process has claimed."""
+_IF_STORE_LOST = "when a process serves it again, call rejoin() or join_world() on all ranks"
 
 
 @attrs.define(eq=False)
@@ -80,12 +71,14 @@ class _Life:
         serves: Whether this process serves the store.
         pg: The process group of all ranks, or None if this process is not in the world.
         incarnation: The number of earlier incarnations, including failed ones.
+        memory: What the calling rank remembers of its meetings in this incarnation.
     """
 
     store: Any
     serves: bool
     pg: ProcessGroup | None = None
     incarnation: int = -1
+    memory: Memory = attrs.field(factory=Memory, repr=False)
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -97,14 +90,12 @@ class JoinedWorld(World):
         address: The address of the store, or "" if a store was given.
         device: The device that was passed to `join_world`, which made it the current device. None
             if no device was passed.
-        lobby: This rank's record of the rounds in which ranks join the world.
     """
 
     part: str = ""
     address: str = ""
     device: torch.device | None = None
     _claim: str = ""
-    lobby: Memory = attrs.field(factory=Memory, repr=False)
     _may_serve: bool | None = None
     _life: _Life = attrs.field(kw_only=True)
 
@@ -122,6 +113,11 @@ class JoinedWorld(World):
     def serves(self) -> bool:
         """Whether this process serves the store. If so, the process waits after a failure."""
         return self._life.serves
+
+    @property
+    def memory(self) -> Memory:
+        """What the calling rank remembers of its meetings in this incarnation."""
+        return self._life.memory
 
     @property
     def incarnation(self) -> int:
@@ -146,24 +142,12 @@ class JoinedWorld(World):
             )
         return self._life.pg
 
-    def why_ended(self) -> Steps[str]:
+    def why_ended(self, store: Any) -> str:
         """Return a message about a rank that has left this incarnation, or "" if none has."""
-        root = self._root
-        record, claimed = yield from _read_pair(root)
-        if record is None or record.round <= self.incarnation:
+        number, who = _read_round(torchdist.read_bytes(store, self._root) or b"-1", self._root)
+        if number <= self.incarnation:
             return ""
-        # Several ranks may have been claimed again, and the last of these processes may have ended.
-        # Therefore the process that began the round is preferred.
-        first = (yield Read(f"{root}/again/{record.first.rank}")) or ""
-        advice = f"for world {self.name!r}; call rejoin() on all other ranks"
-        for text in (first, claimed):
-            number, _, who = text.partition(" ")
-            if number.isdecimal() and int(number) >= self.incarnation:
-                return f"{who} has called join_world() {advice}"
-        if record.outcome == _REPLACED:
-            # An old process began this round, and a newer process has taken over its rank.
-            return ""
-        return f"{record.first.name} has called rejoin() {advice}"
+        return f"{who} for world {self.name!r}; call rejoin() on all other ranks"
 
     @property
     def _root(self) -> str:
@@ -194,7 +178,7 @@ class JoinedWorld(World):
         self._check_not_default()
         self._end_groups()
         try:
-            ask(self, title, _read_pair(self._root), min(limit_s, 5.0))
+            ask(self, lambda: title, lambda: self.store.check([self._root]), min(limit_s, 5.0))
         except RuntimeError:
             if not self.address or self._life.serves:
                 raise
@@ -236,7 +220,7 @@ class JoinedWorld(World):
 
         The process that serves the store waits until all ranks have left.
         """
-        key = f"{memory_of(self).namespace}/left"
+        key = f"{self.memory.namespace}/left"
         until = system.now() + _LAST_S
 
         def count() -> None:
@@ -261,9 +245,7 @@ class JoinedWorld(World):
         """Begin an incarnation, and discard the state of the previous one."""
         self._life.pg = pg
         self._life.incarnation = number
-        forget(self)
-        memory_of(self).namespace = f"{_ROOT}/{self.name}/{number}"
-        self.choices.clear()
+        self._life.memory = Memory(namespace=f"{_ROOT}/{self.name}/{number}")
         note(self, pg)
 
     @contextlib.contextmanager
@@ -385,10 +367,10 @@ def join_world(
         part=part,
         address=at,
         device=chosen,
-        served=f"the store of world {name!r}{at and f' at {at}'}",
-        if_lost="when a process serves it again, call rejoin() or join_world() on all ranks",
+        store_name=f"the store of world {name!r}{at and f' at {at}'}",
+        advice_if_store_lost=_IF_STORE_LOST,
         life=_Life(store, serves),
-        claim=Claim(this_host(), os.getpid(), uuid4().hex).encode(),
+        claim=f"process {os.getpid()} on host {this_host()} {uuid4().hex}",
         may_serve=serve,
     )
     try:
@@ -494,68 +476,56 @@ def _why_not_served(host: str) -> str:
 def _enter(world: JoinedWorld, limit_s: float, *, is_new: bool) -> None:
     """Join an incarnation of the world, together with all its ranks."""
     deadline = system.now() + limit_s
-    lobby = world.lobby
-    lobby.namespace = f"{_ROOT}/{world.name}"
-    facts = protocol.as_entry(
+    title = f"join_world({world.name!r})"
+    facts = as_entry(
         f"world {world.name!r}",
         {
             "parts": ", ".join(f"{part}={size}" for part, size in world.parts.items()),
             "backend": world.backend,
-            "hypercomm": hypercomm.__version__,
+            "hypercomm": __version__,
         },
     )
-    title = f"join_world({world.name!r})"
-    scope = Scope(world, "join", range(world.size), is_claimed=True, memory=lobby)
+    lobby = Memory(namespace=f"{_ROOT}/{world.name}")
+    scope = Scope(world, "join", range(world.size), is_lobby=True, memory=lobby)
     while True:
         left_s = max(0.1, deadline - system.now())
-        claim = _claim(world, facts, is_new=is_new)
-        seen = ask(world, title, claim, left_s)
-        left_s = max(0.1, deadline - system.now())
-        if seen is not None:
-            lobby.left["join"] = seen
-            if seen < 0:  # the rounds of a new store begin with 0
-                lobby.entered.clear()
-                lobby.agreed.clear()
+        number = ask(world, lambda: title, partial(_open_round, world, is_new=is_new), left_s)
+        lobby.left["join"] = number - 1
         is_new = False
-        made: list[ProcessGroup] = []
-
-        def work(turn: Round, made: list[ProcessGroup] = made) -> int:
-            if run(_read_claim(world), turn.store) not in {None, world._claim}:
-                raise EndedCallError(_REPLACED, ends_own=True)
-            made.append(_create(world, turn))
-            return turn.number
-
         try:
-            undo = partial(discard, made)
-            result = agree(scope, title, lambda: [facts], left_s, work, undo)
+            left_s = max(0.1, deadline - system.now())
+            with meet(scope, Call.of(title, [facts]), left_s) as meeting:
+                world._begin(meeting.round, _create(world, meeting.round, meeting.store))
+            break
         except WorldRestartedError:
-            if system.now() < deadline:
-                continue  # a rank has joined again while this rank waited
-            raise
-        world._begin(result.value, made[0])
-        if world.rank == 0:
-            with contextlib.suppress(RuntimeError):  # old keys do no harm
-                in_time(partial(_delete_former, world), 2.0)
-        result.get()
-        return
+            if system.now() >= deadline:
+                raise
+    if world.rank == 0:
+        with contextlib.suppress(RuntimeError):  # old keys do no harm
+            in_time(partial(_delete_former, world), 2.0)
 
 
-def _create(world: JoinedWorld, turn: Round) -> ProcessGroup:
+def _create(world: JoinedWorld, number: int, store: Any) -> ProcessGroup:
     """Create the process group of all ranks. Ranks connect at their first message."""
-    title = f"world {world.name}"
-    name = f"{_ROOT}/{world.name}/{turn.number}/all"
-    return torchdist.new_group(
-        name,
-        range(world.size),
-        rank=world.rank,
-        backend=world.backend,
-        store=turn.store,
-        timeout=world.timeout,
-        group_desc=title,
-        lazy_init=True,
-        is_default=False,
-        stale=[],
-    )
+    try:
+        return torchdist.new_group(
+            f"{_ROOT}/{world.name}/{number}/all",
+            range(world.size),
+            rank=world.rank,
+            backend=world.backend,
+            store=store,
+            timeout=world.timeout,
+            group_desc=f"world {world.name}",
+            lazy_init=True,
+            is_default=False,
+            stale=[],
+        )
+    except RuntimeError as error:
+        raise CreationError(
+            f"torch could not create the process group of world {world.name!r}, although all of "
+            f"its ranks had arrived: {' '.join(str(error).split())}; call join_world() again on "
+            f"all ranks"
+        ) from error
 
 
 def _delete_former(world: JoinedWorld) -> None:
@@ -563,70 +533,49 @@ def _delete_former(world: JoinedWorld) -> None:
     root = f"{_ROOT}/{world.name}/"
     here = world.incarnation
     for key in world.store.list_keys():
-        number = key.removeprefix(root).partition("/")[0]
+        number = key.removeprefix(root).removeprefix("join/").partition("/")[0]
         if key.startswith(root) and number.isdecimal() and int(number) < here:
             world.store.delete_key(key)
 
 
-# ---- the contents of the store, without I/O -----------------------------------------------------
+def _open_round(world: JoinedWorld, *, is_new: bool) -> int:
+    """Claim the rank, or check that it still belongs to this process. Return the open round.
 
-
-def _read_pair(root: str) -> Steps[tuple[Record | None, str]]:
-    """Read the record of the last join round, and the key of the last rank claimed again."""
-    record = yield from protocol.read_record(root)
-    return record, (yield Read(f"{root}/again")) or ""
-
-
-def _claim(world: JoinedWorld, facts: str, *, is_new: bool) -> Steps[int | None]:
-    """Claim the rank, or check that the rank still belongs to this process.
-
-    If an earlier process of this rank has joined the current round, the round fails, and all other
-    ranks join the next one.
-
-    Returns:
-        The last round whose failure this rank can ignore, or None if that round has not changed.
+    If the last round is over, this rank begins the next one.
 
     Raises:
         WorldRestartedError: Another process has joined as this rank.
     """
     root = world._root
     me = world.title(world.rank)
-    held = yield from _read_claim(world)
-    while is_new and held != world._claim:  # claims replace each other one at a time
-        found = yield Exchange(_claim_key(world), held or "", world._claim)
-        if found == world._claim:
-            break
-        held = found
-    record = yield from protocol.read_record(root)
-    if not is_new and held is not None:  # a new store has no claim
-        if held != world._claim:
-            holder = Claim.decode(_claim_key(world), held)
+    call = "join_world()" if is_new else "rejoin()"
+    who = f"{me} (host {this_host()}, process {os.getpid()}) has called {call}"
+    claim_key = f"{root}/claim/{me.rpartition(' of ')[0]}"
+    with client_of(world.store) as store:
+        claim = torchdist.read_bytes(store, claim_key)
+        if is_new or claim is None:  # a new store has no claim
+            store.set(claim_key, world._claim)
+        elif claim != world._claim.encode():
+            holder = claim.decode(errors="replace").rpartition(" ")[0]
             raise WorldRestartedError(
-                f"another process has joined world {world.name!r} as {me}: process {holder.pid} on "
-                f"host {holder.host}; end this process"
+                f"another process has joined world {world.name!r} as {me}: {holder}; end this "
+                f"process"
             )
-        return None
-    if record is None or held is None:
-        return -1
-    ignored = record.round
-    ticket = Ticket(root, record, world.size)
-    if record.outcome is None:
-        is_here = world.rank not in (yield from ticket.done.unmarked())
-        is_here = is_here or record.first.rank == world.rank
-        if not is_here or record.first.digest != protocol.digest_of([facts]):
-            ignored -= 1  # this process joins the open round
-    # The other ranks compare the number with their incarnation, which may contain this process.
-    text = f"{ignored} {me} (host {this_host()}, process {os.getpid()})"
-    yield Write(f"{root}/again/{world.rank}", text)
-    yield Write(f"{root}/again", text)
-    if record.outcome is None and ignored == record.round:  # the open round has the old process
-        yield from protocol.decide(ticket, Outcome("restarted", f"{me} has begun again"))
-    return ignored
+        held = store.compare_set(root, "", f"0 {who}")
+        while True:
+            number, _ = _read_round(held, root)
+            if not store.check([f"{root}/{number}/go"]):
+                return number
+            wanted = f"{number + 1} {who}"
+            found = store.compare_set(root, held.decode(), wanted)
+            if found == wanted.encode():
+                return number + 1
+            held = found
 
 
-def _claim_key(world: JoinedWorld) -> str:
-    return f"{world._root}/claim/{world.title(world.rank).rpartition(' of ')[0]}"
-
-
-def _read_claim(world: JoinedWorld) -> Steps[str | None]:
-    return (yield Read(_claim_key(world)))  # type: ignore[no-any-return]
+def _read_round(text: bytes, key: str) -> tuple[int, str]:
+    """Return the number of the open round, and who has begun it."""
+    number, _, who = text.decode(errors="replace").partition(" ")
+    if not number.lstrip("-").isdecimal():
+        raise CreationError(f"hypercomm did not write the store's key {key!r}: {text[:60]!r}")
+    return int(number), who

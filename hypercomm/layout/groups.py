@@ -189,6 +189,18 @@ class RankGroups(Sequence[tuple[int, ...]]):
         """Return the position of `rank` in its group, which torch calls the group rank."""
         return self.locate(rank)[1]
 
+    def find(self, rank: int) -> tuple[int, tuple[int, ...]] | None:
+        """Return the index and the ranks of the group that contains `rank`, or None.
+
+        Example:
+            >>> from hypercomm import RankLayout
+            >>> dp = RankLayout("tp=2,dp=3").groups("dp")
+            >>> dp.find(3), dp.find(6)
+            ((1, (1, 3, 5)), None)
+        """
+        found = self._find(rank)
+        return None if found is None else (found[0], self._group(found[0]))
+
     def has_member(self, rank: int) -> bool:
         """Return whether `rank` is in one of the groups."""
         return self._find(as_rank(rank)) is not None
@@ -561,8 +573,8 @@ class Membership(NamedTuple):
 
     Attributes:
         ranks: The ranks of the group.
-        rank: The position of the rank in `ranks`.
+        position: The position of the rank in `ranks`.
     """
 
     ranks: tuple[int, ...]
-    rank: int
+    position: int

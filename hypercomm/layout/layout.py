@@ -495,7 +495,7 @@ class RankLayout:
 
         Example:
             >>> pp = RankLayout("tp=2,pp=3").membership(3, "pp")
-            >>> pp.rank, pp.ranks
+            >>> pp.position, pp.ranks
             (1, (1, 3, 5))
         """
         self._index(rank)  # raises an error about the layout, not about its groups

@@ -8,7 +8,7 @@ import attrs
 
 from hypercomm.layout import RankGroups
 from hypercomm.layout.groups import format_counts
-from hypercomm.process_groups.spec import BoundRequest, GroupKey, GroupSpec
+from hypercomm.process_groups.spec import GroupKey, GroupSpec
 from hypercomm.process_groups.strategies import STRATEGIES, obstacles, split_turns
 
 
@@ -43,7 +43,7 @@ class Explanation:
         others: dict[str, str] = {}
         if spec.strategy != "adopted":
             backend = options.backend or spec.world.backend
-            lazily = spec.request.options.lazy_init
+            lazily = spec.given.lazy_init
             against = obstacles(spec.world, backend, spec.groups, lazily)
             del against[spec.strategy]
             for name, obstacle in against.items():
@@ -55,11 +55,10 @@ class Explanation:
         return cls(spec.key, spec.groups, options.backend, spec.strategy, reason, others, served_by)
 
     @classmethod
-    def before_world(cls, request: BoundRequest) -> Explanation:
-        """Explain a request before torch.distributed is initialised and a strategy is chosen."""
+    def before_world(cls, key: GroupKey, groups: RankGroups, backend: str | None) -> Explanation:
+        """Explain groups before torch.distributed is initialised and a strategy is chosen."""
         reason = "torch.distributed is not initialised"
-        backend = request.options.backend
-        return cls(request.key, request.find_groups(), backend, "enumerate", reason, {}, None)
+        return cls(key, groups, backend, "enumerate", reason, {}, None)
 
     @property
     def _headline(self) -> str:

@@ -5,15 +5,22 @@ from __future__ import annotations
 import os
 import re
 from datetime import timedelta
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal, get_args
 
 import attrs
 
 from hypercomm.errors import GroupOptionsError
-from hypercomm.layout.checks import check_duration, is_utf8
+from hypercomm.layout.checks import check_choice, check_duration, is_utf8
 from hypercomm.layout.text import short_repr
 from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.world import World
+
+StrategyName = Literal["auto", "enumerate", "local", "split"]
+Share = Literal["never", "identical"]
+
+_LONGEST_NAME = 255
+"""The most characters of a name, because names are parts of keys in the store."""
 
 
 @attrs.frozen(cache_hash=True)
@@ -105,6 +112,81 @@ class GroupOptions:
         )
 
 
+def as_verified(verify: bool | None) -> bool:
+    """Return whether ranks compare their calls.
+
+    Args:
+        verify: True or False, or None to read the environment variable HYPERCOMM_VERIFY.
+
+    Raises:
+        GroupOptionsError: `verify` is not True, False or None, or the variable is not 0 or 1.
+    """
+    if verify is not None and not isinstance(verify, bool):
+        raise GroupOptionsError(f"verify must be True, False or None, got {short_repr(verify)}")
+    text = os.environ.get("HYPERCOMM_VERIFY", "0")
+    if verify is None and text not in {"0", "1"}:
+        raise GroupOptionsError(
+            f"the environment variable HYPERCOMM_VERIFY must be 0 or 1, got {text!r}"
+        )
+    return text == "1" if verify is None else verify
+
+
+@attrs.frozen(slots=False)
+class GridOptions:
+    """The checked arguments of a grid that apply to all of its groups.
+
+    Raises:
+        GroupOptionsError: An argument is wrong.
+    """
+
+    backend: str | None
+    name: str | None
+    creation: StrategyName
+    share: Share
+    lazy_init: bool | None
+    verify: bool = attrs.field(converter=as_verified)
+    enable_reconfigure: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        check_choices(self.creation, self.share)
+        if self.backend is not None:
+            check_known(self.backend)
+        check_lazy_init(self.lazy_init)
+        if self.lazy_init and self.enable_reconfigure:
+            raise GroupOptionsError(
+                "lazy_init=True cannot work with enable_reconfigure=True, which connects all "
+                "members of a group; omit one of the two arguments"
+            )
+        if self.name is not None:
+            check_name(self.name)
+
+    @cached_property
+    def of_groups(self) -> GroupOptions:
+        """The default options of the grid's groups."""
+        return GroupOptions(
+            backend=self.backend,
+            lazy_init=self.lazy_init,
+            enable_reconfigure=self.enable_reconfigure,
+        )
+
+
+def check_choices(creation: object, share: object) -> None:
+    """Raise unless `creation` and `share` have known values. None means the grid's value."""
+    if creation not in (None, "auto"):
+        check_choice("creation=", creation, get_args(StrategyName))
+    if share not in (None, "never"):
+        check_choice("share=", share, get_args(Share))
+
+
+def check_name(name: object) -> None:
+    """Raise unless a name can be part of a key in the store."""
+    if not isinstance(name, str) or not name or not is_utf8(name) or len(name) > _LONGEST_NAME:
+        raise GroupOptionsError(
+            f"name must be a string of 1 to {_LONGEST_NAME} characters that can be written as "
+            f"UTF-8, got {short_repr(name)}"
+        )
+
+
 _CONNECTING = {"gloo", *torchdist.NCCL}
 """Backends whose members connect when the group is created, or at their first message."""
 
@@ -179,22 +261,3 @@ def check_known(backend: str) -> None:
 
 _PART = re.compile(r"([a-z_]+:)?[\w.-]+")
 """Matches one part of a backend string, with or without a device type."""
-
-
-def as_verified(verify: bool | None) -> bool:
-    """Return whether ranks compare their calls.
-
-    Args:
-        verify: True or False, or None to read the environment variable HYPERCOMM_VERIFY.
-
-    Raises:
-        GroupOptionsError: `verify` is not True, False or None, or the variable is not 0 or 1.
-    """
-    if verify is not None and not isinstance(verify, bool):
-        raise GroupOptionsError(f"verify must be True, False or None, got {short_repr(verify)}")
-    text = os.environ.get("HYPERCOMM_VERIFY", "0")
-    if verify is None and text not in {"0", "1"}:
-        raise GroupOptionsError(
-            f"the environment variable HYPERCOMM_VERIFY must be 0 or 1, got {text!r}"
-        )
-    return text == "1" if verify is None else verify

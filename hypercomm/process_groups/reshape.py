@@ -1,27 +1,28 @@
 """Reshapes a grid: creates its groups for another layout, and keeps the groups that still fit.
 
-New groups are created before old ones are destroyed. A reshape that fails on one rank fails on all
-ranks, and changes nothing.
+New groups are created before old ones are destroyed. The ranks meet a second time in between, so a
+reshape that fails on one rank fails on all ranks, and changes nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
 from torch.distributed import ProcessGroup
 
+from hypercomm.errors import CreationError, GroupCreationTimeout, LateRankError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.difference import Lost
+from hypercomm.layout.text import format_ranks
 from hypercomm.layout.views import Views
 from hypercomm.process_groups import torch_internals as torchdist
-from hypercomm.process_groups.agreement.driver import refusing
-from hypercomm.process_groups.agreement.grid import GridAgreement
-from hypercomm.process_groups.agreement.scope import Scope
-from hypercomm.process_groups.creation import Creation, check_strategy
+from hypercomm.process_groups.creation import batch_call, check_strategy, create_entries
+from hypercomm.process_groups.meeting import Call, agree, meet, refusing
+from hypercomm.process_groups.scope import GridIdentity, Scope, digest_of
 from hypercomm.process_groups.spec import GroupKey, GroupSpec
-from hypercomm.process_groups.table import ENDED, LIVE, Communicator, Entry, GroupTable, reserved
+from hypercomm.process_groups.table import ENDED, LIVE, Communicator, Entry, GroupTable, reserve
+from hypercomm.process_groups.world import World
 
 _SHARED = "identical"
 
@@ -79,18 +80,21 @@ class Reshaped:
         return Lost(self.before, after)
 
 
-def successor(table: GroupTable, identity: GridAgreement, *, keeps: bool) -> GroupTable:
+def successor(
+    table: GroupTable, identity: GridIdentity, views: Views, *, keeps: bool
+) -> GroupTable:
     """Return an empty table for another layout of a grid.
 
     Args:
         table: The table of the grid.
         identity: The identity of the grid with that layout.
+        views: The views of that layout.
         keeps: Whether the new table may share communicators with another grid, as `table` may.
     """
     return GroupTable(
         identity,
-        table.creation,
-        is_verified=table.is_verified,
+        views,
+        table.options,
         world=table.given_world,
         lender=table.lender if keeps else None,
     )
@@ -99,89 +103,69 @@ def successor(table: GroupTable, identity: GridAgreement, *, keeps: bool) -> Gro
 def reshape(
     old: GroupTable,
     fresh: GroupTable,
-    views: Views,
     scope: Scope,
     limit_s: float,
     *,
     keeps: bool,
     switch: Callable[[], None],
-) -> tuple[Reshaped, BaseException | None]:
+) -> Reshaped:
     """Create the keys of an old table in an empty table, and keep the groups that still fit.
 
     Args:
         old: The old table. Its entries remain, and the caller ends the table.
         fresh: The empty table.
-        views: The views of the empty table.
         scope: The ranks that reshape together.
-        limit_s: The time within which all ranks must finish, in seconds.
+        limit_s: The time within which all ranks must arrive, in seconds.
         keeps: Whether groups may be kept.
-        switch: Makes the grid use the new table. `switch` is called once all ranks have agreed,
-            even if this rank is interrupted.
-
-    Returns:
-        The result, and the exception that interrupted this rank after the agreement.
+        switch: Makes the grid use the new table. It is called once all ranks have all groups.
 
     Raises:
-        PlanMismatchError, GroupCreationTimeout, CreationError: See `agree`. Both tables are
+        PlanMismatchError, GroupCreationTimeout, CreationError: See `meet`. Both tables are
             unchanged. Only groups that were about to be reconfigured may have ended, as after
             `survivors`.
     """
     world = scope.world
     is_same_world = old.origin is None or old.origin is world
-    with contextlib.ExitStack() as stack:
+    entries: list[Entry] = []
+    try:
         with refusing(scope):  # functions of the user, such as `derive`, may raise
-            specs = _specs(old, fresh, views)
+            specs = _specs(old, fresh)
             for spec in specs:
                 check_strategy(spec, len(scope.ranks))
             kept = _survivors(old, specs) if keeps and is_same_world else {}
             communicators = {key: old.entries[former].communicator for key, former in kept.items()}
             specs = [_adopted(spec, communicators.get(spec.key)) for spec in specs]
-            wanted = [(fresh, spec) for spec in specs]
-            entries = stack.enter_context(reserved(wanted, communicators))
+            entries = reserve([(fresh, spec) for spec in specs], communicators)
         staying = {} if keeps else _staying(old, entries)
-        gone: list[GroupKey] = []
-
-        def finish() -> None:
-            gone.extend(_gone(old, fresh, {**kept, **staying}))
+        title = f"reshape() of {old.label}"
+        lines = [f"reshape to {fresh.layout.to_json()}"]
+        lines += [f"with view {name}: {view}" for name, view in sorted(fresh.views.items())]
+        with meet(scope, batch_call(title, entries, preamble=lines), limit_s) as meeting:
+            if staying:
+                old.end_groups()
+            confirmation = Call.of(title, ["reshape() has created its groups"])
+            create_entries(meeting, entries, confirmation=confirmation)
+            gone = tuple(_gone(old, fresh, {**kept, **staying}))
             switch()
-
-        preamble = [f"reshape to {fresh.layout.to_json()}"]
-        preamble += [f"with view {name}: {view}" for name, view in sorted(views.items())]
-        creation = Creation(
-            scope,
-            f"reshape() of {old.label}",
-            entries,
-            limit_s,
-            preamble=preamble,
-            prepare=old.end_groups if staying else None,
-            then=finish,
-        )
-        result = creation.run()
+    finally:
+        for entry in entries:
+            entry.settle()
     kept |= staying
     pairs = tuple((spec.key, kept[spec.key]) for spec in specs if spec.key in kept)
     created = tuple(spec.key for spec in specs if spec.key not in kept)
     numbers = None if is_same_world else world.numbers_in(old.origin)
-    reshaped = Reshaped(old.layout, fresh.layout, pairs, created, tuple(gone), numbers)
-    return reshaped, result.pending
+    return Reshaped(old.layout, fresh.layout, pairs, created, gone, numbers)
 
 
-def _specs(old: GroupTable, fresh: GroupTable, views: Views) -> list[GroupSpec]:
+def _specs(old: GroupTable, fresh: GroupTable) -> list[GroupSpec]:
     """Return the specs of the fresh table, in an order that is the same on all ranks."""
     former = sorted((entry.spec for entry in old.entries.values()), key=GroupSpec.sort_key)
     specs = []
     for spec in former:
         key = spec.key
-        if not set(key.dims) <= set(views.layout_of(key.view).dim_names):
-            continue
-        found, dims = views.find(key.dims, key.view)
-        view = views.asked(key.view)
-        request = attrs.evolve(
-            spec.request,
-            key=GroupKey(dims, key.name, None if found is None else found.name),
-            layout=views.base if found is None else found.layout,
-            view=view,
-        )
-        specs.append(fresh.resolve(request))
+        if set(key.dims) <= set(fresh.views.layout_of(key.view).dim_names):
+            request = attrs.evolve(spec.request, dims=key.dims, view=key.view)
+            specs.append(fresh.resolve(request))
     return specs
 
 
@@ -209,10 +193,10 @@ def _survivors(old: GroupTable, specs: Sequence[GroupSpec]) -> dict[GroupKey, Gr
         if spec.key in kept or not _survives(entry, spec):
             continue
         communicator = entry.communicator
-        shares = {entry.spec.request.share, spec.request.share, uses.get(communicator, _SHARED)}
+        shares = {entry.spec.share, spec.share, uses.get(communicator, _SHARED)}
         is_alone = communicator not in uses and communicator.is_only_of(old)
         if is_alone or shares == {_SHARED}:
-            uses[communicator] = spec.request.share
+            uses[communicator] = spec.share
             kept[spec.key] = entry.spec.key
     return kept
 
@@ -278,3 +262,46 @@ def _gone(
             is_known = any(key.is_same_to_users(other) for other in known)
             if communicator not in survivors or not is_known:
                 yield key
+
+
+# ---- after a loss -------------------------------------------------------------------------------
+
+
+def find_survivors(
+    identity: GridIdentity, world: World | None, limit_s: float, min_ranks: int
+) -> tuple[int, ...]:
+    """Return the ranks of a grid that arrive in time. All these ranks get the same result.
+
+    The first rank that times out writes the missing ranks into the outcome of the round. The
+    remaining ranks then confirm in another round that all of them are present.
+
+    Args:
+        identity: The identity of the grid.
+        world: The world of the grid, or None before there is one.
+        limit_s: The limit of each round, in seconds.
+        min_ranks: The smallest number of ranks that may continue.
+
+    Raises:
+        CreationError: The other ranks continue without this rank, or fewer than `min_ranks`
+            ranks are left.
+    """
+    ranks = tuple(identity.layout.ranks)
+    while world is not None:
+        record = f"survivors {digest_of(sorted(ranks))}"
+        scope = identity.scope(world, record, ranks, is_fenced=True)
+        try:
+            agree(scope, "survivors()", ["survivors()"], limit_s)
+            break
+        except GroupCreationTimeout as error:
+            ranks = tuple(rank for rank in ranks if rank not in error.absent)
+        except LateRankError as error:
+            raise CreationError(
+                f"the other ranks have continued without {world.title(world.rank)}, which arrived "
+                f"too late in survivors(); end this process, or start the job again"
+            ) from error
+    if len(ranks) < min_ranks:
+        raise CreationError(
+            f"survivors() found only {len(ranks)} ranks, {format_ranks(sorted(ranks))}, fewer "
+            f"than min_ranks={min_ranks}; restart the job, or pass a smaller min_ranks="
+        )
+    return ranks

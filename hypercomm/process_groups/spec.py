@@ -1,8 +1,7 @@
-"""Describes a process group before it is created. There are three classes.
+"""Describes a process group before it is created: as it is requested, and resolved.
 
 GroupRequest    the arguments of `create_pg`, as given
-BoundRequest    a request to one grid: the key, the layout, and the options with the grid's defaults
-GroupSpec       a request in one world: the groups, the options with all defaults, and a strategy
+GroupSpec       a request in one grid: key, groups, options with all defaults, and strategy
 """
 
 from __future__ import annotations
@@ -10,25 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import attrs
+from torch.distributed import ProcessGroup
 
-from hypercomm.errors import GroupOptionsError, RankOutsideError
+from hypercomm.errors import GroupOptionsError
 from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.layout.groups import RankLists, as_groups
 from hypercomm.layout.layout import groups_over
 from hypercomm.layout.parsing import Dims
 from hypercomm.layout.text import did_you_mean, short_repr
 from hypercomm.layout.views import View
-from hypercomm.process_groups.options import GroupOptions
+from hypercomm.process_groups.options import GroupOptions, Share, StrategyName
 from hypercomm.process_groups.world import World
 
 Derive = Callable[[RankGroups], RankGroups | RankLists] | RankGroups | RankLists
 """Groups that replace the groups over some dims, or a function that returns such groups."""
-
-StrategyName = Literal["auto", "enumerate", "local", "split"]
-Share = Literal["never", "identical"]
 
 
 @attrs.frozen
@@ -136,6 +133,24 @@ class GroupRequest:
         options.check()
         return options
 
+    def find_groups(self, key: GroupKey, layout: RankLayout) -> RankGroups:
+        """Return all groups over the dims of a key, or the groups of `derive` that replace them.
+
+        Raises:
+            GroupOptionsError: `derive` is given, but the key has no `name`.
+            LayoutError: The groups of `derive` are not disjoint groups of ranks of the layout.
+        """
+        groups = groups_over(layout, key.dims)
+        if self.derive is None:
+            return groups
+        if key.name is None:
+            raise GroupOptionsError(
+                f"derive= replaces the groups over {key.as_call()}, so the new groups need a "
+                f"name; pass name=..."
+            )
+        found = self.derive(groups) if callable(self.derive) else self.derive
+        return as_groups(found, groups)
+
 
 _OPTIONS = [
     field.name
@@ -145,71 +160,40 @@ _OPTIONS = [
 """The arguments of a request that replace an option of the grid."""
 
 
-@attrs.frozen
-class BoundRequest:
-    """A request for a group of one grid, with the default options of the grid.
-
-    Attributes:
-        key: The key of the group.
-        layout: The layout of the dims of the key.
-        view: The view that is given in the call. If the view shares the dims with the grid, the
-            key has no view.
-        derive: Groups that replace the groups over the dims, a function that returns such groups,
-            or None.
-        options: The options, with the defaults of the grid.
-        share: Whether the group may serve other keys: "never" or "identical".
-    """
-
-    key: GroupKey
-    layout: RankLayout
-    view: View | None = None
-    derive: Derive | None = None
-    options: GroupOptions = attrs.field(factory=GroupOptions)
-    share: str = "never"
-
-    def find_groups(self) -> RankGroups:
-        """Return all groups over the dims, or the groups of `derive` that replace them.
-
-        Raises:
-            GroupOptionsError: `derive` is given, but the key has no `name`.
-            LayoutError: The groups of `derive` are not disjoint groups of ranks of the layout.
-        """
-        groups = groups_over(self.layout, self.key.dims)
-        if self.derive is None:
-            return groups
-        if self.key.name is None:
-            raise GroupOptionsError(
-                f"derive= replaces the groups over {self.key.as_call()}, so the new groups need a "
-                f"name; pass name=..."
-            )
-        found = self.derive(groups) if callable(self.derive) else self.derive
-        return as_groups(found, groups)
-
-
 @attrs.frozen(slots=False, eq=False)
 class GroupSpec:
     """A request whose groups, options and strategy are resolved. A spec creates nothing.
 
     Attributes:
         request: The request.
+        key: The key of the group.
+        layout: The layout of the dims of the key.
+        view: The view that the request names. If the view shares the dims with the grid, the key
+            has no view.
         groups: All groups over the dims, or the groups of `derive`.
+        given: The options of the request, with the defaults of the grid.
+        share: Whether the group may serve other keys: "never" or "identical".
         options: The options with the defaults of the world, without a description.
         strategy: "local", "split" or "enumerate", or "adopted" for a group of a DeviceMesh.
         reason: The reason for the strategy.
+        create: The function of the strategy that creates the group.
         world: The world of the ranks.
+        own: The index and the ranks of the calling rank's group, or None if there is none.
     """
 
-    request: BoundRequest
+    request: GroupRequest
+    key: GroupKey
+    layout: RankLayout
+    view: View | None
     groups: RankGroups
+    given: GroupOptions
+    share: Share
     options: GroupOptions
     strategy: str
     reason: str
+    create: Callable[..., ProcessGroup | None]
     world: World
-
-    @property
-    def key(self) -> GroupKey:
-        """The key of the request."""
-        return self.request.key
+    own: tuple[int, tuple[int, ...]] | None
 
     @cached_property
     def title(self) -> str:
@@ -219,36 +203,58 @@ class GroupSpec:
     @property
     def group_desc(self) -> str:
         """The description that torch's logs show."""
-        return self.request.options.group_desc or self.title
-
-    @cached_property
-    def own(self) -> tuple[int, tuple[int, ...]] | None:
-        """The index and the ranks of the calling rank's group, or None if there is none."""
-        rank = self.world.rank
-        try:
-            index, _ = self.groups.locate(rank)
-        except RankOutsideError:
-            return None
-        return index, self.groups.of(rank)
+        return self.given.group_desc or self.title
 
     @property
     def ranks(self) -> tuple[int, ...] | None:
         """The ranks of the calling rank's group, or None if there is none."""
         return None if self.own is None else self.own[1]
 
+    @cached_property
+    def facts(self) -> tuple[object, ...]:
+        """The properties of the group that must be equal on all ranks. They have equal `repr`s.
+
+        The layout of the grid is not included, because ranks with different layouts never meet.
+        """
+        options = self.options
+        return (
+            self.title,
+            None if self.view is None else str(self.view),
+            None if self.request.derive is None else self.groups.digest(),
+            options.backend,
+            self.given.timeout,
+            type(options.pg_options).__name__,
+            self.group_desc,
+            self.share,
+            self.strategy,
+            options.lazy_init,
+            options.enable_reconfigure,
+        )
+
+    def describe(self) -> str:
+        """Return the `facts` as text, for errors: a headline, and a line for each option."""
+        _, view, members, backend, timeout, pg_options, group_desc, share, *others = self.facts
+        strategy, lazy_init, enable_reconfigure = others
+        digest = "" if members is None else f" (members {members})"
+        options = {
+            "backend": backend,
+            "timeout": timeout,
+            "pg_options": pg_options,
+            "group_desc": repr(group_desc),
+            "share": share,
+            "creation": strategy,
+            "lazy_init": lazy_init,
+            "enable_reconfigure": enable_reconfigure or None,
+        }
+        within = "" if view is None else f" in view {view}"
+        headline = f"{self.title} over {self.groups!r}{digest}{within}"
+        return "\n".join([headline, *(f"{name}: {value}" for name, value in options.items())])
+
     def sort_key(self) -> tuple[str, int, tuple[int, ...], str]:
         """Return a key that sorts the specs of a grid in the same order on all ranks."""
-        dim_names = self.request.layout.dim_names
+        dim_names = self.layout.dim_names
         positions = tuple(dim_names.index(dim) for dim in self.key.dims)
         return self.key.view or "", len(positions), positions, self.key.name or ""
-
-    def has_same_group(self, other: GroupSpec) -> bool:
-        """Return whether both specs have the same group for the calling rank, or both have none."""
-        if self.groups.sizes != other.groups.sizes:
-            return self.ranks == other.ranks
-        if self.groups.sizes != (1,) and self.groups == other.groups:
-            return True  # the ranks of the group need not be read
-        return self.ranks == other.ranks
 
     def check_same(self, other: GroupSpec) -> None:
         """Raise unless another spec with this key has the same options and group.
@@ -257,13 +263,12 @@ class GroupSpec:
             GroupOptionsError: Options or groups differ.
         """
         key = self.key.as_call()
-        given = self.request.options
-        if other.request.options != given:
+        if other.given != self.given:
             raise GroupOptionsError(
-                f"the process group over {key} was created with {given}, but is now requested "
-                f"with {other.request.options}; use the same options, or another name=..."
+                f"the process group over {key} was created with {self.given}, but is now requested "
+                f"with {other.given}; use the same options, or another name=..."
             )
-        if not self.has_same_group(other):
+        if self.ranks != other.ranks:
             raise GroupOptionsError(
                 f"the process group over {key} was created for {self.groups!r}, but is now "
                 f"requested for {other.groups!r}; derive the same groups, or use another name=..."
@@ -278,8 +283,8 @@ class GroupSpec:
         """
         one = self.options
         two = other.options
-        given = self.request.options
-        others = other.request.options
+        given = self.given
+        others = other.given
         if (
             one.backend != two.backend
             or one.timeout != two.timeout
@@ -292,4 +297,4 @@ class GroupSpec:
             return False
         if other.strategy != "local":
             return self.groups == other.groups
-        return self.ranks is not None and self.has_same_group(other)
+        return self.ranks is not None and self.ranks == other.ranks

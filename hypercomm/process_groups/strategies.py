@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from inspect import signature
 from itertools import chain
 from typing import Any, NamedTuple
@@ -24,35 +24,39 @@ from torch.distributed import ProcessGroup
 from hypercomm.errors import CreationError, GroupOptionsError, HyperCommError
 from hypercomm.layout import RankGroups
 from hypercomm.process_groups import torch_internals as torchdist
-from hypercomm.process_groups.agreement.driver import Round
+from hypercomm.process_groups.meeting import Meeting
 from hypercomm.process_groups.options import GroupOptions
 from hypercomm.process_groups.spec import GroupSpec
 from hypercomm.process_groups.world import World
+
+Creator = Callable[[GroupSpec, str, Meeting, ProcessGroup | None], ProcessGroup | None]
 
 # ---- the choice --------------------------------------------------------------------------------
 
 
 @attrs.frozen
-class ResolvedOptions:
-    """Options with the defaults of a world, and the strategy that creates the groups.
+class Plan:
+    """How groups are created: the resolved options, and the strategy.
 
     Attributes:
-        options: The options.
+        options: The options with the defaults of a world.
         strategy: The name of the strategy.
         reason: The reason for the strategy.
+        create: The function that creates a group. It takes the arguments of `create_group`.
+        is_general: Whether the plan is the same for all groups of these options.
     """
 
     options: GroupOptions
     strategy: str
     reason: str
+    create: Creator
+    is_general: bool
 
 
 def plan(
     world: World, groups: RankGroups, given: GroupOptions, creation: str, *, by_all: bool
-) -> ResolvedOptions:
+) -> Plan:
     """Add the defaults of a world to options, and choose a strategy.
-
-    If the result does not depend on the groups, it is cached in `world.choices`.
 
     Args:
         world: The world.
@@ -66,10 +70,6 @@ def plan(
         CreationError: The requested strategy cannot create the groups. The message gives the
             reason, and names the strategies that would work.
     """
-    asked = given, creation, by_all
-    known: ResolvedOptions | None = world.choices.get(asked) if given.pg_options is None else None
-    if known is not None:
-        return known
     creation = given.creation or creation
     if given.enable_reconfigure and creation != "local":
         if creation != "auto":
@@ -79,11 +79,13 @@ def plan(
             )
         creation = "local"
     strategy, reason = _choose(world, groups, given, creation, by_all=by_all)
-    made = ResolvedOptions(given.resolve(world), strategy, reason)
     depends_on_groups = strategy != "local" or torchdist.split_device() is not None
-    if not depends_on_groups and given.pg_options is None:
-        world.choices[asked] = made
-    return made
+    is_general = not depends_on_groups and given.pg_options is None
+    options = given.resolve(world)
+    create = STRATEGIES[strategy].create
+    if strategy == "local" and options == GroupOptions("gloo", options.timeout):
+        create = _create_gloo if torchdist.is_plain_gloo() else create
+    return Plan(options, strategy, reason, create, is_general)
 
 
 def _choose(
@@ -150,8 +152,25 @@ def _why_not_local(backend: str, _groups: RankGroups, _lazily: bool | None) -> s
     return torchdist.why_not_members()
 
 
+def _create_gloo(spec: GroupSpec, title: str, meeting: Meeting, *_: object) -> ProcessGroup | None:
+    """Create a gloo group without any options, as `_create_local` would."""
+    if spec.own is None:
+        return None
+    index, ranks = spec.own
+    return torchdist.new_gloo_group(
+        f"{title}/{index}",
+        ranks,
+        rank=spec.world.rank,
+        store=meeting.store,
+        timeout=spec.options.timeout,
+        group_desc=spec.group_desc,
+        is_default=spec.world.is_default,
+        stale=meeting.stale,
+    )
+
+
 def _create_local(
-    spec: GroupSpec, title: str, current: Round, former: ProcessGroup | None
+    spec: GroupSpec, title: str, meeting: Meeting, former: ProcessGroup | None
 ) -> ProcessGroup | None:
     if spec.own is None:
         return None
@@ -166,14 +185,14 @@ def _create_local(
             ranks,
             rank=world.rank,
             backend=options.backend or world.backend,
-            store=current.store,
+            store=meeting.store,
             timeout=options.timeout,
             pg_options=options.pg_options,
             group_desc=spec.group_desc,
             lazy_init=options.lazy_init,
             enable_reconfigure=options.enable_reconfigure,
             is_default=world.is_default,
-            stale=current.stale,
+            stale=meeting.stale,
         )
     if options.enable_reconfigure:
         torchdist.reconfigure(
@@ -181,10 +200,10 @@ def _create_local(
             name,
             ranks,
             rank=world.rank,
-            store=current.store,
+            store=meeting.store,
             timeout=options.timeout,
-            stale=current.stale,
-            left_s=current.left_s,
+            stale=meeting.stale,
+            left_s=meeting.left_s,
         )
     return group
 
@@ -271,7 +290,7 @@ def _create_enumerate(spec: GroupSpec, *_: object) -> ProcessGroup | None:
         "group_desc": spec.group_desc,
     }
     given = {name: value for name, value in given.items() if value is not None}
-    with torchdist.lazy_init.set_to(options.lazy_init):
+    with torchdist.lazy_init(options.lazy_init):
         own: Any = None
         if groups.is_sorted:
             enumerate_groups: Any = dist.new_subgroups_by_enumeration  # untyped before torch 2.14
@@ -291,12 +310,12 @@ class Strategy(NamedTuple):
         why_not: Takes a backend, groups and `lazy_init`. Returns the reason why the strategy
             cannot create the groups, or None if it can.
         cost: The calls that the strategy needs, as text for explanations.
-        create: Creates a group. Takes the arguments of `create_group`.
+        create: Creates a group. It takes the arguments of `create_group`.
     """
 
     why_not: Callable[[str, RankGroups, bool | None], str | None]
     cost: str
-    create: Callable[[GroupSpec, str, Round, ProcessGroup | None], ProcessGroup | None]
+    create: Creator
 
 
 STRATEGIES = {
@@ -325,54 +344,36 @@ STRATEGIES = {
 # ---- one creation ------------------------------------------------------------------------------
 
 
-def connects(specs: Iterable[GroupSpec]) -> bool:
-    """Return whether a rank needs the other members to create any of these groups.
-
-    The result is the same on all ranks, even if some ranks already have some of the groups.
-    """
-    return any(map(_connects, specs))
-
-
-def _connects(spec: GroupSpec) -> bool:
-    options = spec.options
-    backend = options.backend or spec.world.backend
-    return (
-        spec.strategy != "local"
-        or options.enable_reconfigure
-        or torchdist.connects_at_creation(backend, options.lazy_init)
-    )
-
-
 def create_group(
-    spec: GroupSpec, name: str, current: Round, former: ProcessGroup | None = None
+    spec: GroupSpec, name: str, meeting: Meeting, former: ProcessGroup | None = None
 ) -> ProcessGroup | None:
     """Create the group of the calling rank. After a failure, torch has no such group registered.
 
     Args:
         spec: The spec of the group.
         name: The common name of all groups over the dims of the spec. It is equal on all ranks.
-        current: The round of the creation.
+        meeting: The meeting of the ranks that create groups.
         former: An existing group that is reconfigured for these members; default: none.
 
     Returns:
         The group, or None if the calling rank is not a member.
 
     Raises:
-        ConnectionFailedError: The members of a gloo group could not connect.
-        CreationError: torch could not create the group.
+        CreationError: torch could not create the group, although all ranks had arrived.
     """
     before = torchdist.registered() if spec.strategy == "enumerate" else set()
     try:
-        return STRATEGIES[spec.strategy].create(spec, name, current, former)
+        return spec.create(spec, name, meeting, former)
     except BaseException as error:
         with contextlib.suppress(Exception):  # the original error is raised
             torchdist.destroy(_left_by(spec, name, before))
         torchdist.forget_non_members()
-        known = (HyperCommError, dist.DistNetworkError, torchdist.ConnectionFailedError)
-        if isinstance(error, RuntimeError) and not isinstance(error, known):
+        if isinstance(error, RuntimeError) and not isinstance(error, HyperCommError):
             reason = (str(error).splitlines() or [""])[0]
             raise CreationError(
-                f"the process group over {spec.key} was not created: {reason}"
+                f"torch could not create the process group over {spec.key}, although all of its "
+                f"ranks had arrived: {reason}; if a process has died, restart the job, otherwise "
+                f"destroy the grid on all ranks, and create it again"
             ) from error
         raise
 
@@ -385,13 +386,3 @@ def _left_by(spec: GroupSpec, name: str, before: set[ProcessGroup]) -> set[Proce
     if spec.own is None:
         return new
     return {one for one in new if tuple(dist.get_process_group_ranks(one)) == spec.own[1]}
-
-
-def discard(groups: Iterable[ProcessGroup | None], stay: Collection[ProcessGroup] = ()) -> None:
-    """Destroy the groups of a call that has failed, the last group first.
-
-    Args:
-        groups: The groups, in the order of creation.
-        stay: Groups that are not destroyed.
-    """
-    torchdist.destroy(reversed([group for group in groups if group and group not in stay]))

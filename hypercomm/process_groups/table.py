@@ -13,7 +13,6 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from functools import cached_property
 from math import inf
 from typing import Any, Literal
 
@@ -28,17 +27,24 @@ from hypercomm.errors import (
     GroupMissingError,
     GroupOptionsError,
     NotInitializedError,
+    UnknownDimError,
 )
 from hypercomm.layout.checks import world_too_small
+from hypercomm.layout.parsing import Dims
+from hypercomm.layout.views import View, Views
 from hypercomm.process_groups import torch_internals as torchdist
-from hypercomm.process_groups.agreement.driver import limit_of
-from hypercomm.process_groups.agreement.grid import GridAgreement
-from hypercomm.process_groups.agreement.scope import Scope
-from hypercomm.process_groups.agreement.system import system
 from hypercomm.process_groups.explanation import Explanation
-from hypercomm.process_groups.options import GroupOptions, check_backend
-from hypercomm.process_groups.spec import BoundRequest, GroupKey, GroupSpec
-from hypercomm.process_groups.strategies import plan
+from hypercomm.process_groups.options import (
+    GridOptions,
+    GroupOptions,
+    check_backend,
+    check_choices,
+    check_name,
+)
+from hypercomm.process_groups.scope import GridIdentity, Scope
+from hypercomm.process_groups.spec import GroupKey, GroupRequest, GroupSpec
+from hypercomm.process_groups.strategies import Plan, plan
+from hypercomm.process_groups.system import system
 from hypercomm.process_groups.world import World, current_or_none, rank_in_world
 
 logger = logging.getLogger(__name__)
@@ -86,15 +92,30 @@ class Entry:
         table: The table.
         spec: The resolved request.
         communicator: The communicator.
-        settled: An event that is set once the creation has succeeded or failed.
         state: "reserved" during the creation, "live" after it, and "ended" after `end_groups`.
     """
 
     table: GroupTable = attrs.field(repr=False)
     spec: GroupSpec
     communicator: Communicator
-    settled: Any
     state: Literal["reserved", "live", "ended"] = RESERVED
+    _settled: Any = None
+
+    def wait_until_settled(self) -> None:
+        """Wait until the creation in another thread has succeeded or failed."""
+        with _lock:
+            if self.state != RESERVED or self.table.entries.get(self.spec.key) is not self:
+                return
+            self._settled = settled = self._settled or system.event()
+        settled.wait()
+
+    def settle(self) -> None:
+        """Release the entry if it has not become live, and wake the threads that wait for it."""
+        with _lock:
+            if self.state == RESERVED:
+                self.table.release([self])
+            if self._settled is not None:
+                self._settled.set()
 
 
 class GroupTable:
@@ -102,9 +123,8 @@ class GroupTable:
 
     Args:
         identity: The layout of the grid, and the scopes of its calls.
-        creation: The strategy: "auto", "local", "split" or "enumerate".
-        is_verified: Whether all ranks of the grid must agree to create a group, and not only the
-            members of the group.
+        views: The views of the layout.
+        options: The options of the grid, which are the defaults of requests.
         world: The world of the grid, if the user has given one; default: the default world.
         lender: A function that returns another table, whose communicators this table may use for
             its own keys.
@@ -118,17 +138,17 @@ class GroupTable:
 
     def __init__(
         self,
-        identity: GridAgreement,
-        creation: str,
+        identity: GridIdentity,
+        views: Views,
+        options: GridOptions,
         *,
-        is_verified: bool,
         world: World | None = None,
         lender: Callable[[], GroupTable] | None = None,
     ) -> None:
         self.identity = identity
         self.layout = identity.layout
-        self.creation = creation
-        self.is_verified = is_verified
+        self.views = views
+        self.options = options
         self.lender = lender
         self.entries: dict[GroupKey, Entry] = {}
         self.is_destroyed = False
@@ -136,10 +156,16 @@ class GroupTable:
         self.given_world = None if world is None or world.is_default else world
         self.origin = self.world
         self._checked_world: World | None = None
+        self._usual_plan: Plan | None = None
         self._process = os.getpid()
         self._warned: set[str] = set()
         if self.given_world is not None:
             self.given_world.owners.add(self)
+
+    @property
+    def label(self) -> str:
+        """The layout as text, for the titles of calls."""
+        return str(self.layout)
 
     # ---- the world ------------------------------------------------------------------------------
 
@@ -185,22 +211,67 @@ class GroupTable:
         if last >= world.size:
             raise world_too_small(f"the grid {self.layout}", last, world.size)
         self._checked_world = world
+        self._usual_plan = None
 
-    # ---- entries --------------------------------------------------------------------------------
+    # ---- requests -------------------------------------------------------------------------------
 
-    def resolve(self, request: BoundRequest) -> GroupSpec:
-        """Return a request with its groups, options and strategy resolved.
+    def find_key(
+        self, dims: Dims, name: str | None, view: str | None
+    ) -> tuple[GroupKey, View | None]:
+        """Return the key of a group, and the view that the call names.
+
+        The key has no view if the view shares the dims with the grid.
+        """
+        self.check_usable()
+        if name is not None:
+            check_name(name)
+        if view is None:
+            with contextlib.suppress(UnknownDimError):  # else `find` names a view that has the dims
+                return GroupKey(self.layout.order_dims(dims), name), None
+        found, ordered = self.views.find(dims, view)
+        key = GroupKey(ordered, name, None if found is None else found.name)
+        return key, None if view is None else self.views.asked(view)
+
+    def resolve(self, request: GroupRequest) -> GroupSpec:
+        """Check a request, and return it with its groups, options and strategy resolved.
 
         Raises:
+            UnknownDimError, LayoutError: The grid has no such dims.
             GroupOptionsError: An option or `derive` is wrong.
             CreationError: The strategy cannot create these groups.
             NotInitializedError, WorldSizeError: See `live_world`.
         """
-        world = self.live_world(request.key)
-        groups = request.find_groups()
-        by_all = self.layout.size == world.size
-        known = plan(world, groups, request.options, self.creation, by_all=by_all)
-        return GroupSpec(request, groups, known.options, known.strategy, known.reason, world)
+        if request.creation is not None or request.share is not None:
+            check_choices(request.creation, request.share)
+        key, view = self.find_key(request.dims, request.name, request.view)
+        layout = self.layout if key.view is None or view is None else view.layout
+        usual = self.options.of_groups
+        given = request.options(usual)
+        world = self.live_world(key)
+        groups = request.find_groups(key, layout)
+        known = self._usual_plan if given is usual else None
+        if known is None:
+            by_all = self.layout.size == world.size
+            known = plan(world, groups, given, self.options.creation, by_all=by_all)
+            if given is usual and known.is_general:
+                self._usual_plan = known
+        return GroupSpec(
+            request,
+            key,
+            layout,
+            view,
+            groups,
+            given,
+            request.share or self.options.share,
+            known.options,
+            known.strategy,
+            known.reason,
+            known.create,
+            world,
+            groups.find(world.rank),
+        )
+
+    # ---- entries --------------------------------------------------------------------------------
 
     def get(self, key: GroupKey) -> ProcessGroup | None:
         """Return the group of a key.
@@ -250,7 +321,7 @@ class GroupTable:
         if lent is not None:
             return lent
         for entry in list(self.entries.values()):
-            is_shared = entry.spec.request.share == "identical" and entry.state != ENDED
+            is_shared = entry.spec.share == "identical" and entry.state != ENDED
             communicator = entry.communicator
             if is_shared and communicator.is_owned and communicator.spec.can_serve(spec):
                 return communicator
@@ -258,26 +329,28 @@ class GroupTable:
 
     def adopt(self, dim: str, pg: ProcessGroup | None) -> None:
         """Add an entry for the group over a dim. A DeviceMesh owns this group."""
-        request = BoundRequest(GroupKey((dim,)), self.layout)
-        options = GroupOptions(backend=None if pg is None else torchdist.backend_of(pg))
-        world = self.live_world()
-        reason = "a DeviceMesh created it, and remains its owner"
-        groups = request.find_groups()
-        spec = GroupSpec(request, groups, options, "adopted", reason, world)
+        spec = attrs.evolve(
+            self.resolve(GroupRequest(dim)),
+            options=GroupOptions(backend=None if pg is None else torchdist.backend_of(pg)),
+            strategy="adopted",
+            reason="a DeviceMesh created it, and remains its owner",
+        )
         communicator = Communicator(spec, pg, is_created=True, is_owned=False)
-        entry = Entry(self, spec, communicator, system.event(), LIVE)
+        entry = Entry(self, spec, communicator, LIVE)
         communicator.users[entry] = None
-        entry.settled.set()
         self.entries[spec.key] = entry
 
-    def explain(self, request: BoundRequest) -> Explanation:
+    def explain(self, request: GroupRequest) -> Explanation:
         """Return an explanation of how a group was created, or would be created."""
-        entry = self.entries.get(request.key)
+        key, view = self.find_key(request.dims, request.name, request.view)
+        entry = self.entries.get(key)
         if entry is None and self.world is None:
-            return Explanation.before_world(request)
+            layout = self.layout if key.view is None or view is None else view.layout
+            backend = request.options(self.options.of_groups).backend
+            return Explanation.before_world(key, request.find_groups(key, layout), backend)
         spec = self.resolve(request) if entry is None else entry.spec
         communicator = None if entry is None else entry.communicator
-        if entry is None and request.share == "identical":
+        if entry is None and spec.share == "identical":
             communicator = self.find_shared(spec)
         served_by = None
         creator = entry if communicator is None else next(iter(communicator.users))
@@ -292,7 +365,7 @@ class GroupTable:
         world = spec.world
         if spec.strategy != "local":
             return self.identity.scope(world, f"{spec.title}/all", range(world.size))
-        if self.is_verified:
+        if self.options.verify:
             return self.grid_scope(world)
         if spec.own is None:
             return None
@@ -306,7 +379,7 @@ class GroupTable:
     @property
     def needs_all_ranks(self) -> bool:
         """Whether every rank of the world takes part when the grid creates groups."""
-        return self.creation in ("split", "enumerate")
+        return self.options.creation in ("split", "enumerate")
 
     def reshape_scope(self, world: World, ranks: Iterable[int] | None) -> Scope:
         """Return the scope of a reshape: all ranks of the grid, or the ranks that continue."""
@@ -314,11 +387,6 @@ class GroupTable:
             return self.grid_scope(world)
         # All lists of ranks use the same record, so an agreement on one list excludes other ranks.
         return self.identity.scope(world, "continues", tuple(sorted(ranks)), is_fenced=True)
-
-    @cached_property
-    def label(self) -> str:
-        """The layout as text, for the titles of calls."""
-        return str(self.layout)
 
     # ---- changes --------------------------------------------------------------------------------
 
@@ -345,17 +413,17 @@ class GroupTable:
             check_backend(spec.options.backend)
         if spec.strategy == "enumerate":
             self._warn_of_enumeration(spec)
-        if communicator is None and spec.request.share == "identical":
+        if communicator is None and spec.share == "identical":
             communicator = self.find_shared(spec)
         if communicator is None:
             communicator = Communicator(spec)
-        entry = Entry(self, spec, communicator, system.event())
+        entry = Entry(self, spec, communicator)
         communicator.users[entry] = None
         self.entries[key] = entry
         return entry
 
     def _warn_of_enumeration(self, spec: GroupSpec) -> None:
-        asked_for = spec.request.options.creation or self.creation
+        asked_for = spec.given.creation or self.options.creation
         if asked_for == "auto" and spec.reason not in self._warned:
             self._warned.add(spec.reason)
             logger.warning("creating groups by enumeration: %s", spec.reason)
@@ -512,7 +580,7 @@ class GroupTable:
             spec = entry.communicator.spec
             # Groups that can be reconfigured end their collectives as soon as one member leaves.
             if not spec.options.enable_reconfigure:
-                limits[key] = limit_of(spec.options.timeout, spec.world)
+                limits[key] = spec.world.limit_s(spec.options.timeout)
         longest = max(limits, key=lambda key: limits[key], default=None)
         if longest is None or timeout.total_seconds() > limits[longest] or limits[longest] == inf:
             return
@@ -527,64 +595,52 @@ class GroupTable:
 # ---- reservations ------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def reserved(
+def reserve(
     wanted: Sequence[tuple[GroupTable, GroupSpec]],
     kept: Mapping[GroupKey, Communicator] | None = None,
-) -> Iterator[list[Entry]]:
-    """Reserve keys for a `with` block, all of them or none.
-
-    At the end of the block, the keys that have not become live are released.
+) -> list[Entry]:
+    """Reserve keys, all of them or none. The caller settles the entries.
 
     Args:
         wanted: The specs of the keys, with their tables.
         kept: Maps keys to existing communicators that serve them.
 
-    Yields:
+    Returns:
         The entries, in the order of `wanted`.
 
     Raises:
         GroupExistsError: A key has an entry.
     """
-    entries: list[Entry] = []
-    try:
-        other = _reserve(wanted, kept or {}, entries)
-        while other is not None:
-            other.settled.wait()
-            other = _reserve(wanted, kept or {}, entries)
-        yield entries
-    finally:
+    while True:
         with _lock:
-            for entry in entries:
-                if entry.state == RESERVED:
-                    entry.table.release([entry])
-                entry.settled.set()
+            other = _created_elsewhere(wanted)
+            if other is None:
+                return _reserve_all(wanted, kept or {})
+        other.wait_until_settled()
 
 
-def _reserve(
-    wanted: Sequence[tuple[GroupTable, GroupSpec]],
-    kept: Mapping[GroupKey, Communicator],
-    entries: list[Entry],
-) -> Entry | None:
-    """Reserve all keys, unless another thread is creating a group that one of the keys will share.
-
-    Args:
-        wanted: The specs of the keys, with their tables.
-        kept: Maps keys to existing communicators that serve them.
-        entries: Receives the entries.
-
-    Returns:
-        The entry of the other thread, or None if all keys are reserved.
-    """
-    with _lock:
-        for table, spec in wanted:
-            is_shared = spec.request.share == "identical"
-            communicator = table.find_shared(spec) if is_shared else None
+def _created_elsewhere(wanted: Sequence[tuple[GroupTable, GroupSpec]]) -> Entry | None:
+    """Return an entry of another thread, which creates a group that one of the keys will share."""
+    for table, spec in wanted:
+        if spec.share == "identical":
+            communicator = table.find_shared(spec)
             if communicator is not None and not communicator.is_created:
                 return next(iter(communicator.users))
+    return None
+
+
+def _reserve_all(
+    wanted: Sequence[tuple[GroupTable, GroupSpec]], kept: Mapping[GroupKey, Communicator]
+) -> list[Entry]:
+    entries: list[Entry] = []
+    try:
         for table, spec in wanted:
             entries.append(table.reserve(spec, kept.get(spec.key)))
-    return None
+    except BaseException:
+        for entry in entries:
+            entry.settle()
+        raise
+    return entries
 
 
 def enter(

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Generator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from math import inf
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -21,6 +23,91 @@ from torch.distributed import ProcessGroup
 from hypercomm.errors import LaunchError, NotInitializedError, WorldSizeError
 from hypercomm.job_environment import find_number
 from hypercomm.process_groups import torch_internals as torchdist
+from hypercomm.process_groups.system import system
+
+
+@attrs.define(eq=False)
+class Memory:
+    """What the calling rank remembers of its meetings with other ranks of a world.
+
+    Attributes:
+        namespace: The prefix of all keys, or None before the first meeting.
+        left: Maps the path of each scope to the last round that this rank has left.
+        waiting: The number of threads that wait for other ranks.
+        has_status: Whether the store holds a status of this rank.
+        stale: Keys that no rank needs any more. A later meeting deletes them.
+    """
+
+    namespace: str | None = None
+    left: dict[str, int] = attrs.field(factory=dict)
+    waiting: int = 0
+    has_status: bool = False
+    stale: list[str] = attrs.field(factory=list)
+    _agreed: list[tuple[Sequence[int], list[str]]] = attrs.field(factory=list)
+    _failed: dict[str, list[str]] = attrs.field(factory=dict)
+    _locks: dict[str, Any] = attrs.field(factory=dict)
+    _counts: Counter[str] = attrs.field(factory=Counter)
+    _lock: threading.Lock = attrs.field(factory=threading.Lock)
+
+    def lock_of(self, path: str) -> Any:
+        """Return the lock that a thread holds during a call in a scope."""
+        with self._lock:
+            return self._locks.setdefault(path, system.lock())
+
+    def next_number(self, path: str) -> int:
+        """Return how often this method was called before with the same path."""
+        with self._lock:
+            self._counts[path] += 1
+            return self._counts[path] - 1
+
+    def leave(self, path: str, number: int) -> None:
+        """Note that this rank has left a round."""
+        self.left[path] = max(self.left.get(path, -1), number)
+
+    def count_waiting(self, change: int) -> None:
+        """Add to the number of threads that wait."""
+        with self._lock:
+            self.waiting += change
+
+    def note_failed(self, path: str, keys: Sequence[str]) -> None:
+        """Note the keys of a failed round. A rank that is late to the round still needs them."""
+        if keys:
+            with self._lock:
+                self._failed.setdefault(path, []).extend(keys)
+
+    def note_agreed(
+        self, path: str, ranks: Sequence[int], keys: Sequence[str], *, is_all: bool
+    ) -> None:
+        """Note the keys of an agreed round, and find keys that no rank needs any more.
+
+        All ranks of the round have left the earlier rounds of its scope, and the agreed rounds of
+        other scopes with the same ranks.
+
+        Args:
+            path: The path of the scope.
+            ranks: The ranks of the scope.
+            keys: The keys of the round that this rank must delete.
+            is_all: Whether these are all ranks of the world.
+        """
+        with self._lock:
+            self.stale += self._failed.pop(path, ())
+            needed = []
+            for others, old in self._agreed:
+                if is_all or others == ranks:
+                    self.stale += old
+                else:
+                    needed.append((others, old))
+            if keys:
+                needed.append((ranks, [*keys]))
+            self._agreed = needed
+
+    def take_stale(self, least: int) -> Iterable[str]:
+        """Clear `stale` if it has at least this many keys, and return the keys."""
+        if len(self.stale) < least:
+            return ()
+        with self._lock:
+            keys, self.stale = self.stale, []
+        return keys
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -39,8 +126,8 @@ class World:
         before: The world from which `renew_world` made this one, or None.
         numbers: For each rank of this world, its rank in the world `before`.
         choices: The results that `strategies.plan` has cached for this world.
-        served: The words that errors use for the store and for the process that serves it.
-        if_lost: The advice in errors about a lost store.
+        store_name: The words that errors use for the store and for the process that serves it.
+        advice_if_store_lost: The advice in errors about a lost store.
         owners: The tables of process groups in a joined world.
     """
 
@@ -54,10 +141,11 @@ class World:
     before: World | None = None
     numbers: tuple[int, ...] = ()
     choices: dict[tuple[object, ...], Any] = attrs.field(factory=dict)
-    served: str = "the job's store, which rank 0 usually serves,"
-    if_lost: str = "restart the job"
+    store_name: str = "the job's store, which rank 0 usually serves,"
+    advice_if_store_lost: str = "restart the job"
     owners: WeakSet[Any] = attrs.field(factory=WeakSet)
     _options: dict[str, Any] = attrs.field(factory=dict)
+    _memory: Memory = attrs.field(factory=Memory)
 
     def __repr__(self) -> str:
         name = f" {self.name!r}" if self.name else ""
@@ -74,6 +162,11 @@ class World:
     def store(self) -> Any:
         """The store that the ranks share, from torch."""
         return torchdist.default_store()
+
+    @property
+    def memory(self) -> Memory:
+        """What the calling rank remembers of its meetings."""
+        return self._memory
 
     @property
     def serves(self) -> bool:
@@ -98,14 +191,14 @@ class World:
             first += size
         return f"rank {rank}"
 
-    def why_ended(self) -> Generator[Any, Any, str]:
-        """Return the reason why calls in this world cannot succeed any more, or "".
-
-        This method is a generator, like the steps of the agreement. It yields operations on the
-        store, and is sent the replies.
-        """
+    def why_ended(self, _store: Any) -> str:
+        """Return why calls in this world cannot succeed any more, or "". May read the store."""
         return ""
-        yield
+
+    def limit_s(self, timeout: timedelta | None) -> float:
+        """Return a timeout in seconds. None stands for the timeout of the world, if it has one."""
+        timeout = timeout or self.timeout_of(self.backend)
+        return timeout.total_seconds() if timeout else inf
 
     def timeout_of(self, backend: str) -> timedelta | None:
         """Return the timeout of the world.

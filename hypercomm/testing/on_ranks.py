@@ -269,7 +269,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                     "grid with which it shares groups"
                 )
             options = attrs.asdict(state.options)
-            views = [(name, view.layout, view.shared_dims) for name, view in state.views.items()]
+            views = []
+            for name, view in state.table.views.items():
+                views.append((name, view.layout, view.shared_dims))
             return _make_grid, (obj.layout, options, views)
         return super().reducer_override(obj)
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from hypercomm.errors import CreationError, OutcomeUnknownError
-from hypercomm.process_groups.agreement.driver import agree, limit_of, refuse
-from hypercomm.process_groups.agreement.scope import Scope
+from hypercomm.process_groups.meeting import agree, refuse
+from hypercomm.process_groups.scope import Scope
 from hypercomm.process_groups.world import World
 from hypercomm.transfers.mapping import RankMapping
 
@@ -62,11 +62,12 @@ def consent(
         return None
     proposal = [what, details(mapping), *entries]
     try:
-        return agree(scope, f"transfer of {what}", lambda: proposal, limit_of(None, world)).pending
+        agree(scope, f"transfer of {what}", proposal, world.limit_s(None))
     except CreationError as error:
         if not isinstance(error, OutcomeUnknownError):
             error.args = (f"{effect}: {error}",)
         raise
+    return None
 
 
 @lru_cache(maxsize=128)
@@ -187,7 +188,7 @@ def gather(
     blocks = torch.zeros(count, size, dtype=torch.uint8)
     blocks[0] = torch.frombuffer(filled, dtype=torch.uint8)
     blocks = blocks.to(device)
-    until = time.monotonic() + limit_of(None, world)  # one limit for all rounds
+    until = time.monotonic() + world.limit_s(None)  # one limit for all rounds
     while known < count:
         more = min(known, count - known)
         receives = [(ranks[(at + known) % count], blocks[known : known + more])]

@@ -243,6 +243,6 @@ def test_int_tensors_are_accepted(rank):
     assert layout.coords(rank) == {"tp": 1, "dp": 2}
     assert layout.groups("dp").of(rank) == (1, 3, 5, 7)
     assert layout.rank(tp=torch.tensor(1), dp=2) == 5
-    assert layout.membership(rank, "tp").rank == 1
+    assert layout.membership(rank, "tp").position == 1
     assert rank in layout
     assert RankLayout(tp=torch.tensor(2), dp=4) == layout

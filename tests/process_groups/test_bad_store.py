@@ -5,10 +5,6 @@ import re
 
 import pytest
 import torch.distributed as dist
-from simulated_job.job import attempt, simulate_job, sleep, this_rank
-
-from hypercomm import HyperCommGrid
-from hypercomm.errors import CreationError
 from hypercomm.process_groups.agreement.records import (
     Claim,
     Entries,
@@ -18,6 +14,10 @@ from hypercomm.process_groups.agreement.records import (
     Status,
     as_bits,
 )
+from simulated_job.job import attempt, simulate_job, sleep, this_rank
+
+from hypercomm import HyperCommGrid
+from hypercomm.errors import CreationError
 
 BAD = {
     "cut off": lambda text: text[: len(text) // 2],

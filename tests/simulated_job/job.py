@@ -16,10 +16,10 @@ from unittest import mock
 import attrs
 import torch
 import torch.distributed as dist
+from hypercomm.process_groups.agreement.system import system
 
 from hypercomm.grid import connect
 from hypercomm.process_groups import torch_internals as torchdist
-from hypercomm.process_groups.agreement.system import system
 from hypercomm.testing.simulated_group import SimulatedGroup
 from hypercomm.testing.worlds import OtherWorld, other_worlds
 from simulated_job.scheduler import EndedError, Event, Scheduler, SimulatedSystem, Task

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import attrs
 import pytest
-
 from hypercomm.process_groups.agreement.protocol import Member, find_circle, status_key
 from hypercomm.process_groups.agreement.records import (
     AGREED,
@@ -31,6 +30,7 @@ from hypercomm.process_groups.agreement.records import (
     Write,
 )
 from hypercomm.process_groups.agreement.scope import Memory, Scope
+
 from hypercomm.process_groups.torch_internals.gloo import ConnectionFailedError
 from hypercomm.process_groups.world import World
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from unittest import mock
 
 import torch.distributed as dist
+from hypercomm.process_groups.agreement.system import system
 
 from hypercomm import HyperCommGrid
-from hypercomm.process_groups.agreement.system import system
 from simulated_job.job import Fault, attempt, mark, simulate_job, this_rank
 
 FILES = {"creation.py", "driver.py", "grid.py", "protocol.py", "reshape.py", "table.py"}

@@ -90,7 +90,7 @@ class HyperCommGrid(grid.HyperCommGrid):
                 dim_names=list(view.layout.dim_names),
                 shared_dims=list(view.shared_dims),
             )
-            for name, view in self._state.views.items()
+            for name, view in self._state.table.views.items()
         }
 
     @staticmethod

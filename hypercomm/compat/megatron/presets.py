@@ -11,16 +11,15 @@ from hypercomm.compat.megatron.process_groups_config import ProcessGroupCollecti
 from hypercomm.compat.megatron.state import options_by_key
 from hypercomm.errors import GridDestroyedError, LayoutError, UnknownDimError
 from hypercomm.grid import HyperCommGrid
-from hypercomm.grid.arguments import hints_at_keywords
 from hypercomm.grid.grid_set import GridSet
 from hypercomm.layout.checks import as_world_size
 from hypercomm.layout.parsing import short_names
 from hypercomm.layout.text import did_you_mean, short_repr
-from hypercomm.process_groups.spec import GroupKey, GroupRequest, Share, StrategyName
+from hypercomm.process_groups.options import Share, StrategyName
+from hypercomm.process_groups.spec import GroupKey, GroupRequest
 from hypercomm.process_groups.world import size_of_world
 
 
-@hints_at_keywords
 def megatron_grids(
     *,
     tp: int | None = None,
@@ -140,7 +139,6 @@ def megatron_grids(
 # ---- all groups of a grid -----------------------------------------------------------------------
 
 
-@hints_at_keywords
 def megatron_requests(
     grid: HyperCommGrid,
     *,
@@ -227,7 +225,6 @@ def megatron_requests(
     return list(requests.values())
 
 
-@hints_at_keywords
 def create_megatron_pgs(
     grids: GridSet,
     *,

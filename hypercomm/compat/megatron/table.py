@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import compress
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import attrs
 import numpy as np
@@ -21,11 +21,11 @@ from hypercomm.compat.layouts import EXPERT, GTP, SIZES, Layouts, layouts_of
 from hypercomm.compat.megatron import version
 from hypercomm.compat.module_state import bind_arguments
 from hypercomm.errors import ConfigurationError, LayoutError
-from hypercomm.grid.arguments import SHARES
 from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.layout.checks import as_world_size, check_choice, check_duration, positive
 from hypercomm.layout.groups import groups_of_rows
-from hypercomm.process_groups.spec import GroupRequest, Share
+from hypercomm.process_groups.options import Share
+from hypercomm.process_groups.spec import GroupRequest
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -93,7 +93,7 @@ class Configuration:
                 "two branches of Megatron; give only one"
             )
         check_duration(self.timeout)
-        check_choice("share", self.share, SHARES)
+        check_choice("share", self.share, get_args(Share))
         if instances > 1 and self.has_gtp:
             raise ConfigurationError(
                 f"GTP sizes above 1 work with one optimizer instance only, got {name}={instances}"

@@ -12,7 +12,6 @@ from typing import Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -30,9 +29,7 @@ from hypercomm.process_groups.torch_internals.capabilities import (
     single_backends,
 )
 from hypercomm.process_groups.torch_internals.gloo import (
-    ConnectionFailedError,
     address_key,
-    on_that_device,
 )
 from hypercomm.process_groups.torch_internals.gloo import (
     lazy_init as lazy_init_of_gloo,
@@ -44,14 +41,19 @@ from hypercomm.process_groups.torch_internals.split import (
     named,
     uses_torchcomms,
 )
-from hypercomm.process_groups.torch_internals.store import read_bytes
 
 _torch: Any = dist.distributed_c10d
+_GLOO = dist.Backend("gloo")
 
 _defaults_lock = threading.Lock()
 
-_kept: WeakKeyDictionary[ProcessGroup, tuple[list[str], str]] = WeakKeyDictionary()
-"""Maps each group of `new_group` to a list for stale keys and the key of this rank's address."""
+_CONNECTS_S = 2.0
+"""Time after the creation of a gloo group in which other members may still connect, in seconds."""
+
+_kept: WeakKeyDictionary[ProcessGroup, tuple[list[str], str, float]] = WeakKeyDictionary()
+"""Maps each group of `new_group` to a list for stale keys, the key of this rank's address, and the
+time of the creation.
+"""
 
 
 def why_not_members() -> str | None:
@@ -63,6 +65,40 @@ def why_not_members() -> str | None:
     if callable(getattr(dist.group.WORLD, "new_group", None)):
         return "the default process group has its own method new_group()"
     return None
+
+
+def is_plain_gloo() -> bool:
+    """Return whether `new_gloo_group` can create gloo groups without options in this process."""
+    return not uses_torchcomms()
+
+
+def new_gloo_group(
+    name: str,
+    ranks: Sequence[int],
+    *,
+    rank: int,
+    store: Any,
+    timeout: timedelta | None,
+    group_desc: str,
+    is_default: bool,
+    stale: list[str],
+) -> ProcessGroup:
+    """Create the gloo group of the calling rank, with torch's defaults. See `new_group`."""
+    members = list(ranks)
+    position = members.index(rank)
+    group, _ = _torch._new_process_group_helper(
+        len(members),
+        position,
+        members if is_default else [],
+        _GLOO,
+        store,
+        group_name=name,
+        timeout=timeout or default_timeout(_GLOO),
+        group_desc=group_desc,
+    )
+    _kept[group] = stale, address_key(name, position), time.monotonic()
+    _torch._world.pg_group_ranks[group] = _numbers(members)
+    return group  # type: ignore[no-any-return]
 
 
 def new_group(
@@ -99,10 +135,6 @@ def new_group(
         is_default: Whether the ranks are ranks of WORLD. If not, torch creates the group like a
             default process group, but does not register it as the default one.
         stale: Receives the key of this rank's address, once no member needs the key.
-
-    Raises:
-        ConnectionFailedError: gloo could not connect the members, although this rank has
-            published its address.
     """
     backend = dist.Backend(backend)
     timeout = timeout or default_timeout(backend)
@@ -110,38 +142,27 @@ def new_group(
     singles = single_backends(backend)
     more = {"enable_reconfigure": True} if enable_reconfigure else {}
     position = members.index(rank)
-    key = address_key(name, position) if "gloo" in singles else ""
     nothing = contextlib.nullcontext()
     with (
-        lazy_init_of_gloo.set_to(lazy_init) if "gloo" in singles else nothing as is_lazy,
+        lazy_init_of_gloo(lazy_init) if "gloo" in singles else nothing,
         made_alone(backend, pg_options, timeout, lazy_init) as (backend_options, device),
         with_one_prefix() if enable_reconfigure else nothing,
     ):
-        is_plain = not (is_lazy or enable_reconfigure or uses_torchcomms())
-        connects = singles == ("gloo",) and is_plain
-        try:
-            with on_that_device() if connects else nothing:
-                group, _ = _torch._new_process_group_helper(
-                    len(members),
-                    position,
-                    members if is_default else [],
-                    backend,
-                    store,
-                    group_name=name,
-                    backend_options=backend_options,
-                    timeout=timeout,
-                    device_id=device,
-                    group_desc=group_desc,
-                    **more,
-                )
-        except RuntimeError as error:
-            if not connects or isinstance(error, dist.DistNetworkError):
-                raise
-            if read_bytes(store, key) is None:
-                raise  # this rank failed before it published its address
-            stale.append(key)
-            raise ConnectionFailedError(error, members) from error
-    _kept[group] = stale, key
+        group, _ = _torch._new_process_group_helper(
+            len(members),
+            position,
+            members if is_default else [],
+            backend,
+            store,
+            group_name=name,
+            backend_options=backend_options,
+            timeout=timeout,
+            device_id=device,
+            group_desc=group_desc,
+            **more,
+        )
+    key = address_key(name, position) if "gloo" in singles else ""
+    _kept[group] = stale, key, time.monotonic()
     _torch._world.pg_group_ranks[group] = _numbers(members)
     return group  # type: ignore[no-any-return]
 
@@ -186,21 +207,6 @@ def split_group(
             **only,
         )
     return as_member(part)
-
-
-def current_device() -> torch.device | None:
-    """Return the CUDA device of this thread, or None if CUDA is not in use."""
-    cuda: Any = torch.cuda
-    if not cuda.is_available() or not cuda.is_initialized():
-        return None
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-@contextlib.contextmanager
-def on_device(device: torch.device | None) -> Iterator[None]:
-    """Use a CUDA device in this thread within a `with` block. None changes nothing."""
-    with contextlib.nullcontext() if device is None else torch.cuda.device(device):
-        yield
 
 
 _defaults: list[ProcessGroup | None] = []
@@ -278,15 +284,31 @@ def forget_non_members() -> None:
 
 
 def destroy(groups: Iterable[ProcessGroup]) -> None:
-    """Destroy groups in the order given, and raise the first error once all are destroyed."""
+    """Destroy groups in the order given, and raise the first error once all are destroyed.
+
+    A gloo group that this rank has never used stays connected for two seconds after its creation,
+    because other members may still be connecting to this rank.
+    """
+    groups = list(groups)
+    held = [group for group in groups if _may_connect(group)]
+    if held:
+        threading.Timer(_CONNECTS_S, held.clear).start()
     _end_each(groups, _destroy)
+
+
+def _may_connect(group: ProcessGroup) -> bool:
+    """Return whether other members of a gloo group may still be connecting to this rank."""
+    _, key, created = _kept.get(group, ([], "", 0.0))
+    if not key or time.monotonic() - created > _CONNECTS_S or group.size() < 2:
+        return False
+    return bool(group._get_sequence_number_for_group() == 0)
 
 
 def _destroy(group: ProcessGroup) -> None:
     """Destroy a group, and delete the empty list that torch keeps for the group's tag."""
     tag = _torch._world.pg_to_tag.get(group)
     tagged = _torch._world.tags_to_pg
-    stale, key = _kept.get(group, ([], ""))
+    stale, key, _ = _kept.get(group, ([], "", 0.0))
     if key:
         stale.append(key)
     dist.destroy_process_group(group)

@@ -32,7 +32,6 @@ from hypercomm.process_groups.torch_internals.capabilities import (
     single_backends,
     why_unavailable,
 )
-from hypercomm.process_groups.torch_internals.gloo import lazy_init
 
 _NEVER_SPLIT = {"gloo", "fake"}
 """Backends whose groups torch does not split off a bound WORLD."""
@@ -117,14 +116,6 @@ def lazy_options(backend: str, pg_options: Any, timeout: timedelta | None) -> An
             pg_options._timeout = timeout
     pg_options.lazy_init = True
     return pg_options
-
-
-def connects_at_creation(backend: str, lazily: bool | None) -> bool:
-    """Return whether the members of a group connect when they create it."""
-    if is_nccl(backend):
-        return lazily is False or (bound_device() is not None and not lazily)
-    is_lazy = lazy_init.is_set if lazily is None else lazily
-    return "fake" not in single_backends(backend) and not is_lazy
 
 
 @contextlib.contextmanager

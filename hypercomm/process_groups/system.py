@@ -1,4 +1,4 @@
-"""The threads and the clock of the agreement. A simulated job replaces the methods of `system`."""
+"""The threads and the clock of meetings. Tests with virtual time replace its methods."""
 
 from __future__ import annotations
 
