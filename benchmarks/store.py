@@ -26,7 +26,6 @@ from typing import Any
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise each connection logs a warning
 
 import torch.distributed as dist
-
 from hypercomm.process_groups.agreement.driver import perform
 from hypercomm.process_groups.agreement.protocol import Member
 from hypercomm.process_groups.agreement.records import (
@@ -41,6 +40,7 @@ from hypercomm.process_groups.agreement.records import (
     Write,
 )
 from hypercomm.process_groups.agreement.scope import Memory, Scope
+
 from hypercomm.process_groups.world import World
 
 REQUEST_S = 14e-6

@@ -31,6 +31,7 @@ from torch.distributed import ProcessGroup
 
 from hypercomm.errors import (
     CreationError,
+    GroupCreationTimeout,
     LaunchError,
     LayoutError,
     NotInitializedError,
@@ -497,8 +498,10 @@ def _enter(world: JoinedWorld, limit_s: float, *, is_new: bool) -> None:
             with meet(scope, Call.of(title, [facts]), left_s) as meeting:
                 world._begin(meeting.round, _create(world, meeting.round, meeting.store))
             break
-        except WorldRestartedError:
-            if system.now() >= deadline:
+        except (WorldRestartedError, GroupCreationTimeout) as error:
+            # After a suspension, another process may have replaced this one.
+            ask(world, lambda: title, lambda: _check_claim(world, world.store), 1.0)
+            if isinstance(error, GroupCreationTimeout) or system.now() >= deadline:
                 raise
     if world.rank == 0:
         with contextlib.suppress(RuntimeError):  # old keys do no harm
@@ -547,30 +550,39 @@ def _open_round(world: JoinedWorld, *, is_new: bool) -> int:
         WorldRestartedError: Another process has joined as this rank.
     """
     root = world._root
-    me = world.title(world.rank)
     call = "join_world()" if is_new else "rejoin()"
+    me = world.title(world.rank)
     who = f"{me} (host {this_host()}, process {os.getpid()}) has called {call}"
-    claim_key = f"{root}/claim/{me.rpartition(' of ')[0]}"
     with client_of(world.store) as store:
-        claim = torchdist.read_bytes(store, claim_key)
-        if is_new or claim is None:  # a new store has no claim
-            store.set(claim_key, world._claim)
-        elif claim != world._claim.encode():
-            holder = claim.decode(errors="replace").rpartition(" ")[0]
-            raise WorldRestartedError(
-                f"another process has joined world {world.name!r} as {me}: {holder}; end this "
-                f"process"
-            )
+        if is_new or torchdist.read_bytes(store, _claim_key(world)) is None:  # in a new store
+            store.set(_claim_key(world), world._claim)
         held = store.compare_set(root, "", f"0 {who}")
         while True:
             number, _ = _read_round(held, root)
-            if not store.check([f"{root}/{number}/go"]):
+            is_open = not store.check([f"{root}/{number}/go"])
+            _check_claim(world, store)
+            if is_open:
                 return number
             wanted = f"{number + 1} {who}"
             found = store.compare_set(root, held.decode(), wanted)
             if found == wanted.encode():
                 return number + 1
             held = found
+
+
+def _claim_key(world: JoinedWorld) -> str:
+    return f"{world._root}/claim/{world.title(world.rank).rpartition(' of ')[0]}"
+
+
+def _check_claim(world: JoinedWorld, store: Any) -> None:
+    """Raise unless the rank still belongs to this process."""
+    claim = torchdist.read_bytes(store, _claim_key(world)) or b""
+    if claim != world._claim.encode():
+        holder = claim.decode(errors="replace").rpartition(" ")[0]
+        raise WorldRestartedError(
+            f"another process has joined world {world.name!r} as {world.title(world.rank)}: "
+            f"{holder}; end this process"
+        )
 
 
 def _read_round(text: bytes, key: str) -> tuple[int, str]:

@@ -29,10 +29,11 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import Any, TypeVar
 
 import attrs
+import torch.distributed as dist
 
 from hypercomm.errors import (
     CreationError,
@@ -44,6 +45,7 @@ from hypercomm.errors import (
     WorldRestartedError,
 )
 from hypercomm.layout.text import format_coords
+from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.scope import Scope, client_of, clone, digest_of, this_host
 from hypercomm.process_groups.system import LateError, in_time, system
 from hypercomm.process_groups.world import World
@@ -59,8 +61,11 @@ _SLOW_RANKS = 4000
 _FOLLOW_S = 0.3
 """Time after the deadline for which ranks that do not look for the cause wait, in seconds."""
 
-_SPARE_S = 1.5
+_SPARE_S = 1.2
 """Time after the deadline that the store has to answer, in seconds."""
+
+_AGAIN_S = 0.5
+"""Time for which a rank waits once more, in seconds, because it may have been suspended."""
 
 _LAST_S = 0.4
 """Limit for ending the round of a call that was interrupted, in seconds."""
@@ -262,10 +267,11 @@ class Meeting:
     _digest: str = ""
     _missed: Outcome | None = None
     _has_arrived: bool = False
-    _own_keys: list[str] = attrs.field(factory=list)
+    _keys_if_agreed: list[str] = attrs.field(factory=list)
+    _keys_if_failed: list[str] = attrs.field(factory=list)
     _second: Any = None
     _seen: dict[int, Status] = attrs.field(factory=dict)
-    _waits_for: tuple[int, ...] | None = None
+    _published: Status | None = None
 
     @property
     def name(self) -> str:
@@ -317,9 +323,9 @@ class Meeting:
             reply = self._wait()
             if reply == self._agreed:
                 is_all = len(scope.ranks) == scope.world.size
-                memory.note_agreed(scope.path, scope.ranks, self._own_keys, is_all=is_all)
+                memory.note_agreed(scope.path, scope.ranks, self._keys_if_agreed, is_all=is_all)
                 return
-            memory.note_failed(scope.path, self._own_keys)
+            memory.note_failed(scope.path, self._keys_if_failed)
             outcome = self._failed(reply)
             if scope.is_fenced or not self._is_late(outcome):
                 if scope.world.serves and scope.world.size > 1:
@@ -364,14 +370,16 @@ class Meeting:
         replies: list[Any] = []
         done = system.event()
         self._has_arrived = False
-        self._own_keys.clear()
+        self._keys_if_agreed.clear()
+        self._keys_if_failed.clear()
         memory.count_waiting(1)
         _active.add(self)
         try:
             system.start(partial(self._ask, replies), done.set)
             if not done.wait(self._at_most(self._slow_s)):
                 system.start(partial(self._watch, done), _nothing)
-                done.wait(self.left_s + _SPARE_S)
+                if not done.wait(max(0.0, self.left_s) + _SPARE_S):
+                    done.wait(_AGAIN_S)
         except BaseException as error:
             self._give_up(f"was interrupted ({type(error).__name__})")
             raise
@@ -398,9 +406,15 @@ class Meeting:
             else:
                 for key in self.scope.memory.take_stale(_LEAST_STALE):
                     self.store.delete_key(key)
-                limit_s = max(0.1, self.left_s + 2 * _SPARE_S)
-                self.store.wait([self._go], timedelta(seconds=limit_s))
-                replies.append(self.store.get(self._go).decode(errors="replace"))
+                limit_s = max(0.0, self.left_s) + 3 * _SPARE_S
+                with contextlib.suppress(
+                    dist.DistStoreError
+                ):  # only in a process that was suspended
+                    self.store.wait([self._go], timedelta(seconds=limit_s))
+                text = torchdist.read_bytes(self.store, self._go)
+                if text is None:  # only in a lobby, whose keys other processes delete
+                    raise WorldRestartedError(f"{self.call.title()} has ended without this process")
+                replies.append(text.decode(errors="replace"))
         except BaseException as error:  # noqa: BLE001 - raised in the calling thread
             replies.append(error)
 
@@ -411,11 +425,14 @@ class Meeting:
         is_first = True
         for block, bit, complete in way_up(position, len(scope.ranks)):
             key = f"{self.name}/{self._digest}/{block}"
+            keys = [key, self._go] if block == "0.0" else [key]
             bits = self.store.add(key, bit)
             self._has_arrived = True
             is_first = is_first and bit == 1
-            if is_first:  # the first rank of each block deletes its key
-                self._own_keys.append(key)
+            if is_first:  # the first rank of a block deletes its key
+                self._keys_if_agreed += keys
+            if bits == bit:  # if ranks are missing, the first one that has arrived deletes the key
+                self._keys_if_failed += keys
             if not bits & bit:  # another process of this rank has set the bit
                 text = f"another process has joined as {scope.name}, or this rank has begun again"
                 _end(self.store, self._go, _encode(Outcome("restarted", text)))
@@ -490,11 +507,11 @@ class Meeting:
             one for one in range(first, min(size, first + _WIDTH)) if not bits >> one - first & 1
         ]
         if not ahead and size > _WIDTH:
-            ahead = _first(missing_in(self._bits, size))
+            ahead = [*islice(missing_in(self._bits, size), _MOST)]
         waits_for = tuple([scope.ranks[one] for one in ahead[:_MOST]])
         own = self._own_status(waits_for)
-        if waits_for != self._waits_for:
-            self._waits_for = waits_for
+        if own != self._published:
+            self._published = own
             scope.memory.has_status = True
             key = self._status_key(scope.world.rank)
             self._second.set(key, _encode(own))
@@ -520,9 +537,7 @@ class Meeting:
     def _bits(self, block: str) -> int:
         """Return the bits of a block."""
         key = f"{self.name}/{self._digest}/{block}"
-        if not self._second.check([key]):
-            return 0
-        text = self._second.get(key)
+        text = torchdist.read_bytes(self._second, key) or b"0"
         if not text.isdigit():
             raise _foreign(key, text)
         return int(text)
@@ -534,15 +549,17 @@ class Meeting:
         for each other in a chain have about the same deadline.
         """
         key = self._status_key(rank)
-        if not self._second.check([key]):
+        text = torchdist.read_bytes(self._second, key)
+        if text is None:
             return None
-        status = _decode(Status, key, self._second.get(key))
+        status = _decode(Status, key, text)
         if self.scope.is_lobby and status.go != self._go:
             return None  # an earlier process of this rank may have left it
-        if not self._second.check([status.go]):
+        outcome = torchdist.read_bytes(self._second, status.go)
+        if outcome is None:
             self._seen[rank] = status
             return status
-        has_timed_out = b'"missing"' in self._second.get(status.go)[:24]
+        has_timed_out = b'"missing"' in outcome[:24]
         return status if has_timed_out and self._seen.get(rank) == status else None
 
     def _is_hopeless(self, own: Status) -> bool:
@@ -688,10 +705,6 @@ def _end(store: Any, go: str, text: str) -> str:
     held: str = store.compare_set(go, "", text).decode(errors="replace")
     store.set(go, held)  # a compare-and-set wakes nobody
     return held
-
-
-def _first(positions: Iterator[int]) -> list[int]:
-    return [position for position, _ in zip(positions, range(_MOST), strict=False)]
 
 
 def _nothing() -> None:

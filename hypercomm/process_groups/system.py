@@ -76,6 +76,10 @@ system = System()
 """The clock and the threads of this process."""
 
 
+_AGAIN_S = 0.3
+"""Time for which `in_time` waits once more, in seconds, because it may have been suspended."""
+
+
 class LateError(RuntimeError):
     """A function did not return in time."""
 
@@ -99,7 +103,8 @@ def in_time(action: Callable[[], T], limit_s: float) -> T:
             errors.append(error)
 
     system.start(run, done.set)
-    if not done.wait(min(limit_s, system.longest_s)):
+    is_done = done.wait(min(limit_s, system.longest_s))
+    if not (is_done or done.wait(_AGAIN_S)):
         raise LateError(f"not done within {limit_s:.1f} s")
     if errors:
         raise errors.pop()  # the traceback refers to this frame, which must not refer to the error

@@ -45,6 +45,7 @@ class Memory:
     stale: list[str] = attrs.field(factory=list)
     _agreed: list[tuple[Sequence[int], list[str]]] = attrs.field(factory=list)
     _failed: dict[str, list[str]] = attrs.field(factory=dict)
+    _is_due: bool = False
     _locks: dict[str, Any] = attrs.field(factory=dict)
     _counts: Counter[str] = attrs.field(factory=Counter)
     _lock: threading.Lock = attrs.field(factory=threading.Lock)
@@ -90,7 +91,9 @@ class Memory:
             is_all: Whether these are all ranks of the world.
         """
         with self._lock:
-            self.stale += self._failed.pop(path, ())
+            failed = self._failed.pop(path, ())
+            self.stale += failed
+            self._is_due |= bool(failed)
             needed = []
             for others, old in self._agreed:
                 if is_all or others == ranks:
@@ -102,11 +105,13 @@ class Memory:
             self._agreed = needed
 
     def take_stale(self, least: int) -> Iterable[str]:
-        """Clear `stale` if it has at least this many keys, and return the keys."""
-        if len(self.stale) < least:
+        """Clear `stale` if it has this many keys, or keys of failed rounds. Return the keys."""
+        if len(self.stale) < least and not self._is_due:
             return ()
         with self._lock:
-            keys, self.stale = self.stale, []
+            keys = self.stale[:]
+            self.stale.clear()  # process groups hold the list, to add the keys of their addresses
+            self._is_due = False
         return keys
 
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from ports import free_port
 from time_limits import scaled_s, wait_until
 
-import hypercomm
 from hypercomm import GridSet, HyperCommGrid, RankMapping, join_world, transfer_state
 from hypercomm.errors import (
     CreationError,
@@ -29,6 +28,7 @@ from hypercomm.errors import (
     WorldRestartedError,
     WorldSizeError,
 )
+from hypercomm.launch import worlds
 from hypercomm.process_groups.world import current
 
 SOON_S = 1.5
@@ -257,17 +257,23 @@ def rank_in(join):
 
 
 def rank_in_newer(join):
-    hypercomm.__version__ = "99"
+    worlds.__version__ = "99"
     return join().rank
 
 
-# All processes raise on a difference. (tests/simulated_job tests all possible differences.)
+# All processes raise on a difference, apart from a process that arrives after the others have raised.
+# It waits for their next attempt. (tests/meetings tests all possible differences.)
 def test_difference_fails_all_processes(crew):
-    crew.start(rank_in, "trainer", 0, 1).start(rank_in_newer, "engine", 0)
+    limit = timedelta(seconds=scaled_s(3))
+    crew.start(rank_in, "trainer", 0, 1, timeout=limit)
+    crew.start(rank_in_newer, "engine", 0, timeout=limit)
     errors = [crew.result(label) for label in ("trainer0", "trainer1", "engine0")]
-    assert {error["kind"] for error in errors} == {"PlanMismatchError"}, errors
+    differing = [error for error in errors if error["kind"] == "PlanMismatchError"]
+    others = {error["kind"] for error in errors if error not in differing}
+    assert len(differing) >= 2, errors
+    assert others <= {"GroupCreationTimeout"}, errors
     for part in ("hypercomm: ", "engine rank 0", "trainer rank", socket.gethostname()):
-        assert all(part in error["text"] for error in errors), errors
+        assert all(part in error["text"] for error in differing), errors
 
 
 @pytest.mark.full

@@ -1,0 +1,700 @@
+"""Test meetings on a virtual clock: every order of requests, and every kind of fault."""
+
+import json
+from collections import Counter
+from datetime import timedelta
+from functools import partial
+
+import pytest
+from meetings.virtual_ranks import Rank, Server, T, every_order, gate, run
+
+from hypercomm import RankLayout
+from hypercomm.errors import (
+    CreationError,
+    GroupCreationTimeout,
+    HyperCommError,
+    LateRankError,
+    OutcomeUnknownError,
+    PlanMismatchError,
+)
+from hypercomm.process_groups.meeting import (
+    Call,
+    first_difference,
+    meet,
+    missing_in,
+    refuse,
+    refusing,
+    way_up,
+)
+from hypercomm.process_groups.scope import GridIdentity, Scope
+
+QUICK_S = 1.0
+"""The longest time until ranks raise an error that needs no timeout, in seconds."""
+
+GRACE_S = 2.0
+"""The time after its timeout within which a call ends, in seconds."""
+
+seeds = pytest.mark.parametrize("seed", range(4))
+
+
+def check_ends(made, limit_s):
+    assert max(call.took_s for rank in made.ranks for call in rank.calls) < limit_s, str(made)
+
+
+def check_missing(made, number, missing, limit_s=T + GRACE_S):
+    """Check that a call has failed on all living ranks, and that it names the missing ranks."""
+    for call in made.calls(number):
+        assert isinstance(call.error, GroupCreationTimeout), str(made)
+        assert call.error.missing == missing, str(made)
+        assert call.took_s < limit_s, str(made)
+        assert call.error.waited.total_seconds() > limit_s - GRACE_S - 0.1, str(made)
+
+
+# ---- without a fault ----------------------------------------------------------------------------
+
+
+# All ranks meet, in every order of their requests. The names of a round are equal, and the names of
+# two rounds are not.
+@pytest.mark.parametrize(("size", "rounds"), [(2, 2), (3, 1)])
+def test_every_order(size, rounds):
+    count = 0
+    for made in every_order(lambda rank: [rank.meet() for _ in range(rounds)], size):
+        count += 1
+        names = [{call.value for call in made.calls(number)} for number in range(rounds)]
+        assert [made.kinds(number) for number in range(rounds)] == [[""] * size] * rounds
+        assert [len(one) for one in names] == [1] * rounds
+        assert len(set.union(*names)) == rounds
+    assert count > 300
+
+
+# In every order of their requests, ranks that make different calls all raise, and then meet.
+def test_every_order_of_a_mistake():
+    def program(rank):
+        rank.meet(facts=[f"call {rank.number}"])
+        rank.meet()
+
+    count = 0
+    for made in every_order(program, 2):
+        count += 1
+        assert [made.kinds(0), made.kinds(1)] == [["PlanMismatchError"] * 2, [""] * 2], str(made)
+        if count == 400:
+            break
+    assert count == 400
+
+
+# A rank sends three requests, in the first call and in later calls, for any number of ranks. Only
+# the ranks that complete a block of 60 send one more.
+@pytest.mark.parametrize(("size", "block_ends"), [(2, 0), (60, 0), (61, 2), (150, 3)])
+def test_three_requests(size, block_ends):
+    counts = []
+
+    def program(rank):
+        for _ in range(3):
+            rank.requests.clear()
+            rank.meet(limit_s=60.0)
+            counts.append(len(rank.requests))
+
+    made = run(program, size)
+    assert [set(made.kinds(number)) for number in range(3)] == [{""}] * 3
+    assert counts.count(3) == 3 * (size - block_ends)
+    assert counts.count(4) == 3 * block_ends
+
+
+# The keys of a round are few, whatever the number of calls. Each of them is deleted by one rank.
+@pytest.mark.parametrize("size", [2, 62])
+def test_number_of_keys_does_not_grow(size):
+    server = Server()
+
+    def program(calls, rank):
+        for number in range(calls):
+            rank.meet(f"name {number}" if number % 2 else "verify", limit_s=60.0)
+            if number % 5 == 0:
+                rank.meet("verify", facts=[f"{number} {rank.number == 0}"], limit_s=60.0)
+
+    counts = []
+    for calls in (20, 40):
+        server = Server()
+        run(partial(program, calls), size, server=server)
+        counts.append(len(server.held))
+    assert max(counts) < 16 * -(-size // 60) + 24, counts
+
+
+# A single rank meets nobody and sends no request. Neither does a rank outside the scope.
+def test_alone():
+    def program(rank):
+        first, second = rank.meet("a", [rank.number]), rank.meet("a", [rank.number])
+        assert (first.value, second.value) == ("job/a/0", "job/a/1")
+        assert rank.meet("b", [1 - rank.number]).value == "job/b/0"
+        assert rank.requests == []
+
+    assert run(program, 2).kinds(2) == ["", ""]
+
+
+# The first call of a job reads the address of WORLD, so that keys of an earlier job do not matter.
+@pytest.mark.parametrize("address", [b"", b"one", b"two"])
+def test_namespace(address):
+    server = Server({"cpu//0/0": address} if address else {})
+
+    def program(rank):
+        rank.world.memory.namespace = None
+        return rank.meet().value
+
+    names = {call.value for call in run(program, 2, server=server).calls(0)}
+    expected = {b"": "", b"one": "/7692c3ad", b"two": "/3fc4ccfe"}[address]  # SHA-256
+    assert names == {f"hypercomm/2{expected}/tp/0"}
+
+
+# ---- differences --------------------------------------------------------------------------------
+
+
+# If one rank makes another call, all ranks raise immediately, in whatever order they arrive, and the
+# error shows both calls. Then all meet at the first try.
+@seeds
+@pytest.mark.parametrize("size", [2, 4, 70])
+@pytest.mark.parametrize("late_s", [0.0, 3.0])
+def test_difference(size, late_s, seed):
+    if size == 70 and seed:
+        return
+
+    def program(rank):
+        odd = rank.number == size - 1
+        rank.sleep(late_s if odd else 0.01 * (rank.number % 3))
+        rank.meet(facts=["same", f"tp over 2 groups\ntimeout: {20 + odd}\nshare: never"])
+        rank.meet()
+
+    made = run(program, size, seed=seed)
+    assert {*made.kinds(0)} == {"PlanMismatchError"}, str(made)
+    check_ends(made, late_s + QUICK_S)
+    for call in made.calls(0):
+        text = str(call.error)
+        assert f"rank {size - 1} (host" in text
+        assert "timeout: 2" in text
+        assert "position 1" in text
+        assert "every rank must make the same calls" in text
+    assert {*made.kinds(1)} == {""}, str(made)
+
+
+# The text of a difference: an option, the headline, one call that is longer.
+@pytest.mark.parametrize(
+    ("mine", "theirs", "expected"),
+    [
+        (["a\nx: 1\ny: 2"], ["a\nx: 1\ny: 3"], "y: 2 on A, 3 on B; {}, a"),
+        (["same", "a"], ["same", "b"], "{}: A calls a, and B calls b"),
+        (["a", "b"], ["a"], "{}: A calls b, and B calls nothing more"),
+        (["a\nx: 1"], ["a"], "{}: A calls a, and B calls a"),
+    ],
+)
+def test_text_of_a_difference(mine, theirs, expected):
+    at = f"ranks differ at position {len(mine) - 1 if len(mine) > 1 else 0} of the call"
+    assert first_difference(mine, theirs, "A", "B") == expected.format(at)
+
+
+# Ranks that wait for each other in different calls raise immediately, and name both calls.
+@seeds
+@pytest.mark.parametrize("size", [2, 3])
+def test_circle(size, seed):
+    def program(rank):
+        own = rank.number
+        pair = sorted({own, (own + 1) % size})
+        rank.meet(f"{pair} {own if size == 2 else ''}", pair)
+        rank.meet("together")
+
+    made = run(program, size, seed=seed)
+    check_ends(made, QUICK_S)
+    assert {*made.kinds(0)} == {"PlanMismatchError"}, str(made)
+    for call in made.calls(0):
+        assert "ranks wait for each other in different calls: rank" in str(call.error)
+        assert str(call.error).count(" waits in call(") == size
+    assert {*made.kinds(1)} == {""}
+
+
+# If ranks have built different grids, the error says in what the grids differ.
+def test_circle_of_grids():
+    def program(rank):
+        layout = RankLayout("tp=2,dp=1" if rank.number else "tp=1,dp=2")
+        scope = GridIdentity.of(layout, "mine", None).scope(rank.world, "calls")
+
+        def call():
+            with meet(scope, a_call(), T):
+                pass
+
+        rank.attempt(call)
+
+    made = run(program, 2)
+    check_ends(made, QUICK_S)
+    for call in made.calls(0):
+        assert "different grids" in str(call.error)
+        assert "shape: [" in str(call.error)
+        assert "waits in" in str(call.error)
+
+
+def a_call(text="a call"):
+    return Call.of(text, [text])
+
+
+# A rank with two waiting threads is in no circle, because its other thread may end the wait.
+@seeds
+def test_two_threads_in_different_orders(seed):
+    def program(rank):
+        ended = Counter()
+
+        def later(path):
+            rank.sleep(0.05)
+            rank.meet(path)
+            ended["over"] += 1
+            rank.scheduler.notify(ended)
+
+        first, second = ("x", "y") if rank.number else ("y", "x")
+        rank.scheduler.spawn(rank, partial(later, second))
+        rank.meet(first)
+        while not ended["over"]:
+            rank.scheduler.wait(ended, rank.scheduler.now_s + 1.0)
+
+    made = run(program, 2, seed=seed)
+    assert [call.kind for rank in made.ranks for call in rank.calls] == [""] * 4, str(made)
+
+
+# Only one thread of a rank at a time makes calls in a scope.
+def test_two_threads_in_one_scope():
+    def program(rank):
+        done = Counter()
+
+        def call():
+            rank.meet()
+            done["over"] += 1
+            rank.scheduler.notify(done)
+
+        rank.scheduler.spawn(rank, call)
+        rank.meet()
+        while not done["over"]:
+            rank.scheduler.wait(done, rank.scheduler.now_s + 1.0)
+
+    made = run(program, 2)
+    names = [{call.value for call in rank.calls} for rank in made.ranks]
+    assert names == [{"job/tp/0", "job/tp/1"}] * 2
+    assert [call.kind for rank in made.ranks for call in rank.calls] == [""] * 4
+
+
+# ---- missing and late ranks ---------------------------------------------------------------------
+
+
+# If ranks never arrive, all others raise in time and name exactly these ranks, also in scopes of
+# several blocks. Afterwards, all meet at the first try.
+@pytest.mark.parametrize(
+    ("size", "absent"),
+    [(2, [1]), (4, [0, 2]), (60, [59]), (61, [60]), (130, [0, 64, 129]), (130, [*range(60, 120)])],
+)
+def test_missing(size, absent):
+    counts = Counter()
+
+    def program(rank):
+        if rank.number not in absent:
+            rank.meet()
+        gate(rank, "again", counts)
+        rank.meet()
+
+    made = run(program, size)
+    here = [rank for rank in made.ranks if rank.number not in absent]
+    for rank in here:
+        error = rank.calls[0].error
+        assert isinstance(error, GroupCreationTimeout), str(made)
+        assert error.missing == error.absent == tuple(absent)
+        assert rank.calls[0].took_s < T + GRACE_S
+        assert f"rank {absent[0]}" in str(error)
+        assert ("and 52 more did not join" in str(error)) == (len(absent) == 60)
+    assert {rank.calls[-1].kind for rank in made.ranks} == {""}, str(made)
+
+
+# A rank that arrives in time is waited for, and one that is late is named. If the others call again,
+# the late rank meets them. If they do not, it learns that they timed out.
+@seeds
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("late_s", [0.1, 0.5, T - 0.1, T + 0.5, 2 * T + 5])
+def test_late(late_s, again, seed):
+    def program(rank):
+        if rank.number == 2:
+            rank.sleep(late_s)
+        for _ in range(4 if again else 1):
+            if rank.meet().error is None:
+                break
+
+    made = run(program, 3, seed=seed)
+    check_ends(made, T + GRACE_S)
+    is_late = late_s > T
+    *others, late = made.ranks
+    for rank in others:
+        assert rank.calls[0].kind == ("GroupCreationTimeout" if is_late else ""), str(made)
+        assert rank.calls[-1].kind == ("" if again or not is_late else "GroupCreationTimeout")
+        assert not is_late or rank.calls[0].error.missing == (2,)
+    if is_late and not again:
+        assert isinstance(late.calls[0].error, LateRankError), str(made)
+        assert "timed out on the other ranks before rank 2 arrived" in str(late.calls[0].error)
+        assert "repeat the call on all ranks" in str(late.calls[0].error)
+    else:
+        assert late.calls[0].kind == "", str(made)
+
+
+# No rank that has arrived is named, although the deadlines of ranks differ.
+@seeds
+def test_ranks_with_different_deadlines(seed):
+    delays_s = dict(enumerate([0.0, 8.0, 16.0, 16.0, 24.0, 0.0]))
+
+    def program(rank):
+        rank.sleep(delays_s[rank.number])
+        rank.meet()
+
+    made = run(program, 6, seed=seed)
+    assert made.ranks[0].calls[0].error.missing == made.ranks[1].calls[0].error.missing == (2, 3, 4)
+
+
+# In a chain of waits, the rank at the end is missing, and each rank knows for whom it waits.
+@seeds
+def test_chain_of_waits(seed):
+    def program(rank):
+        for pair in ([2, 3], [1, 2], [0, 1]) if rank.number < 3 else ():
+            if rank.number in pair and rank.meet(f"{pair}", pair).error is not None:
+                break
+
+    made = run(program, 4, seed=seed)
+    errors = [rank.calls[-1].error for rank in made.ranks[:3]]
+    assert [error.missing for error in errors] == [(3,)] * 3, str(made)
+    assert [error.absent for error in errors] == [(1,), (2,), (3,)]
+    assert "waits for it in call([" in str(errors[0])
+
+
+# The error names the coordinates of a missing rank, and the call in which it waits.
+def test_missing_rank_is_described():
+    identity = GridIdentity.of(RankLayout("tp=2,dp=2"), None, None)
+
+    def program(rank):
+        def call():
+            with meet(identity.scope(rank.world, "calls"), a_call("verify()"), T):
+                pass
+
+        if rank.number == 3:
+            rank.meet("elsewhere", [3, 9], limit_s=3 * T)
+        else:
+            rank.attempt(call)
+
+    error = run(program, 10).ranks[0].calls[0].error
+    assert error.missing == (9,)
+    assert error.absent == (3,)
+    assert "verify(): timed out: rank 9" in str(error)
+    assert "rank 3 (host" in str(error)
+    assert "waits for it in call(elsewhere)" in str(error)
+    assert error.waited > timedelta(seconds=T - 0.1)
+
+    def missing(rank):
+        if rank.number != 3:
+            program(rank)
+
+    text = str(run(missing, 4).ranks[0].calls[0].error)
+    assert "rank 3 (tp=1, dp=1) did not join; every rank must make this call" in text
+
+
+# ---- faults of ranks ----------------------------------------------------------------------------
+
+
+# At whatever request a rank dies, the others meet, or they name this rank and no other one.
+@seeds
+@pytest.mark.parametrize("victim", [0, 2])
+def test_rank_dies(victim, seed):
+    kinds = set()
+    for at in range(1, 12):
+        made = run(lambda rank: rank.meet(), 3, seed=seed, faults=[(victim, at, Rank.die)])
+        check_ends(made, T + GRACE_S)
+        kinds |= {*made.kinds(0)}
+        for call in made.calls(0):
+            assert call.error is None or call.error.missing == (victim,), str(made)
+    assert kinds == {"", "GroupCreationTimeout"}
+
+
+# Ctrl-C is raised immediately. The other ranks learn of it, or all have arrived. Then all meet.
+@pytest.mark.parametrize("late_s", [0.0, 1.0])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_interrupt(victim, late_s):
+    counts = Counter()
+
+    def program(rank):
+        rank.sleep(late_s if rank.number == 1 else 0.0)
+        rank.meet()
+        gate(rank, "again", counts)
+        rank.meet()
+
+    interrupted = 0
+    for at in range(1, 12):
+        counts.clear()
+        made = run(program, 3, seed=at, faults=[(victim, at, Rank.interrupt)])
+        first = made.ranks[victim].calls[0]
+        others = {rank.calls[0].kind for rank in made.ranks if rank.number != victim}
+        if first.kind == "KeyboardInterrupt":
+            interrupted += 1
+            assert others in ({"CreationError"}, {""}), str(made)
+            texts = [str(one.error) for one in made.calls(0) if one.kind == "CreationError"]
+            assert all("was interrupted (KeyboardInterrupt)" in text for text in texts)
+        check_ends(made, late_s + QUICK_S)
+        if first.kind == "KeyboardInterrupt" and others == {"CreationError"}:
+            assert {*made.kinds(1)} == {""}, (at, str(made))
+    assert interrupted >= 3
+
+
+# A rank that is suspended is a late rank. No rank that was there is named, and all can meet again.
+@pytest.mark.parametrize("pause_s", [1.0, T - 1.0, T + 1.0, 3 * T])
+def test_suspended_rank(pause_s):
+    for at in range(1, 4):  # the requests of the first call
+        counts = Counter()
+
+        def program(rank, counts=counts):
+            rank.meet()
+            gate(rank, "again", counts)
+            for _ in range(2):
+                if rank.meet().error is None:
+                    break
+
+        made = run(program, 3, seed=at, faults=[(1, at, lambda rank: rank.hold(pause_s))])
+        for rank in (made.ranks[0], made.ranks[2]):
+            error = rank.calls[0].error
+            assert error is None or error.missing == (1,), (at, str(made))
+        assert {rank.calls[-1].kind for rank in made.ranks} == {""}, (at, str(made))
+
+
+# A rank that cannot take part fails the call of the others immediately, also of late ranks, and its
+# data reach them. Then all meet.
+@seeds
+@pytest.mark.parametrize("late_s", [0.0, 2.0])
+def test_refusal(late_s, seed):
+    class OwnError(ValueError):
+        data = "what the others need"
+
+    def program(rank):
+        scope = Scope(rank.world, "tp", range(3))
+
+        def fail():
+            with refusing(scope):
+                raise OwnError("my own\nmistake")
+
+        rank.sleep(late_s * (rank.number == 0))
+        if rank.number == 1:
+            rank.attempt(fail)
+        else:
+            rank.meet()
+        rank.meet()
+
+    made = run(program, 3, seed=seed)
+    check_ends(made, late_s + QUICK_S)
+    assert made.ranks[1].calls[0].kind == "OwnError"
+    for rank in (made.ranks[0], made.ranks[2]):
+        error = rank.calls[0].error
+        assert type(error) is CreationError
+        assert error.data == "what the others need"
+        assert "rank 1 (host" in str(error)
+        assert "failed: OwnError: my own mistake" in str(error)
+    assert {*made.kinds(1)} == {""}
+
+
+# A rank that was late refuses the round in which the others wait, not the one that it has missed.
+def test_refusal_of_a_late_rank():
+    def program(rank):
+        if rank.number == 1:
+            rank.sleep(T + 1.0)
+            refuse(Scope(rank.world, "tp", range(2)), ValueError("mistake"))
+        else:
+            rank.meet()
+            rank.meet()
+        rank.meet()
+
+    made = run(program, 2)
+    first, second, third = made.ranks[0].calls
+    assert [first.kind, second.kind, third.kind] == ["GroupCreationTimeout", "CreationError", ""]
+    assert second.took_s < 2.0
+
+
+# ---- fences -------------------------------------------------------------------------------------
+
+
+# If two sets of ranks each consider the other one lost, at most one of them continues.
+@seeds
+def test_two_sets_do_not_both_continue(seed):
+    def program(rank):
+        ranks = (0, 1) if rank.number < 2 else (2, 3)
+        rank.sleep(0.05 * ((rank.number + seed) % 4))
+        rank.meet("continues", ranks, [f"{ranks}"], is_fenced=True)
+
+    made = run(program, 4, seed=seed)
+    kinds = made.kinds(0)
+    assert kinds[0] == kinds[1] != kinds[2] == kinds[3], str(made)
+    assert {*kinds} == {"", "CreationError"}
+    texts = [str(call.error) for call in made.calls(0) if call.error]
+    assert all("the other ranks have continued without rank" in text for text in texts)
+
+
+# A late rank is excluded from a fenced scope, also if it is alone there.
+def test_late_rank_of_a_fence():
+    def program(rank):
+        if rank.number == 1:
+            rank.sleep(T + 1.0)
+        rank.meet("survivors", is_fenced=True)
+
+    late = run(program, 2).ranks[1].calls[0]
+    assert isinstance(late.error, LateRankError)
+    assert late.took_s < QUICK_S
+
+    def alone(rank):
+        rank.meet("continues", [rank.number], [f"{rank.number}"], is_fenced=True)
+
+    assert sorted(run(alone, 2).kinds(0)) == ["", "CreationError"]
+
+
+# ---- the store ----------------------------------------------------------------------------------
+
+
+# If the store is gone, calls raise immediately. If it does not answer, they raise at the deadline.
+@pytest.mark.parametrize("from_s", [0.0, 0.0005, 0.002, 1.0])
+@pytest.mark.parametrize("how", ["gone_s", "silent_s"])
+def test_lost_store(how, from_s):
+    def program(rank):
+        if rank.number != 2:
+            rank.meet()
+        rank.sleep(2.0)
+        rank.meet()
+
+    made = run(program, 3, server=Server(**{how: from_s}))
+    check_ends(made, T + GRACE_S)
+    for number in (0, 1):
+        for call in made.calls(number):
+            if number or from_s != 0.0005:
+                assert isinstance(call.error, HyperCommError), str(made)
+            if call.error is not None:
+                assert "the job's store" in str(call.error)
+                assert ("is gone" if how == "gone_s" else "does not answer") in str(call.error)
+            if how == "gone_s":
+                assert call.took_s < 1.5, str(made)
+    waited = [rank.calls[0].error for rank in made.ranks[:2]]
+    assert from_s < 1.0 or {*map(type, waited)} == {OutcomeUnknownError}
+
+
+# A value that hypercomm did not write raises an error that names the key.
+@pytest.mark.parametrize(
+    "value", [b"{", b"null", b'[["1"]]', b"[" * 10**5, b'{"kind": 1}', b"x" * 10**6]
+)
+@pytest.mark.parametrize("key", ["job/tp/0/go", "job/rank 1"])
+def test_foreign_value(key, value):
+    server = Server({key: value})
+    made = run(lambda rank: rank.meet() if rank.number == 0 else rank.sleep(T), 2, server=server)
+    error = made.ranks[0].calls[0].error
+    assert type(error) is CreationError
+    assert f"'{key}'" in str(error)
+    assert "hypercomm did not write" in str(error)
+    assert len(str(error)) < 500
+
+
+# The bits of a block are read as a number, or raise.
+def test_foreign_bits():
+    def spoil(rank):
+        held = rank.world.store._server.held
+        key = next(name for name in held if name.endswith("/0.0"))
+        held[key] = b"x"
+
+    made = run(
+        lambda rank: rank.meet() if rank.number == 0 else rank.sleep(T),
+        2,
+        faults=[(0, 4, spoil)],
+    )
+    assert "did not write" in str(made.ranks[0].calls[0].error)
+
+
+# ---- the tree of arrivals -----------------------------------------------------------------------
+
+
+# Blocks against arithmetic by hand: each block holds 60 ranks, or the rest.
+@pytest.mark.parametrize("size", [1, 2, 59, 60, 61, 3599, 3600, 3601, 131_072, 216_001])
+def test_blocks(size):
+    seen = Counter()
+    for position in {0, 1, size // 2, size - 2, size - 1} & {*range(size)}:
+        blocks = list(way_up(position, size))
+        assert len(blocks) == 1 + (size > 60) + (size > 3600) + (size > 216_000)
+        for level, (name, bit, complete) in enumerate(blocks):
+            count = -(-size // 60**level)
+            assert name == f"{level}.{position // 60 ** (level + 1)}"
+            assert bit == 1 << (position // 60**level % 60)
+            inside = min(60, count - 60 * (position // 60 ** (level + 1)))
+            assert complete == 2**inside - 1
+        seen[blocks[-1][0]] += 1
+    assert len(seen) == 1  # there is one root
+
+
+# Only incomplete blocks are read.
+@pytest.mark.parametrize("absent", [[], [0], [59, 60], [131_071], [5, 70_000, 100_000]])
+def test_missing_in_a_large_world(absent):
+    size = 131_072
+    bits = Counter()
+    for position in absent:
+        for level, (name, bit, complete) in enumerate(way_up(position, size)):
+            bits[name] = bits.get(name, complete) & ~bit
+            assert level < 3
+    read = []
+
+    def look(block):
+        read.append(block)
+        level, _, number = block.partition(".")
+        first = int(number) * 60 ** (int(level) + 1)
+        return bits.get(block, next(full for name, _, full in way_up(first, size) if name == block))
+
+    assert list(missing_in(look, size)) == absent
+    assert len(read) <= 1 + 2 * len(absent)
+
+
+# A waiting rank in a large world sends few requests, and only a few ranks look for the cause.
+def test_requests_of_a_long_wait():
+    def program(rank):
+        rank.sleep(8.0 if rank.number == 100 else 0.0)
+        rank.requests.clear()
+        rank.meet(limit_s=60.0)
+        return len(rank.requests)
+
+    made = run(program, 130)
+    counts = sorted(len(rank.requests) for rank in made.ranks)
+    assert {*made.kinds(0)} == {""}
+    assert counts[:120][-1] <= 9, counts
+    assert counts[-1] < 80, counts
+
+
+# The status of a rank disappears with its next call.
+def test_no_status_is_left():
+    server = Server()
+    counts = Counter()
+
+    def program(rank):
+        if rank.number:
+            rank.meet()
+            assert f"job/rank {rank.number}" in server.held
+            status = json.loads(server.held[f"job/rank {rank.number}"])
+            assert (status["call"], status["waits_for"]) == ("call(tp)", [0])
+        else:
+            rank.sleep(T + 3.0)
+        gate(rank, "again", counts)
+        rank.meet()
+
+    made = run(program, 3, server=server)
+    assert {*made.kinds(-1)} == {""}
+    assert not [key for key in server.held if "rank" in key]
+
+
+# A call that differs only in its text is the same call, and one that differs only in its facts is
+# not. Errors of other ranks keep their class.
+def test_facts_decide():
+    def program(rank):
+        scope = Scope(rank.world, "tp", range(2))
+
+        def call(facts, text):
+            with meet(scope, Call(facts, lambda: text, lambda: [text]), T):
+                pass
+
+        rank.attempt(lambda: call(("same", 1), f"text {rank.number}"))
+        rank.attempt(lambda: call(("other", rank.number), "text"))
+
+    made = run(program, 2)
+    assert made.kinds(0) == ["", ""]
+    assert made.kinds(1) == ["PlanMismatchError"] * 2
+    assert all("differs from the call of" in str(call.error) for call in made.calls(1))
+    assert isinstance(made.calls(1)[0].error, PlanMismatchError)
