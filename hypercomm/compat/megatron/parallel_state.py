@@ -172,7 +172,7 @@ def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
         get_position_embedding_ranks=config.get_position_embedding_ranks
         or default_position_embedding_ranks,
     )
-    create = _create_by_functions if _are_replaced(*_CREATORS) else None
+    create = _create_by_functions if _creators_are_replaced() else None
     functions = _states.Functions(get_nccl_options, overwrite_nccl_comm_cfgs, create)
     current.default.begin(config, functions)
 
@@ -929,11 +929,15 @@ def create_group(
     `initialize_model_parallel`, where the state destroys it.
     """
     group: Any = dist.new_group(
-        ranks, timeout, backend, pg_options, use_local_synchronization, group_desc=group_desc
+        ranks=ranks,
+        timeout=timeout,
+        backend=backend,
+        pg_options=pg_options,
+        use_local_synchronization=use_local_synchronization,
+        group_desc=group_desc,
     )
-    own = torchdist.as_member(group)
-    if own is not None:
-        _state().list_groups([own])
+    if ranks is None or dist.get_rank() in ranks:
+        _state().list_groups([group])
     return group
 
 
@@ -1062,7 +1066,7 @@ def create_all_gather_groups(
         {dim: layout.size_of(dim, default=1) for dim in own}
         for layout, own in zip(layouts, sizes, strict=True)
     ]
-    if _are_replaced(*_CREATORS) or sizes != configured:
+    if _creators_are_replaced() or sizes != configured:
         groups = _create_by_functions(config, sizes, wanted, requests)
     else:
         groups = [
@@ -1104,8 +1108,11 @@ _CREATORS = (
 """The functions with which Megatron creates groups. A program may replace them."""
 
 
-def _are_replaced(*names: str) -> bool:
-    return any(_NAMES[name] is not _OWN[name] for name in names)
+def _creators_are_replaced() -> bool:
+    """Return whether one of `_CREATORS`, or torch's `new_group`, has been replaced."""
+    module = getattr(dist.new_group, "__globals__", {}).get("__name__", "")
+    is_torchs = module.startswith("torch.")
+    return not is_torchs or any(_NAMES[name] is not _OWN[name] for name in _CREATORS)
 
 
 def _sizes_of_getters() -> list[dict[str, int]]:

@@ -2,10 +2,13 @@
 
 import ast
 import collections
+import contextlib
+import functools
 import inspect
 import sys
 import warnings
 from pathlib import Path
+from typing import ClassVar
 from unittest import mock
 
 import cloudpickle
@@ -13,7 +16,16 @@ import pytest
 import torch.distributed as dist
 from group_checks import all_reduce_of
 from group_checks import tables as registered
-from megatron_comparison import TAKEN, forget, gloo_made_fake, ours, plain, read_globals, theirs
+from megatron_comparison import (
+    TAKEN,
+    forget,
+    gloo_made_fake,
+    ours,
+    plain,
+    read_globals,
+    state_of,
+    theirs,
+)
 
 from hypercomm.compat.megatron import ParallelState
 from hypercomm.launch import run_ranks
@@ -208,6 +220,119 @@ def test_replaced_create_group(rank, changes):
     assert calls == expected_calls
     assert found == expected
     assert is_clean
+
+
+def created_with_new_group(module, rank, arguments):
+    """Initialise with a replaced `torch.distributed.new_group`.
+
+    Return the calls and the globals.
+    """
+    calls = collections.Counter()
+    real_new_group = dist.new_group
+
+    @functools.wraps(real_new_group)
+    def new_group(*args, **kwargs):
+        assert not args
+        calls[tuple(sorted(kwargs["ranks"])), kwargs["backend"]] += 1
+        return real_new_group(**{**kwargs, "backend": None})
+
+    with fake_world(WORLD_SIZE, rank), mock.patch.object(dist, "new_group", new_group):
+        module.initialize_model_parallel(**arguments)
+        found = read_globals(module)
+        forget(module)
+    return calls, found
+
+
+# If torch.distributed.new_group was replaced, the replacement is called for every group of the
+# job, with the same ranks as in Megatron, and the state has the groups that it returns.
+@pytest.mark.parametrize("rank", [0, 11])
+@pytest.mark.parametrize("arguments", [{"tensor_model_parallel_size": 2}, SIZES], ids=["tp", "all"])
+def test_replaced_new_group(rank, arguments):
+    found, expected = (created_with_new_group(each, rank, arguments) for each in (ours, theirs))
+    assert sum(expected[0].values()) > WORLD_SIZE
+    assert found == expected
+
+
+class FreeableGroup(dist.ProcessGroup):
+    """Stands for a group that can be destroyed and created again, as in slime and miles."""
+
+    every: ClassVar[list["FreeableGroup"]] = []
+
+    def __init__(self, create, arguments):
+        self.create, self.arguments = create, arguments
+        self.group = create(**arguments)
+        super().__init__(dist.get_rank(self.group), dist.get_world_size(self.group))
+        self.every.append(self)
+
+    def rank(self):
+        return self.group.rank()
+
+    def size(self):
+        return self.group.size()
+
+    @classmethod
+    def free_all(cls):
+        for each in cls.every:
+            dist.destroy_process_group(each.group)
+            each.group = None
+
+    @classmethod
+    def create_all(cls):
+        for each in cls.every:
+            each.group = each.create(**each.arguments)
+
+
+def unwrapping(function):
+    """Make a function of torch accept the groups of a `FreeableGroup`."""
+
+    def call(*args, **kwargs):
+        args = [getattr(arg, "group", arg) for arg in args]
+        return function(*args, **{name: getattr(arg, "group", arg) for name, arg in kwargs.items()})
+
+    return call
+
+
+def free_all_groups(arguments):
+    """Free all groups of a state, create them again, and sum over each."""
+    from hypercomm.compat.megatron import parallel_state
+
+    real_new_group = dist.new_group
+    with contextlib.ExitStack() as stack:
+        for name in ("get_process_group_ranks", "all_reduce", "get_rank", "get_world_size"):
+            stack.enter_context(mock.patch.object(dist, name, unwrapping(getattr(dist, name))))
+        replaced = mock.patch.object(
+            dist, "new_group", lambda **given: FreeableGroup(real_new_group, given)
+        )
+        stack.enter_context(replaced)
+        parallel_state.initialize_model_parallel(**arguments)
+        held = {
+            name: value
+            for name, value in parallel_state.current.default.values.items()
+            if isinstance(value, dist.ProcessGroup)
+        }
+        FreeableGroup.free_all()
+        left = registered()[0] - {dist.group.WORLD}
+        FreeableGroup.create_all()
+        sums = {name: all_reduce_of(2 ** dist.get_rank(), group) for name, group in held.items()}
+        world_size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        parallel_state.destroy_model_parallel()
+    return len(left), sums, world_size
+
+
+# slime and miles wrap new_group to free all groups while an engine generates text. The groups are
+# created again later, and have the same ranks as Megatron's groups.
+def test_all_groups_can_be_freed():
+    arguments = {"tensor_model_parallel_size": 2, "context_parallel_size": 2}
+    for rank, (left, sums, size) in enumerate(run_ranks(free_all_groups, 4, args=[arguments])):
+        assert left == 0
+        assert size == 2
+        expected = {
+            name: sum(2**member for member in ranks)
+            for name, ranks in state_of(theirs, 4, rank, arguments).items()
+            if name.startswith("_") and isinstance(ranks, tuple)
+        }
+        assert len(expected) > 15
+        assert sums.items() >= expected.items()
 
 
 # MindSpeed wraps get_nccl_options. The wrapper is called with the same keys as in Megatron, and
