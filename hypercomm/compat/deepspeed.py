@@ -8,13 +8,12 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.compat.module_state import name_functions
 from hypercomm.errors import LayoutError, RankOutsideError
 from hypercomm.grid.view import GridView
 from hypercomm.layout import RankGroups, RankLayout
@@ -32,46 +31,8 @@ _ALONE = "deepspeed.alone"
 """The name of the groups for roles without dims. Each of these groups has one rank."""
 
 
-_TP = ("tp",)
-_PP = ("pp",)
-_MODEL = ("tp", "pp")
-_DP = ("dp",)
-_SP = ("sp",)
-_SP_DP = ("sp", "dp")
-_SPANS = (_TP, _PP, _MODEL, _DP, _SP, _SP_DP)
+_SPANS = (("tp",), ("pp",), ("tp", "pp"), ("dp",), ("sp",), ("sp", "dp"))
 """The roles of each group, in the order of creation. A group spans the dims of its roles."""
-
-
-def _group(roles: tuple[str, ...]) -> Callable[[Mpu], ProcessGroup]:
-    def get(self: Mpu) -> ProcessGroup:
-        return self._find(roles)
-
-    get.__doc__ = f"Return the calling rank's {' x '.join(roles)} group."
-    return get
-
-
-def _rank(roles: tuple[str, ...]) -> Callable[[Mpu], int]:
-    def get(self: Mpu) -> int:
-        return self._find(roles).rank()
-
-    get.__doc__ = f"Return the calling rank's position in its {' x '.join(roles)} group."
-    return get
-
-
-def _size(roles: tuple[str, ...]) -> Callable[[Mpu], int]:
-    def get(self: Mpu) -> int:
-        return self._find(roles).size()
-
-    get.__doc__ = f"Return the size of the {' x '.join(roles)} group."
-    return get
-
-
-def _first(roles: tuple[str, ...]) -> Callable[[Mpu], int]:
-    def get(self: Mpu) -> int:
-        return dist.get_process_group_ranks(self._find(roles))[0]
-
-    get.__doc__ = f"Return the first rank of the {' x '.join(roles)} group."
-    return get
 
 
 def _read_roles(layout: RankLayout, given: Mapping[str, Dims]) -> dict[str, tuple[str, ...]]:
@@ -175,9 +136,9 @@ class Mpu:
         ]
         grid.create_pgs(missing, share="identical")
 
-    def _find(self, parts: tuple[str, ...]) -> ProcessGroup:
+    def _find(self, *roles: str) -> ProcessGroup:
         """Return the calling rank's group over the dims of some roles."""
-        dims, name = self._key(parts)
+        dims, name = self._key(roles)
         group = self.grid.get_pg(dims, name=name)
         if group is None:
             raise RankOutsideError(
@@ -192,42 +153,114 @@ class Mpu:
         dims = tuple(name for name in self.grid.dim_names if name in names)
         return (dims, None) if dims else (tuple(self.grid.dim_names[:1]), _ALONE)
 
-    get_tensor_model_parallel_group = _group(_TP)
-    get_tensor_model_parallel_rank = _rank(_TP)
-    get_tensor_model_parallel_world_size = _size(_TP)
-    get_tensor_model_parallel_src_rank = _first(_TP)
-    get_slice_parallel_group = _group(_TP)
-    get_slice_parallel_rank = _rank(_TP)
-    get_slice_parallel_world_size = _size(_TP)
-    get_slice_parallel_src_rank = _first(_TP)
-    get_pipeline_model_parallel_group = _group(_PP)
-    get_pipeline_model_parallel_rank = _rank(_PP)
-    get_pipeline_model_parallel_world_size = _size(_PP)
-    get_pipeline_model_parallel_src_rank = _first(_PP)
-    get_pipe_parallel_group = _group(_PP)
-    get_pipe_parallel_rank = _rank(_PP)
-    get_pipe_parallel_world_size = _size(_PP)
-    get_pipe_parallel_src_rank = _first(_PP)
-    get_model_parallel_group = _group(_MODEL)
-    get_model_parallel_rank = _rank(_MODEL)
-    get_model_parallel_world_size = _size(_MODEL)
-    get_model_parallel_src_rank = _first(_MODEL)
-    get_data_parallel_group = _group(_DP)
-    get_data_parallel_rank = _rank(_DP)
-    get_data_parallel_world_size = _size(_DP)
-    get_data_parallel_src_rank = _first(_DP)
-    get_sequence_parallel_group = _group(_SP)
-    get_sequence_parallel_rank = _rank(_SP)
-    get_sequence_parallel_world_size = _size(_SP)
-    get_sequence_parallel_src_rank = _first(_SP)
-    get_sequence_data_parallel_group = _group(_SP_DP)
-    get_sequence_data_parallel_rank = _rank(_SP_DP)
-    get_sequence_data_parallel_world_size = _size(_SP_DP)
-    get_sequence_data_parallel_src_rank = _first(_SP_DP)
+    def get_tensor_model_parallel_group(self) -> ProcessGroup:
+        """Return the calling rank's tp group."""
+        return self._find("tp")
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        """Return the calling rank's position in its tp group."""
+        return self._find("tp").rank()
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        """Return the size of the tp group."""
+        return self._find("tp").size()
+
+    def get_tensor_model_parallel_src_rank(self) -> int:
+        """Return the first rank of the tp group."""
+        return dist.get_process_group_ranks(self._find("tp"))[0]
+
+    def get_pipeline_model_parallel_group(self) -> ProcessGroup:
+        """Return the calling rank's pp group."""
+        return self._find("pp")
+
+    def get_pipeline_model_parallel_rank(self) -> int:
+        """Return the calling rank's position in its pp group."""
+        return self._find("pp").rank()
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        """Return the size of the pp group."""
+        return self._find("pp").size()
+
+    def get_pipeline_model_parallel_src_rank(self) -> int:
+        """Return the first rank of the pp group."""
+        return dist.get_process_group_ranks(self._find("pp"))[0]
+
+    def get_model_parallel_group(self) -> ProcessGroup:
+        """Return the calling rank's tp x pp group."""
+        return self._find("tp", "pp")
+
+    def get_model_parallel_rank(self) -> int:
+        """Return the calling rank's position in its tp x pp group."""
+        return self._find("tp", "pp").rank()
+
+    def get_model_parallel_world_size(self) -> int:
+        """Return the size of the tp x pp group."""
+        return self._find("tp", "pp").size()
+
+    def get_model_parallel_src_rank(self) -> int:
+        """Return the first rank of the tp x pp group."""
+        return dist.get_process_group_ranks(self._find("tp", "pp"))[0]
+
+    def get_data_parallel_group(self) -> ProcessGroup:
+        """Return the calling rank's dp group."""
+        return self._find("dp")
+
+    def get_data_parallel_rank(self) -> int:
+        """Return the calling rank's position in its dp group."""
+        return self._find("dp").rank()
+
+    def get_data_parallel_world_size(self) -> int:
+        """Return the size of the dp group."""
+        return self._find("dp").size()
+
+    def get_data_parallel_src_rank(self) -> int:
+        """Return the first rank of the dp group."""
+        return dist.get_process_group_ranks(self._find("dp"))[0]
 
     def get_data_parallel_group_ranks(self) -> list[int]:
         """Return the ranks of the calling rank's dp group."""
-        return dist.get_process_group_ranks(self._find(_DP))
+        return dist.get_process_group_ranks(self._find("dp"))
+
+    def get_sequence_parallel_group(self) -> ProcessGroup:
+        """Return the calling rank's sp group."""
+        return self._find("sp")
+
+    def get_sequence_parallel_rank(self) -> int:
+        """Return the calling rank's position in its sp group."""
+        return self._find("sp").rank()
+
+    def get_sequence_parallel_world_size(self) -> int:
+        """Return the size of the sp group."""
+        return self._find("sp").size()
+
+    def get_sequence_parallel_src_rank(self) -> int:
+        """Return the first rank of the sp group."""
+        return dist.get_process_group_ranks(self._find("sp"))[0]
+
+    def get_sequence_data_parallel_group(self) -> ProcessGroup:
+        """Return the calling rank's sp x dp group."""
+        return self._find("sp", "dp")
+
+    def get_sequence_data_parallel_rank(self) -> int:
+        """Return the calling rank's position in its sp x dp group."""
+        return self._find("sp", "dp").rank()
+
+    def get_sequence_data_parallel_world_size(self) -> int:
+        """Return the size of the sp x dp group."""
+        return self._find("sp", "dp").size()
+
+    def get_sequence_data_parallel_src_rank(self) -> int:
+        """Return the first rank of the sp x dp group."""
+        return dist.get_process_group_ranks(self._find("sp", "dp"))[0]
+
+    get_slice_parallel_group = get_tensor_model_parallel_group
+    get_slice_parallel_rank = get_tensor_model_parallel_rank
+    get_slice_parallel_world_size = get_tensor_model_parallel_world_size
+    get_slice_parallel_src_rank = get_tensor_model_parallel_src_rank
+    get_pipe_parallel_group = get_pipeline_model_parallel_group
+    get_pipe_parallel_rank = get_pipeline_model_parallel_rank
+    get_pipe_parallel_world_size = get_pipeline_model_parallel_world_size
+    get_pipe_parallel_src_rank = get_pipeline_model_parallel_src_rank
 
     def model_parallel_is_initialized(self) -> bool:
         """Return whether the groups exist, which is true until the grid is destroyed."""
@@ -239,9 +272,6 @@ class Mpu:
 
 def _each_alone(groups: RankGroups) -> RankGroups:
     return groups.chunks(1)
-
-
-name_functions(vars(Mpu), __name__, "Mpu.")
 
 
 # ---- topology -----------------------------------------------------------------------------------

@@ -8,9 +8,7 @@ changes the current state.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
-import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +19,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import torch.distributed as dist
 
 from hypercomm.errors import StateError
-from hypercomm.layout.text import did_you_mean
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -73,7 +70,6 @@ class ModuleState:
     def reset(self) -> None:
         """Set every global to its empty value."""
         self.values: dict[str, Any] = {name: make() for name, make in self.empty.items()}
-        self.fill(self.values)
 
     def check_new(self, names: Iterable[str], destroy: str, read: Callable[[int], Any]) -> Any:
         """Raise unless torch.distributed is initialised and the state is empty.
@@ -129,46 +125,15 @@ class ModuleState:
 
     def write(self, name: str, value: Any) -> None:
         """Set a global, for `module.name = value`."""
-        self.fill({name: value})
+        self.values[name] = value
 
     def delete(self, name: str) -> None:
         """Delete a global, for `del module.name`. `mock.patch` needs this."""
         self.read(name)
-        self.fill({name: None})
         del self.values[name]
-
-    def fill(self, values: Mapping[str, Any]) -> None:
-        """Set several globals."""
-        self.values.update(values)
 
 
 State = TypeVar("State", bound=ModuleState)
-
-
-def bind_arguments(
-    call: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> inspect.BoundArguments:
-    """Bind arguments to a signature, as a call does. Errors name `call`.
-
-    Raises:
-        TypeError: The signature does not accept the arguments.
-
-    Example:
-        >>> signature = inspect.signature(lambda tp_size=1: None)
-        >>> bind_arguments("create", signature, (), {"tp_sizes": 2})
-        Traceback (most recent call last):
-        TypeError: create() got an unexpected keyword argument 'tp_sizes'; did you mean 'tp_size'?
-    """
-    for name in kwargs:
-        if name not in signature.parameters:
-            raise TypeError(
-                f"{call}() got an unexpected keyword argument {name!r}"
-                f"{did_you_mean(name, signature.parameters)}"
-            )
-    try:
-        return signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"{call}(): {error}") from None
 
 
 class CurrentState(Generic[State]):
@@ -274,7 +239,6 @@ class CurrentState(Generic[State]):
         members: dict[str, Any] = {name: _global(name, self.get) for name in names}
         # cloudpickle pickles the module together with functions that use it.
         members["__reduce__"] = lambda module: (importlib.import_module, (module.__name__,))
-        members["__getattr__"] = _raise_unknown
         module.__class__ = type("LegacyModule", (ModuleType,), members)
 
 
@@ -285,26 +249,3 @@ def _global(name: str, current: Callable[[], ModuleState]) -> property:
         lambda _, value: current().write(name, value),
         lambda _: current().delete(name),
     )
-
-
-def _raise_unknown(module: ModuleType, name: str) -> None:
-    """Raise an AttributeError that suggests the nearest name of a module."""
-    known = set() if name.startswith("__") else {*vars(module), *vars(type(module))} - {name}
-    near = difflib.get_close_matches(name, known, 1)
-    hint = f"; the nearest name is {near[0]!r}" if near else ""
-    raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}{hint}")
-
-
-def name_functions(namespace: Mapping[str, Any], module: str, within: str = "") -> None:
-    """Give each function that another function created the name that it has in a namespace.
-
-    Args:
-        namespace: The namespace of a module or of a class.
-        module: The name of the module.
-        within: The name of the class and a dot, or "" for a module.
-    """
-    for name, value in namespace.items():
-        if "<locals>" in getattr(value, "__qualname__", ""):
-            value.__name__ = name
-            value.__qualname__ = within + name
-            value.__module__ = module

@@ -8,13 +8,13 @@ names of the arguments. The only dim of the loss mesh is called "loss_mesh" in t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hypercomm.compat.layouts import TORCHTITAN_VIEWS, torchtitan_layouts
 from hypercomm.grid.grid_set import GridSet
 from hypercomm.layout.checks import as_world_size, check_choice
-from hypercomm.layout.parsing import short_names
-from hypercomm.process_groups.options import Share, StrategyName
+from hypercomm.layout.parsing import UNSPECIFIED
+from hypercomm.process_groups.options import Share
 from hypercomm.process_groups.spec import GroupRequest
 from hypercomm.process_groups.world import size_of_world
 
@@ -26,16 +26,6 @@ __all__ = ["torchtitan_grids", "torchtitan_meshes"]
 SpmdBackend = Literal["partial_dtensor", "spmd_types"]
 
 _GRID = "training"
-_NAMES = {
-    "data_parallel_replicate_degree": "dp_replicate",
-    "data_parallel_shard_degree": "dp_shard",
-    "context_parallel_degree": "cp",
-    "tensor_parallel_degree": "tp",
-    "pipeline_parallel_degree": "pp",
-    "expert_parallel_degree": "ep",
-}
-"""This module's name for each of torchtitan's sizes."""
-
 _MESHES: dict[str, dict[str, tuple[str | None, tuple[str, ...]]]] = {
     "partial_dtensor": {
         "dataloading": ("dataloading", TORCHTITAN_VIEWS["dataloading"]),
@@ -58,26 +48,14 @@ is None.
 
 def torchtitan_grids(
     *,
-    dp_replicate: int | None = None,
-    dp_shard: int | None = None,
-    cp: int | None = None,
-    tp: int | None = None,
-    pp: int | None = None,
-    ep: int | None = None,
-    data_parallel_replicate_degree: int | None = None,
-    data_parallel_shard_degree: int | None = None,
-    context_parallel_degree: int | None = None,
-    tensor_parallel_degree: int | None = None,
-    pipeline_parallel_degree: int | None = None,
-    expert_parallel_degree: int | None = None,
+    dp_replicate: int = 1,
+    dp_shard: int = UNSPECIFIED,
+    cp: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
     world_size: int | None = None,
-    name: str | None = None,
-    backend: str | None = None,
-    creation: StrategyName = "auto",
-    share: Share = "never",
-    lazy_init: bool | None = None,
-    verify: bool | None = None,
-    enable_reconfigure: bool = False,
+    **options: Any,
 ) -> GridSet:
     """Return a set with the grid "training", whose views are the meshes of a torchtitan model.
 
@@ -93,32 +71,20 @@ def torchtitan_grids(
     `torchtitan_meshes` creates them.
 
     Args:
-        dp_replicate: Number of replicas of the sharded model (HSDP). Default: 1.
+        dp_replicate: Number of replicas of the sharded model (HSDP).
         dp_shard: Number of ranks that FSDP shards over. Default: the remaining ranks of the world.
-        cp: Context parallel size. The default of this and of the following sizes is 1.
+        cp: Context parallel size.
         tp: Tensor parallel size.
         pp: Pipeline parallel size.
         ep: Expert parallel size, a divisor of dp_shard * cp * tp.
-        data_parallel_replicate_degree: torchtitan's name of `dp_replicate`.
-        data_parallel_shard_degree: torchtitan's name of `dp_shard`.
-        context_parallel_degree: torchtitan's name of `cp`.
-        tensor_parallel_degree: torchtitan's name of `tp`.
-        pipeline_parallel_degree: torchtitan's name of `pp`.
-        expert_parallel_degree: torchtitan's name of `ep`.
         world_size: Number of ranks of the job. Default: see `HyperCommGrid`.
-        name: A name that distinguishes this set from other sets. See `GridSet`.
-        backend: Backend of the groups. `HyperCommGrid` documents this and the next five arguments.
-        creation: The strategy that creates the groups.
-        share: Whether several keys may use one group.
-        lazy_init: Whether the ranks of a group connect at their first message.
-        verify: Whether ranks check that all of them create the same groups in the same order.
-        enable_reconfigure: Whether a reshape may change the ranks of a group and keep the group.
+        options: The name of the set and the options of its groups, such as `backend=` and `share=`.
+            See `GridSet`.
 
     Raises:
         LayoutError: A size is not a positive int.
         WorldSizeError: The sizes do not multiply to the world, or `ep` does not divide
             dp_shard * cp * tp.
-        TypeError: A size is given both by its short name and by torchtitan's name.
 
     Example:
         >>> grids = torchtitan_grids(dp_replicate=2, cp=2, tp=2, ep=4, world_size=16)
@@ -126,22 +92,17 @@ def torchtitan_grids(
         >>> print(grid.layout, grid.view("sparse").layout, sep="; ")
         tp=2,cp=2,dp_shard=2,dp_replicate=2,pp=1; ep=4,efsdp=2,dp_replicate=2,pp=1
     """
-    given = {name: value for name, value in locals().items() if name in {*_NAMES, *_NAMES.values()}}
-    short, _ = short_names("torchtitan_grids", given, _NAMES)
     total = as_world_size(size_of_world(world_size))
-    views = torchtitan_layouts(**short, world_size=total)
-    grids = GridSet(
-        {_GRID: views.base},
-        requires="tiled",
+    views = torchtitan_layouts(
+        dp_replicate=dp_replicate,
+        dp_shard=dp_shard,
+        cp=cp,
+        tp=tp,
+        pp=pp,
+        ep=ep,
         world_size=total,
-        name=name,
-        backend=backend,
-        creation=creation,
-        share=share,
-        lazy_init=lazy_init,
-        verify=verify,
-        enable_reconfigure=enable_reconfigure,
     )
+    grids = GridSet({_GRID: views.base}, requires="tiled", world_size=total, **options)
     for label, view in views.items():
         grids[_GRID].register_view(label, view.layout.sizes, shared_dims=view.shared_dims)
     return grids

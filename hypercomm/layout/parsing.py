@@ -205,37 +205,6 @@ def read_sizes(
     return {name: as_size(name, size) for name, size in zip(names, shape, strict=True)}
 
 
-def short_names(
-    call: str, given: Mapping[str, Any], names: Mapping[str, str]
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Replace a framework's long names of sizes by short names. Short names are kept.
-
-    Args:
-        call: The name of the function that was called with the sizes, for errors.
-        given: The sizes by long or short name. A size of None counts as not given.
-        names: The short name of each long name.
-
-    Returns:
-        The sizes by short name, and a mapping from each unused long name to its short name. Errors
-        about the sizes need this mapping.
-
-    Raises:
-        TypeError: A size is given by both names.
-
-    >>> short_names("grids", {"tensor_size": 4, "pp": 2}, {"tensor_size": "tp", "stages": "pp"})
-    ({'tp': 4, 'pp': 2}, {'stages': 'pp'})
-    """
-    sizes = {name: size for name, size in given.items() if size is not None}
-    for long, short in names.items():
-        if long in sizes and short in sizes:
-            raise TypeError(
-                f"{call}() got {short}={short_repr(sizes[short])} and "
-                f"{long}={short_repr(sizes[long])}, which name the same size; give one of them"
-            )
-    unused = {long: short for long, short in names.items() if long not in sizes}
-    return {names.get(name, name): size for name, size in sizes.items()}, unused
-
-
 def check_spelling(keywords: Iterable[str]) -> None:
     """Raise TypeError if the name of a dim is nearly the name of an argument."""
     for name in keywords:

@@ -45,25 +45,6 @@ def expected(rank, backend, *, dp_replicate, dp_shard, cp, tp, pp, ep):
     return meshes
 
 
-# torchtitan's long names of the sizes give the same layouts as the short ones.
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_long_names(sizes):
-    long = {
-        "dp_replicate": "data_parallel_replicate_degree",
-        "dp_shard": "data_parallel_shard_degree",
-        "cp": "context_parallel_degree",
-        "tp": "tensor_parallel_degree",
-        "pp": "pipeline_parallel_degree",
-        "ep": "expert_parallel_degree",
-    }
-    one = torchtitan_grids(**sizes, world_size=WORLD)["training"]
-    other = torchtitan_grids(
-        **{long[name]: size for name, size in sizes.items()}, world_size=WORLD
-    )["training"]
-    assert other.layout == one.layout
-    assert [other.views[name] for name in one.views] == [*one.views.values()]
-
-
 # Each mesh has torchtitan's ranks. Dims with the same name in several meshes have one group.
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

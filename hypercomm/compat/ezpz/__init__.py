@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-any-return"
 """Implements `ezpz.tp`, which is tensor parallelism as in fairscale, with a grid.
 
 `initialize_tensor_parallel` fills the default `TensorParallelState`, and `destroy_tensor_parallel`
@@ -16,7 +17,6 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +25,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.compat import aliases
-from hypercomm.compat.module_state import (
-    CurrentState,
-    ModuleState,
-    bind_arguments,
-    name_functions,
-)
+from hypercomm.compat.module_state import CurrentState, ModuleState
 from hypercomm.errors import ConfigurationError, HyperCommError, StateError
 from hypercomm.grid import HyperCommGrid
 from hypercomm.layout import RankLayout
@@ -97,7 +92,7 @@ class TensorParallelState(ModuleState):
     def initialize(self, *args: Any, **kwargs: Any) -> None:
         """Create the groups of all dims. See `initialize_tensor_parallel`."""
         signature = inspect.signature(initialize_tensor_parallel)
-        call = bind_arguments("TensorParallelState.create", signature, args, kwargs)
+        call = signature.bind(*args, **kwargs)
         self.check_new(_GLOBALS, "destroy_tensor_parallel", lambda _: None)
         call.apply_defaults()
         try:
@@ -118,7 +113,7 @@ class TensorParallelState(ModuleState):
             groups = grid.create_pgs(requests, timeout=given["timeout"])
             self.grid = grid
         for (dim, (_, name, ranks)), group in zip(_GROUPS.items(), groups, strict=True):
-            self.fill({name: group, ranks: own[dim]})
+            self.values |= {name: group, ranks: own[dim]}
         current.keep(self)
 
 
@@ -201,100 +196,99 @@ def tensor_parallel_is_initialized() -> bool:
 # ---- groups, ranks and sizes --------------------------------------------------------------------
 
 
-def _value_of(dim: str, name: str) -> Any:
-    """Return the value of the global `name` of a dim. Raise if the value is None."""
-    value = current.get().read(name)
+def _held(dim: str, what: int = 0) -> Any:
+    """Return the calling rank's group over a dim, or with `what=1` the ranks of the group."""
+    words, *names = _GROUPS[dim]
+    value = current.get().read(names[what])
     if value is None:
         raise StateError(
-            f"{_words(dim)} group is not initialized: {name} is None; call "
+            f"{words.replace('_', ' ')} group is not initialized: {names[what]} is None; call "
             f"initialize_tensor_parallel() first, or use() a state that "
             f"TensorParallelState.create() returned"
         )
     return value
 
 
-def _words(dim: str) -> str:
-    return _GROUPS[dim][0].replace("_", " ")
+def get_tensor_parallel_group() -> ProcessGroup:
+    """Return the calling rank's tensor parallel group."""
+    return _held("tp")
 
 
-def _group(dim: str) -> Callable[[], ProcessGroup]:
-    """Return a function that returns the calling rank's group over a dim."""
-    name = _GROUPS[dim][1]
-
-    def get() -> ProcessGroup:
-        group: ProcessGroup = _value_of(dim, name)
-        return group
-
-    get.__doc__ = f"Return the calling rank's {_words(dim)} group."
-    return get
+def get_tensor_parallel_ranks() -> list[int]:
+    """Return the ranks of the calling rank's tensor parallel group."""
+    return _held("tp", 1)
 
 
-def _ranks(dim: str) -> Callable[[], list[int]]:
-    """Return a function that returns the ranks of the calling rank's group over a dim."""
-    name = _GROUPS[dim][2]
-
-    def get() -> list[int]:
-        ranks: list[int] = _value_of(dim, name)
-        return ranks
-
-    get.__doc__ = f"Return the ranks of the calling rank's {_words(dim)} group."
-    return get
+def get_tensor_parallel_world_size() -> int:
+    """Return the size of the calling rank's tensor parallel group, or 1 without a group."""
+    group = current.get().read("_TENSOR_PARALLEL_GROUP")
+    return 1 if group is None else group.size()
 
 
-def _size(dim: str, default: int | None = None) -> Callable[[], int]:
-    """Return a function that returns the size of the calling rank's group over a dim.
-
-    If there is no such group, the function returns `default`, or raises if `default` is None.
-    """
-    name = _GROUPS[dim][1]
-
-    def get() -> int:
-        if default is not None and current.get().read(name) is None:
-            return default
-        size: int = _value_of(dim, name).size()
-        return size
-
-    get.__doc__ = f"Return the size of the calling rank's {_words(dim)} group."
-    if default is not None:
-        get.__doc__ += f" If there is no such group, return {default}."
-    return get
+def get_tensor_parallel_rank() -> int:
+    """Return the calling rank's position in its tensor parallel group, or 0 without a group."""
+    group = current.get().read("_TENSOR_PARALLEL_GROUP")
+    return 0 if group is None else group.rank()
 
 
-def _rank(dim: str, default: int | None = None) -> Callable[[], int]:
-    """Return a function that returns the calling rank's position in its group over a dim.
-
-    If there is no such group, the function returns `default`, or raises if `default` is None.
-    """
-    name = _GROUPS[dim][1]
-
-    def get() -> int:
-        if default is not None and current.get().read(name) is None:
-            return default
-        rank: int = _value_of(dim, name).rank()
-        return rank
-
-    get.__doc__ = f"Return the position of the calling rank in its {_words(dim)} group."
-    if default is not None:
-        get.__doc__ += f" If there is no such group, return {default}."
-    return get
+def get_pipeline_parallel_group() -> ProcessGroup:
+    """Return the calling rank's pipeline parallel group."""
+    return _held("pp")
 
 
-get_tensor_parallel_group = _group("tp")
-get_tensor_parallel_ranks = _ranks("tp")
-get_tensor_parallel_world_size = _size("tp", default=1)
-get_tensor_parallel_rank = _rank("tp", default=0)
-get_pipeline_parallel_group = _group("pp")
-get_pipeline_parallel_ranks = _ranks("pp")
-get_pipeline_parallel_world_size = _size("pp")
-get_pipeline_parallel_rank = _rank("pp")
-get_context_parallel_group = _group("cp")
-get_context_parallel_ranks = _ranks("cp")
-get_context_parallel_world_size = _size("cp")
-get_context_parallel_rank = _rank("cp")
-get_data_parallel_group = _group("dp")
-get_data_parallel_ranks = _ranks("dp")
-get_data_parallel_world_size = _size("dp")
-get_data_parallel_rank = _rank("dp")
+def get_pipeline_parallel_ranks() -> list[int]:
+    """Return the ranks of the calling rank's pipeline parallel group."""
+    return _held("pp", 1)
+
+
+def get_pipeline_parallel_world_size() -> int:
+    """Return the size of the calling rank's pipeline parallel group."""
+    return _held("pp").size()
+
+
+def get_pipeline_parallel_rank() -> int:
+    """Return the position of the calling rank in its pipeline parallel group."""
+    return _held("pp").rank()
+
+
+def get_context_parallel_group() -> ProcessGroup:
+    """Return the calling rank's context parallel group."""
+    return _held("cp")
+
+
+def get_context_parallel_ranks() -> list[int]:
+    """Return the ranks of the calling rank's context parallel group."""
+    return _held("cp", 1)
+
+
+def get_context_parallel_world_size() -> int:
+    """Return the size of the calling rank's context parallel group."""
+    return _held("cp").size()
+
+
+def get_context_parallel_rank() -> int:
+    """Return the position of the calling rank in its context parallel group."""
+    return _held("cp").rank()
+
+
+def get_data_parallel_group() -> ProcessGroup:
+    """Return the calling rank's data parallel group."""
+    return _held("dp")
+
+
+def get_data_parallel_ranks() -> list[int]:
+    """Return the ranks of the calling rank's data parallel group."""
+    return _held("dp", 1)
+
+
+def get_data_parallel_world_size() -> int:
+    """Return the size of the calling rank's data parallel group."""
+    return _held("dp").size()
+
+
+def get_data_parallel_rank() -> int:
+    """Return the position of the calling rank in its data parallel group."""
+    return _held("dp").rank()
 
 
 def get_tensor_parallel_src_rank() -> int:
@@ -362,5 +356,4 @@ def split_tensor_along_last_dim(
 
 
 tp = sys.modules[__name__]
-name_functions(globals(), __name__)
 current.bind(tp, _GLOBALS)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import re
 import warnings
 
 from hypercomm.compat import aliases
@@ -25,8 +23,7 @@ def install() -> None:
     this function before `megatron.core` is imported. megatron-core need not be installed. A second
     call has no effect.
 
-    If the installed megatron-core is newer than every supported release, a warning lists the names
-    that this package does not have.
+    If the installed megatron-core is newer than every supported release, a warning is issued.
 
     Raises:
         StateError: `megatron.core` has already been imported. Nothing was changed.
@@ -39,31 +36,15 @@ def install() -> None:
     """
     if aliases.install(_HOMES, ("megatron", "megatron.core"), loaded="megatron.core"):
         version.changes.cache_clear()
-        _warn_of_newer()
+        theirs = version.installed()
+        if theirs is not None and theirs[:2] > version.NEWEST[:2]:
+            newer, known = (".".join(map(str, release[:2])) for release in (theirs, version.NEWEST))
+            warnings.warn(
+                f"megatron-core {newer} is newer than {known}, the newest release that hypercomm "
+                f"supports, so names may be missing",
+                stacklevel=2,
+            )
 
 
 class MegatronNotReplacedWarning(UserWarning):
     """megatron.core was not replaced, so its layers do not find the groups of this package."""
-
-
-_PUBLIC = re.compile(r"^(?:def|class) ([A-Za-z]\w*)", re.MULTILINE)
-
-
-def _warn_of_newer() -> None:
-    theirs = version.installed()
-    folder = version.source_folder()
-    if theirs is None or folder is None or theirs[:2] <= version.NEWEST[:2]:
-        return
-    lacking = [
-        f"{file.stem}.{missing}"
-        for file in folder.glob("*.py")
-        if file.stem in ("parallel_state", "process_groups_config", "hyper_comm_grid")
-        for missing in _PUBLIC.findall(file.read_text(encoding="utf-8", errors="replace"))
-        if not hasattr(importlib.import_module(f"{_OURS}.{file.stem}"), missing)
-    ]
-    known, newer = (".".join(map(str, release)) for release in (version.NEWEST[:2], theirs))
-    warnings.warn(
-        f"megatron-core {newer} is newer than {known}, the newest release that hypercomm supports; "
-        f"names that hypercomm does not have: {', '.join(lacking) or 'none'}",
-        stacklevel=3,
-    )

@@ -5,8 +5,9 @@ The functions act on the current `ParallelState`: the state of a `with use(state
 default state, which `initialize_model_parallel` fills. The globals, such as `_DATA_PARALLEL_GROUP`,
 can be read and written, and getters return written values. DeepSpeed accepts this module as `mpu`.
 
-The functions call one another by their names in this module. If a program replaces a function,
-other functions call the replacement, as in Megatron.
+If a program replaces a getter of this module, other functions call the replacement, as in Megatron.
+The same holds for `create_group`, `get_nccl_options`, `overwrite_nccl_comm_cfgs`, and for the
+functions that choose the ranks with embeddings.
 
 Source: names, signatures and behaviour follow `megatron.core.parallel_state`; the sequence-parallel
 names follow Megatron-DeepSpeed, at 4efb479.
@@ -20,9 +21,8 @@ import inspect
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import attrs
@@ -30,31 +30,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.compat.layouts import DIMS, GTP, Layouts, inject_gtp, order_layout
+from hypercomm.compat.layouts import DIMS, GTP, inject_gtp, order_layout
 from hypercomm.compat.megatron import state as _states
 from hypercomm.compat.megatron import table, version
 from hypercomm.compat.megatron.install import MegatronNotReplacedWarning
-from hypercomm.compat.megatron.state import NO_PART, RANK, SIZE, STAGE, STAGES, current, words_of
+from hypercomm.compat.megatron.state import current
 from hypercomm.compat.megatron.table import CP, DP, DP_CP, EP, EXPERT_DP, EXPERT_TP, GLOO, PP, TP
-from hypercomm.compat.module_state import name_functions
 from hypercomm.errors import (
     ConfigurationError,
     GroupMissingError,
-    NotInitializedError,
     StateError,
     UnknownDimError,
 )
 from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.layout.checks import check_duration, positive
-from hypercomm.layout.groups import as_groups
 from hypercomm.layout.text import short_repr
 from hypercomm.process_groups import torch_internals as torchdist
-from hypercomm.process_groups.spec import GroupRequest
-
-_state = current.get
-
-_NAMES = globals()
-"""The functions of this module. A program may have replaced some of them."""
 
 _inject_gtp_remat_axis = inject_gtp
 default_embedding_ranks = table.default_embedding_ranks
@@ -156,7 +147,7 @@ def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
         ...     destroy_model_parallel()
         1 9
     """
-    config = table.Configuration.of_call("initialize_model_parallel", args, kwargs)
+    config = table.Configuration(*args, **kwargs)
     theirs = sys.modules.get("megatron.core.parallel_state")
     if theirs is not None and theirs is not sys.modules[__name__]:
         warnings.warn(
@@ -166,15 +157,14 @@ def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
             MegatronNotReplacedWarning,
             stacklevel=2,
         )
-    config = attrs.evolve(
-        config,
-        get_embedding_ranks=config.get_embedding_ranks or default_embedding_ranks,
-        get_position_embedding_ranks=config.get_position_embedding_ranks
-        or default_position_embedding_ranks,
+    words = config.get_embedding_ranks or default_embedding_ranks
+    positions = config.get_position_embedding_ranks or default_position_embedding_ranks
+    current.default.begin(
+        attrs.evolve(config, get_embedding_ranks=words, get_position_embedding_ranks=positions),
+        get_nccl_options,
+        overwrite_nccl_comm_cfgs,
+        _replaced_create_group(),
     )
-    create = _create_by_functions if _creators_are_replaced() else None
-    functions = _states.Functions(get_nccl_options, overwrite_nccl_comm_cfgs, create)
-    current.default.begin(config, functions)
 
 
 initialize_model_parallel.__signature__ = inspect.signature(  # type: ignore[attr-defined]
@@ -212,8 +202,7 @@ def sequence_data_parallel_is_initialized() -> bool:
 
 
 def _has(*names: str) -> bool:
-    values = _state().values
-    return all(values[name] is not None for name in names)
+    return all(_held(name, False) is not None for name in names)
 
 
 def is_unitialized() -> bool:
@@ -226,74 +215,119 @@ def _deprecated(name: str, other: str) -> None:
     warnings.warn(f"{name} is deprecated, use {other}", DeprecationWarning, stacklevel=3)
 
 
+def _held(name: str, check_initialized: bool = True) -> Any:
+    """Return the value of a global in the current state."""
+    return (current.alone or current.get()).value_of(name, check_initialized)
+
+
 # ---- getters of groups --------------------------------------------------------------------------
 
 
-RanksGetter = Callable[..., list[int]]
+def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the group over tensor and pipeline parallel."""
+    return _held(table.MP, check_initialized)
 
 
-def _held(name: str, check_initialized: bool = True) -> Any:
-    return _state().require(name, check_initialized)
+def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the tensor parallel group."""
+    return _held(TP, check_initialized)
 
 
-def _getter(name: str) -> Callable[..., Any]:
-    """Return a function that returns the value of a global."""
-
-    def get(check_initialized: bool = True) -> Any:
-        state = current.alone or _state()
-        value = state.values.get(name)
-        if value is None and check_initialized:
-            raise state.missing(name)
-        return value
-
-    get.__doc__ = f"Return the {words_of(name)} of the calling rank."
-    return get
+def get_pipeline_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the group of the calling rank's pipeline."""
+    return _held(PP, check_initialized)
 
 
-def _group(name: str) -> Callable[..., ProcessGroup]:
-    return _getter(name)
+def get_context_parallel_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the context parallel group."""
+    return _held(CP, check_initialized)
 
 
-get_model_parallel_group = _group(table.MP)
-get_tensor_model_parallel_group = _group(TP)
-get_pipeline_model_parallel_group = _group(PP)
-get_context_parallel_group = _group(CP)
-get_embedding_group = _group("_EMBEDDING_GROUP")
-get_position_embedding_group = _group("_POSITION_EMBEDDING_GROUP")
-get_tensor_and_context_parallel_group = _group(table.TP_CP)
-get_gtp_weight_remat_group = _group(table.GTP_GROUP)
-get_expert_gtp_weight_remat_group = _group(table.EXPERT_GTP_GROUP)
-get_expert_model_parallel_group = _group(EP)
-get_expert_tensor_parallel_group = _group(EXPERT_TP)
-get_expert_tensor_and_model_parallel_group = _group(table.TP_EP)
-get_intra_distributed_optimizer_instance_group = _group(table.ONE_INSTANCE)
-get_inter_distributed_optimizer_instance_group = _group(table.INTER_INSTANCES)
-get_hierarchical_context_parallel_groups: Callable[..., list[ProcessGroup]] = _getter(
-    table.HIERARCHY
-)
+def get_embedding_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the group of the pipeline's ranks that have word embeddings."""
+    return _held("_EMBEDDING_GROUP", check_initialized)
 
-get_context_parallel_global_ranks: RanksGetter = _getter("_CONTEXT_PARALLEL_GLOBAL_RANKS")
-get_gtp_weight_remat_global_ranks: RanksGetter = _getter("_GTP_WEIGHT_REMAT_GLOBAL_RANKS")
-get_expert_gtp_weight_remat_global_ranks: RanksGetter = _getter(
-    "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS"
-)
+
+def get_position_embedding_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the group of the pipeline's ranks that have position embeddings."""
+    return _held("_POSITION_EMBEDDING_GROUP", check_initialized)
+
+
+def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the group over tensor and context parallel."""
+    return _held(table.TP_CP, check_initialized)
+
+
+def get_gtp_weight_remat_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the group of GTP peers that share the weights of dense layers."""
+    return _held(table.GTP_GROUP, check_initialized)
+
+
+def get_expert_gtp_weight_remat_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the group of GTP peers that share the weights of experts."""
+    return _held(table.EXPERT_GTP_GROUP, check_initialized)
+
+
+def get_expert_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the expert parallel group."""
+    return _held(EP, check_initialized)
+
+
+def get_expert_tensor_parallel_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the tensor parallel group of experts."""
+    return _held(EXPERT_TP, check_initialized)
+
+
+def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the group over tensor and expert parallel of experts."""
+    return _held(table.TP_EP, check_initialized)
+
+
+def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the group of all ranks of one optimizer instance."""
+    return _held(table.ONE_INSTANCE, check_initialized)
+
+
+def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the group of ranks at the same position in several optimizer instances."""
+    return _held(table.INTER_INSTANCES, check_initialized)
+
+
+def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[ProcessGroup]:
+    """Return the context parallel group of each level, innermost first."""
+    return _held(table.HIERARCHY, check_initialized)
+
+
+def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int]:
+    """Return the ranks of the context parallel group."""
+    return _held("_CONTEXT_PARALLEL_GLOBAL_RANKS", check_initialized)
+
+
+def get_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int]:
+    """Return the ranks of the group of GTP peers."""
+    return _held("_GTP_WEIGHT_REMAT_GLOBAL_RANKS", check_initialized)
+
+
+def get_expert_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int]:
+    """Return the ranks of the experts' group of GTP peers."""
+    return _held("_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS", check_initialized)
+
 
 # Megatron-DeepSpeed calls context parallel sequence parallel. There is no function
 # initialize_sequence_parallel, because DeepSpeed assumes no model parallel if an mpu has it.
-get_sequence_parallel_group = _group(CP)
-get_sequence_data_parallel_group = _group(DP_CP)
+def get_sequence_parallel_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the context parallel group, for DeepSpeed."""
+    return _held(CP, check_initialized)
 
-_PARTS = {DP: NO_PART, DP_CP: table.INTRA_DP_CP, EXPERT_DP: table.INTRA_EXPERT_DP}
-"""For each data parallel group, the global of its part in one optimizer instance."""
 
-_PEERS = {name: name + table.WITH_GTP for name in (*_PARTS, *_PARTS.values())}
-_PEERS[NO_PART] = NO_PART
-"""For each of these groups and parts, the global of the group that also includes the GTP peers."""
+def get_sequence_data_parallel_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the group over data and context parallel, for DeepSpeed."""
+    return _held(DP_CP, check_initialized)
 
 
 def get_data_parallel_group(
     with_context_parallel: bool = False,
-    *more: bool,
+    *,
     with_gtp_remat: bool = True,
     partial_data_parallel: bool = False,
     independent_all_gather: bool = False,
@@ -302,7 +336,6 @@ def get_data_parallel_group(
 
     Args:
         with_context_parallel: Whether to include the context parallel ranks.
-        more: Further arguments by position, in the order of the Megatron release in use.
         with_gtp_remat: Whether to include the GTP peers, which process different data. Otherwise,
             the group has only the ranks with the same weights.
         partial_data_parallel: Whether to return the part of the group in one optimizer instance.
@@ -310,42 +343,31 @@ def get_data_parallel_group(
         independent_all_gather: Whether to return the second group for all-gathers. Needs
             `with_context_parallel`.
     """
-    state = current.alone or _state()
-    if more:
-        return get_data_parallel_group(with_context_parallel, **_named(state, _DATA_FLAGS, more))
     if independent_all_gather and with_context_parallel and not partial_data_parallel:
-        return state.require(table.DP_CP_AG)
-    name = _data_name(state, with_context_parallel, with_gtp_remat, partial_data_parallel)
-    return state.values.get(name) or state.require(name)
+        return _held(table.DP_CP_AG)
+    return _held(_data_name(with_context_parallel, partial_data_parallel) + _peers(with_gtp_remat))
 
 
-_DATA_FLAGS = ("partial_data_parallel", "independent_all_gather")
-_EXPERT_FLAGS = ("partial_expert_data_parallel",)
-"""The order of arguments up to megatron-core 0.18. In later releases, with_gtp_remat is first."""
+def _data_name(with_context_parallel: bool, is_partial: bool) -> str:
+    """Return the global of a data parallel group."""
+    if not is_partial:
+        return DP_CP if with_context_parallel else DP
+    if not with_context_parallel:
+        raise StateError("partial_data_parallel=True needs with_context_parallel=True")
+    return table.INTRA_DP_CP
 
 
-def _named(state: ParallelState, flags: Sequence[str], given: Sequence[bool]) -> dict[str, bool]:
-    """Name positional arguments. Their order depends on the release that the state follows."""
-    names = ("with_gtp_remat", flags[0]) if state.answers_gtp else flags
-    if len(given) > len(names):
-        raise TypeError(f"only {', '.join(names)} can be given by position, got {given}")
-    return dict(zip(names, given, strict=False))
-
-
-def _data_name(state: ParallelState, with_cp: bool, with_gtp: bool, is_partial: bool) -> str:
-    """Return the global of the data parallel group that the arguments choose."""
-    name = DP_CP if with_cp else DP
-    if is_partial:
-        name = _PARTS[name]
-    return _PEERS[name] if with_gtp and state.answers_gtp else name
+def _peers(with_gtp_remat: bool) -> str:
+    """Return the suffix of the global with a group that may include the GTP peers."""
+    state = current.alone or current.get()
+    return table.WITH_GTP if with_gtp_remat and state.answers_gtp else ""
 
 
 def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> ProcessGroup:
     """Return the gloo group of data parallel ranks."""
-    name = DP_CP if with_context_parallel else DP
-    return _held((_PARTS[name] if partial_data_parallel else name) + GLOO)
+    return _held(_data_name(with_context_parallel, partial_data_parallel) + GLOO)
 
 
 def has_separate_all_gather_group() -> bool:
@@ -378,9 +400,9 @@ def get_dynamic_data_context_parallel_groups(
 def _of_size(name: str, check_initialized: bool, group_size: int | None) -> ProcessGroup:
     if group_size == get_data_parallel_world_size(with_context_parallel=True):
         return _held(DP_CP, check_initialized)
-    groups = _state().values[name]
-    option = table.ROWS[name].option
+    groups = _held(name)
     if group_size not in groups:
+        option = table.ROWS[name].option
         raise GroupMissingError(
             f"there is no group of group_size={short_repr(group_size)} in {name}; "
             f"{f'the sizes are {list(groups)}' if groups else f'initialise with {option}=True'}"
@@ -409,13 +431,13 @@ def get_expert_tensor_model_pipeline_parallel_group(
     check_initialized: bool = True, with_egtp_remat: bool = False
 ) -> ProcessGroup:
     """Return the group over expert tp, ep and pp, optionally with the GTP peers."""
-    name = f"{table.EXPERT_MP}_WITH_EGTP" if with_egtp_remat else table.EXPERT_MP
+    name = table.EXPERT_MP_WITH_GTP if with_egtp_remat else table.EXPERT_MP
     return _held(name, check_initialized)
 
 
 def get_expert_data_parallel_group(
     check_initialized: bool = True,
-    *more: bool,
+    *,
     with_gtp_remat: bool = True,
     partial_expert_data_parallel: bool = False,
 ) -> ProcessGroup:
@@ -423,24 +445,12 @@ def get_expert_data_parallel_group(
 
     Args:
         check_initialized: Whether to raise if there is no group. Otherwise, None is returned.
-        more: Further arguments by position, in the order of the Megatron release in use.
         with_gtp_remat: Whether to include the GTP peers. Otherwise, the group has only the ranks
             with the same weights.
         partial_expert_data_parallel: Whether to return the part in one optimizer instance.
     """
-    state = current.alone or _state()
-    if more:
-        return get_expert_data_parallel_group(
-            check_initialized, **_named(state, _EXPERT_FLAGS, more)
-        )
-    name = _expert_data_name(state, with_gtp_remat, partial_expert_data_parallel)
-    return state.values.get(name) or state.require(name, check_initialized)
-
-
-def _expert_data_name(state: ParallelState, with_gtp: bool, is_partial: bool) -> str:
-    """Return the global of the expert data parallel group that the arguments choose."""
-    name = table.INTRA_EXPERT_DP if is_partial else EXPERT_DP
-    return _PEERS[name] if with_gtp and state.answers_gtp else name
+    name = table.INTRA_EXPERT_DP if partial_expert_data_parallel else EXPERT_DP
+    return _held(name + _peers(with_gtp_remat), check_initialized)
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
@@ -457,127 +467,205 @@ def get_data_modulo_expert_parallel_group(
 
 
 # ---- getters of sizes and ranks ---------------------------------------------------------------
+# If torch.distributed is not initialised, some of these functions return 0 and others raise, as in
+# Megatron.
 
 
-def _known(state: ParallelState, name: str, fact: str, getter: str) -> int | None:
-    """Return a group's cached size, or the calling rank's cached position, or None.
-
-    Args:
-        state: The state that has the group.
-        name: The global with the group.
-        fact: `SIZE` or `RANK`.
-        getter: The name of the function that returns the group. If a program has replaced this
-            function, the cache is not used.
-    """
-    return state.facts[fact].get(name) if _NAMES[getter] is _OWN[getter] else None
+def get_model_parallel_world_size() -> int:
+    """Return the size of the model parallel group."""
+    return get_model_parallel_group().size()
 
 
-def _fact_getter(name: str, fact: str) -> Callable[[], int]:
-    """Return a function that returns the size of a group, or the calling rank's position in it.
-
-    Args:
-        name: The global `_X_GROUP` with the group, which `get_x_group` returns.
-        fact: `SIZE` or `RANK`.
-    """
-    getter = f"get{name.lower()}"
-    has_peers = name in (table.GTP_GROUP, table.EXPERT_GTP_GROUP)
-    given = {"check_initialized": False} if has_peers else {}
-
-    def get() -> int:
-        state = current.alone or _state()
-        known = _known(state, name, fact, getter)
-        if known is not None:
-            return known
-        return state.find(name, fact, lambda: _NAMES[getter](**given))
-
-    get.__doc__ = f"Return the {_FACTS[fact]} {words_of(name)}."
-    return get
+def get_model_parallel_rank() -> int:
+    """Return the calling rank's position in the model parallel group."""
+    return get_model_parallel_group().rank()
 
 
-_FACTS = {SIZE: "size of the", RANK: "position of the calling rank in the"}
-_size = partial(_fact_getter, fact=SIZE)
-_rank = partial(_fact_getter, fact=RANK)
-
-get_model_parallel_world_size = _size(table.MP)
-get_model_parallel_rank = _rank(table.MP)
-get_tensor_model_parallel_world_size = _size(TP)
-get_tensor_model_parallel_rank = _rank(TP)
-get_pipeline_model_parallel_world_size = _size(PP)
-get_pipeline_model_parallel_rank = _rank(PP)
-get_context_parallel_world_size = _size(CP)
-get_context_parallel_rank = _rank(CP)
-get_tensor_and_context_parallel_world_size = _size(table.TP_CP)
-get_tensor_and_context_parallel_rank = _rank(table.TP_CP)
-get_gtp_weight_remat_world_size = _size(table.GTP_GROUP)
-get_gtp_weight_remat_rank = _rank(table.GTP_GROUP)
-get_expert_gtp_weight_remat_world_size = _size(table.EXPERT_GTP_GROUP)
-get_expert_gtp_weight_remat_rank = _rank(table.EXPERT_GTP_GROUP)
-get_expert_model_parallel_world_size = _size(EP)
-get_expert_model_parallel_rank = _rank(EP)
-get_expert_tensor_parallel_world_size = _size(EXPERT_TP)
-get_expert_tensor_parallel_rank = _rank(EXPERT_TP)
-get_expert_tensor_and_model_parallel_world_size = _size(table.TP_EP)
-get_expert_tensor_and_model_parallel_rank = _rank(table.TP_EP)
-get_sequence_parallel_world_size = _size(CP)
-get_sequence_parallel_rank = _rank(CP)
+def get_tensor_model_parallel_world_size() -> int:
+    """Return the size of the tensor parallel group."""
+    given = _held("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE", False)
+    return get_tensor_model_parallel_group().size() if given is None else given
 
 
-def _data_getter(fact: str) -> Callable[..., int]:
-    def get(
-        with_context_parallel: bool = False,
-        *more: bool,
-        with_gtp_remat: bool = True,
-        partial_data_parallel: bool = False,
-    ) -> int:
-        state = current.alone or _state()
-        if more:
-            return get(with_context_parallel, **_named(state, _DATA_FLAGS, more))
-        name = _data_name(state, with_context_parallel, with_gtp_remat, partial_data_parallel)
-        known = _known(state, name, fact, "get_data_parallel_group")
-        if known is not None:
-            return known
-        return state.find(
-            name,
-            fact,
-            lambda: get_data_parallel_group(
-                with_context_parallel=with_context_parallel,
-                partial_data_parallel=partial_data_parallel,
-                **_peers(with_gtp_remat),
-            ),
-        )
-
-    get.__doc__ = f"Return the {_FACTS[fact]} group that `get_data_parallel_group` returns."
-    return get
+def get_tensor_model_parallel_rank() -> int:
+    """Return the calling rank's position in the tensor parallel group."""
+    given = _held("_MPU_TENSOR_MODEL_PARALLEL_RANK", False)
+    return get_tensor_model_parallel_group().rank() if given is None else given
 
 
-def _expert_data_getter(fact: str) -> Callable[..., int]:
-    def get(
-        *more: bool, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
-    ) -> int:
-        state = current.alone or _state()
-        if more:
-            return get(**_named(state, _EXPERT_FLAGS, more))
-        name = _expert_data_name(state, with_gtp_remat, partial_expert_data_parallel)
-        known = _known(state, name, fact, "get_expert_data_parallel_group")
-        if known is not None:
-            return known
-        given = {"partial_expert_data_parallel": partial_expert_data_parallel}
-        given |= _peers(with_gtp_remat)
-        return state.find(name, fact, lambda: get_expert_data_parallel_group(**given))
-
-    get.__doc__ = f"Return the {_FACTS[fact]} group that `get_expert_data_parallel_group` returns."
-    return get
+def get_pipeline_model_parallel_world_size() -> int:
+    """Return the size of the pipeline parallel group."""
+    given = _held("_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", False)
+    return get_pipeline_model_parallel_group().size() if given is None else given
 
 
-def _peers(with_gtp: bool) -> dict[str, bool]:
+def get_pipeline_model_parallel_rank() -> int:
+    """Return the calling rank's position in the pipeline parallel group."""
+    given = _held("_MPU_PIPELINE_MODEL_PARALLEL_RANK", False)
+    return get_pipeline_model_parallel_group().rank() if given is None else given
+
+
+def get_context_parallel_world_size() -> int:
+    """Return the size of the context parallel group."""
+    return get_context_parallel_group().size() if dist.is_initialized() else 0
+
+
+def get_context_parallel_rank() -> int:
+    """Return the calling rank's position in the context parallel group."""
+    return get_context_parallel_group().rank() if dist.is_initialized() else 0
+
+
+def get_tensor_and_context_parallel_world_size() -> int:
+    """Return the size of the tensor and context parallel group."""
+    return get_tensor_and_context_parallel_group().size() if dist.is_initialized() else 0
+
+
+def get_tensor_and_context_parallel_rank() -> int:
+    """Return the calling rank's position in the tensor and context parallel group."""
+    return get_tensor_and_context_parallel_group().rank() if dist.is_initialized() else 0
+
+
+def get_gtp_weight_remat_world_size() -> int:
+    """Return the size of the GTP group."""
+    group = get_gtp_weight_remat_group(check_initialized=False)
+    return 0 if group is None else group.size()
+
+
+def get_gtp_weight_remat_rank() -> int:
+    """Return the calling rank's position in the GTP group."""
+    group = get_gtp_weight_remat_group(check_initialized=False)
+    return 0 if group is None else group.rank()
+
+
+def get_expert_gtp_weight_remat_world_size() -> int:
+    """Return the size of the experts' GTP group."""
+    group = get_expert_gtp_weight_remat_group(check_initialized=False)
+    return 0 if group is None else group.size()
+
+
+def get_expert_gtp_weight_remat_rank() -> int:
+    """Return the calling rank's position in the experts' GTP group."""
+    group = get_expert_gtp_weight_remat_group(check_initialized=False)
+    return 0 if group is None else group.rank()
+
+
+def get_expert_model_parallel_world_size() -> int:
+    """Return the size of the expert parallel group."""
+    given = _held("_MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE", False)
+    if given is None and dist.is_initialized():
+        return get_expert_model_parallel_group().size()
+    return given or 0
+
+
+def get_expert_model_parallel_rank() -> int:
+    """Return the calling rank's position in the expert parallel group."""
+    given = _held("_MPU_EXPERT_MODEL_PARALLEL_RANK", False)
+    if given is None and dist.is_initialized():
+        return get_expert_model_parallel_group().rank()
+    return given or 0
+
+
+def get_expert_tensor_parallel_world_size() -> int:
+    """Return the size of the experts' tensor parallel group."""
+    given = _held("_MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE", False)
+    if given is None and _held(EXPERT_TP, False) is None:
+        return _held("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE", False)
+    return get_expert_tensor_parallel_group().size() if given is None else given
+
+
+def get_expert_tensor_parallel_rank() -> int:
+    """Return the calling rank's position in the experts' tensor parallel group."""
+    given = _held("_MPU_EXPERT_TENSOR_PARALLEL_RANK", False)
+    if given is None and _held(EXPERT_TP, False) is None:
+        return _held("_MPU_TENSOR_MODEL_PARALLEL_RANK", False)
+    return get_expert_tensor_parallel_group().rank() if given is None else given
+
+
+def get_expert_tensor_and_model_parallel_world_size() -> int:
+    """Return the size of the experts' tensor and expert parallel group."""
+    return get_expert_tensor_and_model_parallel_group().size() if dist.is_initialized() else 0
+
+
+def get_expert_tensor_and_model_parallel_rank() -> int:
+    """Return the calling rank's position in the experts' tensor and expert parallel group."""
+    return get_expert_tensor_and_model_parallel_group().rank() if dist.is_initialized() else 0
+
+
+def get_sequence_parallel_world_size() -> int:
+    """Return the size of the context parallel group."""
+    return get_sequence_parallel_group().size() if dist.is_initialized() else 0
+
+
+def get_sequence_parallel_rank() -> int:
+    """Return the calling rank's position in the context parallel group."""
+    return get_sequence_parallel_group().rank() if dist.is_initialized() else 0
+
+
+def get_data_parallel_world_size(
+    with_context_parallel: bool = False,
+    *,
+    with_gtp_remat: bool = True,
+    partial_data_parallel: bool = False,
+) -> int:
+    """Return the size of the group that `get_data_parallel_group` returns."""
+    given = _held("_MPU_DATA_PARALLEL_WORLD_SIZE", False)
+    if given is not None or not dist.is_initialized():
+        return given or 0
+    group = get_data_parallel_group(
+        with_context_parallel=with_context_parallel,
+        partial_data_parallel=partial_data_parallel,
+        **_unless_default(with_gtp_remat),
+    )
+    return group.size()
+
+
+def get_data_parallel_rank(
+    with_context_parallel: bool = False,
+    *,
+    with_gtp_remat: bool = True,
+    partial_data_parallel: bool = False,
+) -> int:
+    """Return the calling rank's position in the group that `get_data_parallel_group` returns."""
+    given = _held("_MPU_DATA_PARALLEL_RANK", False)
+    if given is not None or not dist.is_initialized():
+        return given or 0
+    group = get_data_parallel_group(
+        with_context_parallel=with_context_parallel,
+        partial_data_parallel=partial_data_parallel,
+        **_unless_default(with_gtp_remat),
+    )
+    return group.rank()
+
+
+def get_expert_data_parallel_world_size(
+    *, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
+) -> int:
+    """Return the size of the group that `get_expert_data_parallel_group` returns."""
+    if not dist.is_initialized():
+        return 0
+    group = get_expert_data_parallel_group(
+        partial_expert_data_parallel=partial_expert_data_parallel,
+        **_unless_default(with_gtp_remat),
+    )
+    return group.size()
+
+
+def get_expert_data_parallel_rank(
+    *, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
+) -> int:
+    """Return the position of the calling rank in the group that the getter of the group returns."""
+    if not dist.is_initialized():
+        return 0
+    group = get_expert_data_parallel_group(
+        partial_expert_data_parallel=partial_expert_data_parallel,
+        **_unless_default(with_gtp_remat),
+    )
+    return group.rank()
+
+
+def _unless_default(with_gtp_remat: bool) -> dict[str, bool]:
     """Return the argument `with_gtp_remat` if it is False. A replaced getter may lack it."""
-    return {} if with_gtp else {"with_gtp_remat": False}
-
-
-get_data_parallel_world_size = _data_getter(SIZE)
-get_data_parallel_rank = _data_getter(RANK)
-get_expert_data_parallel_world_size = _expert_data_getter(SIZE)
-get_expert_data_parallel_rank = _expert_data_getter(RANK)
+    return {} if with_gtp_remat else {"with_gtp_remat": False}
 
 
 def get_sequence_data_parallel_world_size() -> int:
@@ -595,7 +683,7 @@ def get_all_ranks() -> str:
 
     The groups are tp, gtp_remat (from megatron-core 0.19 on), dp, cp, pp and ep.
     """
-    peers = [get_gtp_weight_remat_rank() or 0] if _state().answers_gtp else []
+    peers = [get_gtp_weight_remat_rank() or 0] if current.get().answers_gtp else []
     ranks = [
         get_tensor_model_parallel_rank(),
         *peers,
@@ -608,57 +696,91 @@ def get_all_ranks() -> str:
 
 
 # ---- sizes and ranks that are set ---------------------------------------------------------------
+# Getters return a value that was set instead of the value of the group, until it is set to None.
 
 
-def _setter(name: str) -> Callable[[int | None], None]:
-    """Return a function that sets a size or rank, which overrides the value of the group."""
-
-    def set_world_size(world_size: int | None) -> None:
-        _state().write(name, world_size)
-
-    def set_rank(rank: int | None) -> None:
-        _state().write(name, rank)
-
-    setter = set_rank if name.endswith(RANK) else set_world_size
-    setter.__doc__ = f"Set {name}. Getters return it instead of the value of the group."
-    return setter
+def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
+    """Set the value that `get_tensor_model_parallel_world_size` returns."""
+    current.get().write("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE", world_size)
 
 
-set_tensor_model_parallel_world_size = _setter("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE")
-set_tensor_model_parallel_rank = _setter("_MPU_TENSOR_MODEL_PARALLEL_RANK")
-set_pipeline_model_parallel_world_size = _setter("_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE")
-set_pipeline_model_parallel_rank = _setter("_MPU_PIPELINE_MODEL_PARALLEL_RANK")
-set_virtual_pipeline_model_parallel_world_size = _setter(STAGES)
-set_data_parallel_rank = _setter("_MPU_DATA_PARALLEL_RANK")
-set_expert_model_parallel_world_size = _setter("_MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE")
-set_expert_model_parallel_rank = _setter("_MPU_EXPERT_MODEL_PARALLEL_RANK")
-set_expert_tensor_parallel_world_size = _setter("_MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE")
-set_expert_tensor_parallel_rank = _setter("_MPU_EXPERT_TENSOR_PARALLEL_RANK")
+def set_tensor_model_parallel_rank(rank: int | None) -> None:
+    """Set the value that `get_tensor_model_parallel_rank` returns."""
+    current.get().write("_MPU_TENSOR_MODEL_PARALLEL_RANK", rank)
+
+
+def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
+    """Set the value that `get_pipeline_model_parallel_world_size` returns."""
+    current.get().write("_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", world_size)
+
+
+def set_pipeline_model_parallel_rank(rank: int | None) -> None:
+    """Set the value that `get_pipeline_model_parallel_rank` returns."""
+    current.get().write("_MPU_PIPELINE_MODEL_PARALLEL_RANK", rank)
+
+
+def set_expert_model_parallel_world_size(world_size: int | None) -> None:
+    """Set the value that `get_expert_model_parallel_world_size` returns."""
+    current.get().write("_MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE", world_size)
+
+
+def set_expert_model_parallel_rank(rank: int | None) -> None:
+    """Set the value that `get_expert_model_parallel_rank` returns."""
+    current.get().write("_MPU_EXPERT_MODEL_PARALLEL_RANK", rank)
+
+
+def set_expert_tensor_parallel_world_size(world_size: int | None) -> None:
+    """Set the value that `get_expert_tensor_parallel_world_size` returns."""
+    current.get().write("_MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE", world_size)
+
+
+def set_expert_tensor_parallel_rank(rank: int | None) -> None:
+    """Set the value that `get_expert_tensor_parallel_rank` returns."""
+    current.get().write("_MPU_EXPERT_TENSOR_PARALLEL_RANK", rank)
+
+
+def set_data_parallel_rank(rank: int | None) -> None:
+    """Set the value that `get_data_parallel_rank` returns."""
+    current.get().write("_MPU_DATA_PARALLEL_RANK", rank)
+
+
+def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
+    """Set the number of virtual stages of each rank."""
+    current.get().write(_states.STAGES, world_size)
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
     """Set the virtual stage (deprecated: pass `vp_stage` instead)."""
     _deprecated("set_virtual_pipeline_model_parallel_rank", "the argument vp_stage")
-    _state().write(STAGE, rank)
+    current.get().write(_states.STAGE, rank)
 
 
 # ---- global ranks, and the pipeline -----------------------------------------------------------
 
 
-def _first(name: str) -> Callable[[], int]:
-    def get() -> int:
-        state = current.alone or _state()
-        return (state.values.get(name) or state.require(name))[0]
-
-    get.__doc__ = f"Return the first of the {words_of(name)}."
-    return get
+def get_tensor_model_parallel_src_rank() -> int:
+    """Return the first rank of the calling rank's tensor parallel group."""
+    return _held("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS")[0]
 
 
-get_tensor_model_parallel_src_rank = _first("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS")
-get_model_parallel_src_rank = _first("_MODEL_PARALLEL_GLOBAL_RANKS")
-get_expert_model_parallel_src_rank = _first("_EXPERT_MODEL_PARALLEL_RANKS")
-get_sequence_parallel_src_rank = _first("_CONTEXT_PARALLEL_GLOBAL_RANKS")
-get_pipeline_model_parallel_first_rank = _first("_PIPELINE_GLOBAL_RANKS")
+def get_model_parallel_src_rank() -> int:
+    """Return the first rank of the calling rank's model parallel group."""
+    return _held("_MODEL_PARALLEL_GLOBAL_RANKS")[0]
+
+
+def get_expert_model_parallel_src_rank() -> int:
+    """Return the first rank of the calling rank's expert parallel group."""
+    return _held("_EXPERT_MODEL_PARALLEL_RANKS")[0]
+
+
+def get_sequence_parallel_src_rank() -> int:
+    """Return the first rank of the calling rank's context parallel group."""
+    return _held("_CONTEXT_PARALLEL_GLOBAL_RANKS")[0]
+
+
+def get_pipeline_model_parallel_first_rank() -> int:
+    """Return the first rank of the calling rank's pipeline."""
+    return _held("_PIPELINE_GLOBAL_RANKS")[0]
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
@@ -723,7 +845,7 @@ def _virtual_stage(vp_stage: int | None) -> int | None:
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Return whether the calling rank, or its stage `vp_stage`, has word embeddings."""
     rank = dist.get_rank()
-    ranks = _state().values["_EMBEDDING_GLOBAL_RANKS"]
+    ranks = _held("_EMBEDDING_GLOBAL_RANKS", False)
     if ranks is None or ignore_virtual or rank not in ranks:
         return ranks is not None and rank in ranks
     if rank == ranks[0]:
@@ -734,18 +856,18 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 def is_rank_in_position_embedding_group() -> bool:
     """Return whether the calling rank has position embeddings."""
     rank = dist.get_rank()
-    ranks = _state().values["_POSITION_EMBEDDING_GLOBAL_RANKS"]
+    ranks = _held("_POSITION_EMBEDDING_GLOBAL_RANKS", False)
     return ranks is not None and rank in ranks
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
     """Return the virtual stage, or None if the pipeline is not virtual."""
-    return _held(STAGE, check_initialized=False)
+    return _held(_states.STAGE, False)
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     """Return the number of virtual stages of a rank, or None if the pipeline is not virtual."""
-    return _held(STAGES, check_initialized=False)
+    return _held(_states.STAGES, False)
 
 
 # ---- memory buffers ---------------------------------------------------------------------------
@@ -753,8 +875,15 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
 _MEMORY = "_GLOBAL_MEMORY_BUFFER"
 _SYMMETRIC = "_GLOBAL_SYMMETRIC_MEMORY_BUFFER"
 
-get_global_memory_buffer: Callable[[], GlobalMemoryBuffer] = _getter(_MEMORY)
-get_global_symmetric_memory_buffer = _getter(_SYMMETRIC)
+
+def get_global_memory_buffer() -> GlobalMemoryBuffer:
+    """Return the memory buffer."""
+    return _held(_MEMORY)
+
+
+def get_global_symmetric_memory_buffer() -> Any:
+    """Return the symmetric memory buffer."""
+    return _held(_SYMMETRIC)
 
 
 def _set_global_memory_buffer() -> None:
@@ -774,19 +903,19 @@ def _set_global_symmetric_memory_buffer() -> None:
 
 
 def _fill_once(name: str, make: Callable[[], Any]) -> None:
-    if _held(name, check_initialized=False) is not None:
+    if _held(name, False) is not None:
         raise StateError(f"{name} is already initialized; destroy it first")
-    _state().write(name, make())
+    current.get().write(name, make())
 
 
 def destroy_global_memory_buffer() -> None:
     """Discard the memory buffer."""
-    _state().write(_MEMORY, None)
+    current.get().write(_MEMORY, None)
 
 
 def destroy_global_symmetric_memory_buffer() -> None:
     """Discard the symmetric memory buffer."""
-    _state().write(_SYMMETRIC, None)
+    current.get().write(_SYMMETRIC, None)
 
 
 # ---- enumerations of groups ---------------------------------------------------------------------
@@ -937,7 +1066,7 @@ def create_group(
         group_desc=group_desc,
     )
     if ranks is None or dist.get_rank() in ranks:
-        _state().list_groups([group])
+        current.get().list_groups([group])
     return group
 
 
@@ -974,16 +1103,10 @@ def create_hierarchical_groups(
     for level, groups in enumerate(RankGroups([ranks]).levels(hierarchical_group_sizes)):
         options = pg_options[level] if isinstance(pg_options, list) else pg_options
         given: Any = {"timeout": timeout, "group_desc": f"HIERARCHICAL_{group_desc}_L{level}"}
-        found.append(_create_each(rank, groups.to_lists(), pg_options=options, **given))
-        twins = groups.to_lists() if create_gloo_process_groups else []
-        gloo.append(_create_each(rank, twins, backend="gloo", **given))
+        found.append(_states.create_each(create_group, rank, groups, pg_options=options, **given))
+        twins = groups if create_gloo_process_groups else []
+        gloo.append(_states.create_each(create_group, rank, twins, backend="gloo", **given))
     return (found, gloo) if rank in ranks else ([], [])
-
-
-def _create_each(rank: int, groups: Iterable[Sequence[int]], **options: Any) -> ProcessGroup | None:
-    """Create several groups, and return the group of one rank. All ranks must call this."""
-    created = [(members, create_group(members, **options)) for members in groups]
-    return next((group for members, group in created if rank in members), None)
 
 
 def create_hybrid_dp_cp_groups(
@@ -1016,7 +1139,8 @@ def _by_size(
     for size in [2**power for power in range(int(math.log2(len(ranks)))) if 2**power >= least]:
         groups = [ranks[first : first + size] for first in range(0, len(ranks), size)]
         name = f"{kind}_DP_CP_GROUP_{size}"
-        group = _create_each(rank, groups, pg_options=pg_options, group_desc=name)
+        options = {"pg_options": pg_options, "group_desc": name}
+        group = _states.create_each(create_group, rank, groups, **options)
         if group is not None:
             found[size] = group
     return found
@@ -1043,39 +1167,11 @@ def create_all_gather_groups(
             ValueError).
         ConfigurationError: `nccl_comm_cfgs` contains an option that NCCL rejects.
     """
-    state = _state()
-    if not is_initialized() or state.configuration is None:
-        raise NotInitializedError(
-            "create_all_gather_groups() needs groups; call initialize_model_parallel() first"
-        )
-    config = attrs.evolve(state.configuration, create_all_gather_group=True)
-    if timeout is not None:
-        config = attrs.evolve(config, distributed_timeout_minutes=timeout / timedelta(minutes=1))
-    layouts = Layouts(*[grid.layout for grid in state.grids.values()])
     asked = [table.ROWS[table.DP_CP_AG]]
-    if for_expert_parallelism and get_expert_model_parallel_world_size() > 1:
+    if for_expert_parallelism and is_initialized() and get_expert_model_parallel_world_size() > 1:
         asked.append(table.EXPERT_ALL_GATHER)
     options = {row.key: get_nccl_options(row.key, nccl_comm_cfgs or {}) for row in asked}
-    wanted = list(table.rows(config, layouts, options, table=asked))
-    requests = [
-        attrs.evolve(each.request, timeout=config.timeout, group_desc=each.description)
-        for each in wanted
-    ]
-    sizes = _sizes_of_getters()
-    configured = [
-        {dim: layout.size_of(dim, default=1) for dim in own}
-        for layout, own in zip(layouts, sizes, strict=True)
-    ]
-    if _creators_are_replaced() or sizes != configured:
-        groups = _create_by_functions(config, sizes, wanted, requests)
-    else:
-        groups = [
-            state.grids["dense"].ensure_pg(**attrs.asdict(request, recurse=False))
-            for request in requests
-        ]
-    for each, group in zip(wanted, groups, strict=True):
-        state.write(each.name, group)
-    state.list_groups(groups)
+    groups = current.get().add_all_gather_groups(asked, options, timeout, _replaced_create_group())
     return groups[0], groups[1] if len(groups) > 1 else None
 
 
@@ -1096,130 +1192,35 @@ def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> Non
 
 # ---- functions that a program has replaced ------------------------------------------------------
 
-_CREATORS = (
-    "create_group",
-    "create_hierarchical_groups",
-    "create_hybrid_dp_cp_groups",
-    "create_dynamic_dp_cp_groups",
-    "RankGenerator",
-    "generate_masked_orthogonal_rank_groups",
-    "_inject_gtp_remat_axis",
-)
-"""The functions with which Megatron creates groups. A program may replace them."""
 
+def _replaced_create_group() -> Callable[..., Any] | None:
+    """Return `create_group` if a program has replaced it or torch's `new_group`, otherwise None.
 
-def _creators_are_replaced() -> bool:
-    """Return whether one of `_CREATORS`, or torch's `new_group`, has been replaced."""
+    Raises:
+        StateError: A program has replaced a function that Megatron asks for the ranks of groups.
+    """
+    for replaced, own in zip(_rank_functions(), _OWN_RANK_FUNCTIONS, strict=True):
+        if replaced is not own:
+            raise StateError(
+                f"{own.__name__} of {__name__} was replaced, but the grid computes the ranks of "
+                f"groups; replace create_group or torch.distributed.new_group instead"
+            )
     module = getattr(dist.new_group, "__globals__", {}).get("__name__", "")
-    is_torchs = module.startswith("torch.")
-    return not is_torchs or any(_NAMES[name] is not _OWN[name] for name in _CREATORS)
+    is_own = create_group is _own_create_group and module.startswith("torch.")
+    return None if is_own else create_group
 
 
-def _sizes_of_getters() -> list[dict[str, int]]:
-    """Return the sizes of the dense and the expert layers, by dim, from the getters."""
-    dense, expert = (
-        {dim: _NAMES[f"get_{name}_world_size"]() or 1 for dim, name in names.items()}
-        for names in (_DENSE, _EXPERT)
+def _rank_functions() -> tuple[Callable[..., Any], ...]:
+    return (
+        RankGenerator,
+        generate_masked_orthogonal_rank_groups,
+        create_hierarchical_groups,
+        create_hybrid_dp_cp_groups,
+        create_dynamic_dp_cp_groups,
     )
-    for sizes in (dense, expert):  # the data parallel sizes include the GTP peers
-        sizes["dp"] //= sizes[GTP]
-    return [dense, expert]
 
 
-_SHARED = {"pp": "pipeline_model_parallel", "dp": "data_parallel", "tp": "tensor_model_parallel"}
-_DENSE = {**_SHARED, "cp": "context_parallel", GTP: "gtp_weight_remat"}
-_EXPERT = {"pp": _SHARED["pp"], "dp": "expert_data_parallel", "tp": "expert_tensor_parallel"}
-_EXPERT |= {"ep": "expert_model_parallel", GTP: "expert_gtp_weight_remat"}
-"""For each dim, the `x` in the name of its getter, `get_x_world_size`."""
-
-
-def _create_by_functions(
-    config: table.Configuration,
-    sizes: Sequence[Mapping[str, int]],
-    wanted: Sequence[table.WantedGroup],
-    requests: Sequence[GroupRequest],
-) -> list[ProcessGroup | None]:
-    """Create groups with the functions of this module, as Megatron does.
-
-    A program may have replaced the functions, so every rank calls them for every group of the job.
-
-    Args:
-        config: The configuration.
-        sizes: The sizes of the dense and of the expert layers, by dim.
-        wanted: The groups.
-        requests: The arguments of `create_pg` for each of `wanted`.
-
-    Returns:
-        The calling rank's group for each of `wanted`.
-    """
-    after = "cp" if "cp_before_gtp_remat" in config.changes else "tp"
-    generators = {
-        "dense": _generator(config, sizes[0], after),
-        "expert": _generator(config, sizes[1], "ep"),
-    }
-    found: list[ProcessGroup | None] = []
-    parts: dict[str, dict[Any, ProcessGroup]] = {}
-    for each, request in zip(wanted, requests, strict=True):
-        dims = request.dims
-        token = dims if isinstance(dims, str) else "-".join(map(str, dims))
-        groups = generators[each.row.grid].get_ranks(token)
-        if each.part is not None:
-            if each.name not in parts:
-                parts[each.name] = {}
-                for ranks in groups:
-                    parts[each.name].update(_create_parts(config, each.name, ranks, request))
-            found.append(parts[each.name].get(each.part))
-            continue
-        derive = request.derive
-        if derive is not None:
-            of_dims = RankGroups(groups)
-            groups = as_groups(derive(of_dims) if callable(derive) else derive, of_dims).to_lists()
-        options: Any = {
-            "timeout": request.timeout,
-            "backend": request.backend,
-            "pg_options": request.pg_options,
-            "group_desc": each.description,
-        }
-        found.append(_create_each(dist.get_rank(), groups, **options))
-    return found
-
-
-def _generator(config: table.Configuration, sizes: Mapping[str, int], after: str) -> RankGenerator:
-    """Return the `RankGenerator` of a layout. A program may have replaced the class."""
-    given = {dim: sizes.get(dim, 1) for dim in DIMS}
-    order = config.order
-    if config.has_gtp or "gtp_remat" in config.changes:
-        order = _inject_gtp_remat_axis(order, after=after)
-    else:
-        del given[GTP]
-    return RankGenerator(**given, order=order, rank_offset=config.rank_offset)
-
-
-def _create_parts(
-    config: table.Configuration, name: str, ranks: list[int], request: GroupRequest
-) -> Mapping[Any, ProcessGroup]:
-    """Create the groups of a table row that has several groups, within `ranks`.
-
-    Returns:
-        The calling rank's groups, by position or size.
-    """
-    rank = dist.get_rank()
-    options = request.pg_options
-    if name == table.HYBRID:
-        return create_hybrid_dp_cp_groups(rank, ranks, options)
-    if name == table.DYNAMIC:
-        least = config.min_dynamic_context_parallel_size
-        return create_dynamic_dp_cp_groups(rank, ranks, options, min_cp_size=least)
-    sizes = config.hierarchical_context_parallel_sizes or ()
-    given: Any = {"pg_options": options, "timeout": request.timeout}
-    description = "CONTEXT_PARALLEL_GROUP"
-    levels, _ = create_hierarchical_groups(rank, ranks, sizes, **given, group_desc=description)
-    return dict(enumerate(levels))
-
-
-name_functions(globals(), __name__)
-
-_OWN = dict(globals())
-"""The functions of this module before a program replaces any."""
+_own_create_group = create_group
+_OWN_RANK_FUNCTIONS = _rank_functions()
 
 current.bind(sys.modules[__name__], _states.GLOBALS)

@@ -4,48 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
-from hypercomm.compat.layouts import DIMS, EXPERT, GTP, NAMES, Layouts, megatron_layouts
+from hypercomm.compat.layouts import DIMS, EXPERT, GTP, Layouts, megatron_layouts
 from hypercomm.compat.megatron import table, version
 from hypercomm.compat.megatron.process_groups_config import ProcessGroupCollection
 from hypercomm.compat.megatron.state import options_by_key
 from hypercomm.errors import GridDestroyedError, LayoutError, UnknownDimError
 from hypercomm.grid import HyperCommGrid
 from hypercomm.grid.grid_set import GridSet
-from hypercomm.layout.checks import as_world_size
-from hypercomm.layout.parsing import short_names
-from hypercomm.layout.text import did_you_mean, short_repr
-from hypercomm.process_groups.options import Share, StrategyName
+from hypercomm.layout.checks import as_world_size, check_choice
+from hypercomm.process_groups.options import Share
 from hypercomm.process_groups.spec import GroupKey, GroupRequest
 from hypercomm.process_groups.world import size_of_world
 
 
 def megatron_grids(
     *,
-    tp: int | None = None,
-    cp: int | None = None,
-    pp: int | None = None,
-    ep: int | None = None,
+    tp: int = 1,
+    cp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
     expt_tp: int | None = None,
-    gtp_remat: int | None = None,
-    expt_gtp_remat: int | None = None,
-    tensor_model_parallel_size: int | None = None,
-    context_parallel_size: int | None = None,
-    pipeline_model_parallel_size: int | None = None,
-    expert_model_parallel_size: int | None = None,
-    expert_tensor_parallel_size: int | None = None,
-    gtp_remat_size: int | None = None,
-    expert_gtp_remat_size: int | None = None,
+    gtp_remat: int = 1,
+    expt_gtp_remat: int = 1,
     order: str = "tp-cp-ep-dp-pp",
     world_size: int | None = None,
-    inference: Mapping[str, int] | None = None,
-    name: str | None = None,
-    backend: str | None = None,
-    creation: StrategyName = "auto",
-    share: Share = "never",
-    lazy_init: bool | None = None,
-    verify: bool | None = None,
-    enable_reconfigure: bool = False,
+    inference: Mapping[str, int | None] | None = None,
+    **options: Any,
 ) -> GridSet:
     """Make the grids of a Megatron model: "training", and "inference" if `inference` is given.
 
@@ -55,7 +41,7 @@ def megatron_grids(
     creates all groups that Megatron's code needs.
 
     Args:
-        tp: Tensor parallel size. The default of this and of most other sizes is 1.
+        tp: Tensor parallel size.
         cp: Context parallel size.
         pp: Pipeline parallel size.
         ep: Expert parallel size.
@@ -67,23 +53,11 @@ def megatron_grids(
         expt_gtp_remat: Number of GTP peers that share the weights of experts. If this number is
             larger than 1, expt_gtp_remat is a dim of the view. Unless the order names gtp_remat,
             it is inserted after ep.
-        tensor_model_parallel_size: Megatron's name of `tp`.
-        context_parallel_size: Megatron's name of `cp`.
-        pipeline_model_parallel_size: Megatron's name of `pp`.
-        expert_model_parallel_size: Megatron's name of `ep`.
-        expert_tensor_parallel_size: Megatron's name of `expt_tp`.
-        gtp_remat_size: Megatron's name of `gtp_remat`.
-        expert_gtp_remat_size: Megatron's name of `expt_gtp_remat`.
         order: The order of the dense and of the expert dims. The first dim varies fastest.
         world_size: Number of ranks of the job. Default: see `HyperCommGrid`.
         inference: The sizes for inference on the same ranks, by the names of the arguments above.
-        name: A name that distinguishes this set from other sets. See `GridSet`.
-        backend: Backend of the groups. `HyperCommGrid` documents this and the next five arguments.
-        creation: The strategy that creates the groups.
-        share: Whether several keys may use one group.
-        lazy_init: Whether the ranks of a group connect at their first message.
-        verify: Whether ranks check that all of them create the same groups in the same order.
-        enable_reconfigure: Whether a reshape may change the ranks of a group and keep the group.
+        options: The name of the set and the options of its groups, such as `backend=` and `share=`.
+            See `GridSet`.
 
     Raises:
         LayoutError: A size is not a positive int, or the order cannot be read.
@@ -92,7 +66,6 @@ def megatron_grids(
         UnknownDimError: The order or `inference` names a dim that Megatron does not have.
         WorldSizeError: The sizes of the dense layers, or the sizes of the experts, do not divide
             the world.
-        TypeError: A size is given both by its short name and by Megatron's name.
 
     Example:
         >>> grids = megatron_grids(tp=2, pp=2, ep=2, inference={"tp": 4}, world_size=16)
@@ -101,34 +74,31 @@ def megatron_grids(
         training tp=2,cp=1,dp=4,pp=2 experts expt_tp=2,ep=2,expt_dp=2,pp=2
         inference tp=4,cp=1,dp=4,pp=1 experts expt_tp=4,ep=1,expt_dp=4,pp=1
     """
-    sizes = {name: value for name, value in locals().items() if name in {*NAMES, *NAMES.values()}}
     total = as_world_size(size_of_world(world_size))
-    models = {"training": sizes}
+    models: dict[str, Mapping[str, int | None]] = {
+        "training": {
+            "tp": tp,
+            "cp": cp,
+            "pp": pp,
+            "ep": ep,
+            "expt_tp": expt_tp,
+            "gtp_remat": gtp_remat,
+            "expt_gtp_remat": expt_gtp_remat,
+        }
+    }
     if inference is not None:
         for dim in inference:
-            if dim not in {*NAMES, *NAMES.values()}:
-                raise UnknownDimError(
-                    f"unknown dim {short_repr(dim)} in inference=; the dims are "
-                    f"{list(NAMES.values())}"
-                    f"{did_you_mean(dim, (*NAMES.values(), *NAMES))}"
-                )
-        models["inference"] = dict(inference)
+            check_choice("a dim of inference=", dim, [*models["training"]], UnknownDimError)
+        models["inference"] = inference
     anchor = "cp" if "cp_before_gtp_remat" in version.changes() else "tp"
-    layouts = {}
-    for label, given in models.items():
-        short, names = short_names("megatron_grids", given, NAMES)
-        layouts[label] = megatron_layouts(short, order, total, anchor, names)
+    layouts = {
+        label: megatron_layouts(sizes, order, total, anchor) for label, sizes in models.items()
+    }
     grids = GridSet(
         {label: views.base for label, views in layouts.items()},
         requires="tiled" if inference is None else "colocated",
         world_size=total,
-        name=name,
-        backend=backend,
-        creation=creation,
-        share=share,
-        lazy_init=lazy_init,
-        verify=verify,
-        enable_reconfigure=enable_reconfigure,
+        **options,
     )
     for label, views in layouts.items():
         expert = views[EXPERT]
@@ -231,13 +201,7 @@ def create_megatron_pgs(
     backend: str | None = None,
     timeout: timedelta | None = None,
     share: Share | None = None,
-    num_distributed_optimizer_instances: int = 1,
-    hierarchical_context_parallel_sizes: Sequence[int] | None = None,
-    create_all_gather_group: bool = False,
-    get_embedding_ranks: table.RanksFunction | None = None,
-    get_position_embedding_ranks: table.RanksFunction | None = None,
-    nccl_communicator_config_path: str | None = None,
-    high_priority_stream_groups: Sequence[str] | None = None,
+    **options: Any,
 ) -> dict[str, ProcessGroupCollection]:
     """Create all process groups that Megatron's code needs in each grid, or none of them.
 
@@ -249,15 +213,8 @@ def create_megatron_pgs(
         backend: The backend of the groups. See `GridSet.create_pgs`.
         timeout: The timeout of each group, and of this call.
         share: Whether several keys may use one group.
-        num_distributed_optimizer_instances: The number of optimizer instances. `megatron_requests`
-            documents this and the next six arguments. If grids need different values, pass the
-            requests of each grid to `grids.create_pgs`.
-        hierarchical_context_parallel_sizes: The group size of each level of cp.
-        create_all_gather_group: Whether to create second groups for all-gathers.
-        get_embedding_ranks: A function that returns the ranks with word embeddings.
-        get_position_embedding_ranks: A function that returns the ranks with position embeddings.
-        nccl_communicator_config_path: A yaml file with NCCL options.
-        high_priority_stream_groups: Keys of groups whose streams have a high priority.
+        options: The keyword arguments of `megatron_requests`. If grids need different values, pass
+            the requests of each grid to `grids.create_pgs`.
 
     Returns:
         The `ProcessGroupCollection` of each grid that contains the calling rank, by name.
@@ -276,19 +233,7 @@ def create_megatron_pgs(
         2 2 2
         4 1 1
     """
-    requests = {
-        name: megatron_requests(
-            grid,
-            num_distributed_optimizer_instances=num_distributed_optimizer_instances,
-            hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
-            create_all_gather_group=create_all_gather_group,
-            get_embedding_ranks=get_embedding_ranks,
-            get_position_embedding_ranks=get_position_embedding_ranks,
-            nccl_communicator_config_path=nccl_communicator_config_path,
-            high_priority_stream_groups=high_priority_stream_groups,
-        )
-        for name, grid in grids.items()
-    }
+    requests = {name: megatron_requests(grid, **options) for name, grid in grids.items()}
     grids.create_pgs(requests, backend=backend, timeout=timeout, share=share)
     return collections_of(grids)
 

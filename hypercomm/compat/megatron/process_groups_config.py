@@ -130,7 +130,7 @@ class ProcessGroupCollection:
         """Return a collection of a parallel state's groups. See `use_mpu_process_groups`."""
         wanted = table.FIELDS if required_pgs is None else as_strings(required_pgs, "required_pgs")
         _check_fields(cls, "Invalid process groups requested", *wanted)
-        return cls(**{name: state.require(table.FIELDS[name], name in _NEEDED) for name in wanted})
+        return cls(**{name: state.value_of(table.FIELDS[name], name in _NEEDED) for name in wanted})
 
     @classmethod
     def from_grid(cls, grid: GridView, expert: GridView | None = None) -> ProcessGroupCollection:
@@ -219,7 +219,7 @@ class ProcessGroupCollection:
         named = {f"{name}_group": group for name, group in groups.items()}
         has_gloo = use_gloo_process_groups and not cls.is_gtp_remat_active(named)
         for name in ("intra_dp_cp", "intra_expt_dp"):
-            gloo = current.get().require(table.FIELDS[name] + table.GLOO) if has_gloo else None
+            gloo = current.get().value_of(table.FIELDS[name] + table.GLOO) if has_gloo else None
             named[f"{name}_group_gloo"] = gloo
         return named
 

@@ -13,20 +13,21 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
+from datetime import timedelta
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import attrs
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.compat.layouts import EXPERT
+from hypercomm.compat.layouts import EXPERT, Layouts
 from hypercomm.compat.megatron import table, version
 from hypercomm.compat.module_state import CurrentState, ModuleState
-from hypercomm.errors import ConfigurationError, StateError
+from hypercomm.errors import ConfigurationError, NotInitializedError, StateError
 from hypercomm.grid import HyperCommGrid
 from hypercomm.grid.view import GridView
 from hypercomm.layout.checks import as_ordered, check_choice
@@ -36,19 +37,13 @@ from hypercomm.process_groups.spec import GroupRequest
 
 logger = logging.getLogger(__name__)
 
-SIZE: Final = "WORLD_SIZE"
-RANK: Final = "RANK"
-"""The two facts about a group: its size, and the calling rank's position in the group.
-
-Each name is also the suffix of the global that overrides the fact.
-"""
-
 _LIST = "_global_process_group_list"
-STAGE, STAGES = (f"_VIRTUAL_PIPELINE_MODEL_PARALLEL_{fact}" for fact in (RANK, SIZE))
+STAGE = "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"
+STAGES = "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"
 OVERRIDES = [
-    f"_MPU_{what}_PARALLEL_{fact}"
-    for what in ("EXPERT_MODEL", "EXPERT_TENSOR", "TENSOR_MODEL", "PIPELINE_MODEL", "DATA")
-    for fact in (SIZE, RANK)
+    f"_MPU_{kind}_PARALLEL_{what}"
+    for kind in ("EXPERT_MODEL", "EXPERT_TENSOR", "TENSOR_MODEL", "PIPELINE_MODEL", "DATA")
+    for what in ("WORLD_SIZE", "RANK")
 ]
 """Globals that callers can set to a size or rank, which overrides the value of the group."""
 
@@ -61,29 +56,8 @@ GLOBALS: dict[str, Callable[[], Any]] = {
 }
 """Every global of Megatron's parallel_state, with a function that returns its empty value."""
 
-NO_PART = "_INTRA_PARTIAL_DATA_PARALLEL_GROUP"
-"""The global of the part of the dp group in one optimizer instance. This group never exists."""
-
 _SHARP = {"dp": table.DP_CP, "dp_replica": table.INTER_INSTANCES}
 """For each value of `sharp_enabled_group`, the global of the group that uses SHARP."""
-
-_NEED_A_JOB = (table.TP, table.PP, table.MP, table.EXPERT_TP)
-"""Groups whose size and rank getters raise if torch.distributed is not initialised.
-
-The getters of other groups return 0.
-"""
-
-
-_GROUPS = {
-    name: f"_MPU{name.removeprefix('_INTRA_PARTIAL').partition('_GROUP')[0]}"
-    for name in (*table.ROWS, table.EXPERT_ALL_GATHER.name, NO_PART)
-}
-"""Maps the global of each group to the prefix of the globals that override its size and rank."""
-
-
-def words_of(name: str) -> str:
-    """Return the name of a global as words, for documentation and errors."""
-    return name.strip("_").replace("_", " ").lower()
 
 
 class GlobalMemoryBuffer:
@@ -144,14 +118,7 @@ def destroy_users_of_groups() -> None:
 # ---- NCCL, SHARP and UCC -----------------------------------------------------------------------
 
 NcclConfig = dict[str, dict[str, Any]]
-CreateFunction = Callable[
-    [table.Configuration, list[Mapping[str, int]], list[table.WantedGroup], list[GroupRequest]],
-    "list[ProcessGroup | None]",
-]
-"""A function that creates groups and returns the calling rank's groups.
-
-Its second argument contains the sizes of the dense and of the expert layout.
-"""
+Groups = list[ProcessGroup | None]
 
 _COLLNET = "NCCL_COLLNET_ENABLE"
 _PRIORITY = "is_high_priority_stream"
@@ -204,29 +171,19 @@ def overwrite_nccl_comm_cfgs(
     nccl_comm_cfgs.setdefault(pg_name, {})[key] = value
 
 
-@attrs.frozen
-class Functions:
-    """The functions that a state calls to create groups. A program may replace them.
-
-    Attributes:
-        get_nccl_options: Returns the options of a group.
-        overwrite_nccl_comm_cfgs: Sets one option in a configuration.
-        create: Creates groups. Default: the grid of the state creates them.
-    """
-
-    get_nccl_options: Callable[..., Any] = get_nccl_options
-    overwrite_nccl_comm_cfgs: Callable[..., None] = overwrite_nccl_comm_cfgs
-    create: CreateFunction | None = None
-
-
 def options_by_key(
-    config: table.Configuration, functions: Functions | None = None
+    config: table.Configuration,
+    get_options: Callable[..., Any] = get_nccl_options,
+    overwrite: Callable[..., None] = overwrite_nccl_comm_cfgs,
 ) -> dict[str, Any]:
     """Return the backend options that the file and the stream priorities set, by NCCL key.
 
-    Keys with equal options share one options object, so that these keys can also share groups. If
-    the backend of WORLD supports no options, the result is empty, and a warning is logged. If a
-    program has replaced `get_nccl_options`, the replacement is called for every key.
+    If the backend of WORLD supports no options, the result is empty, and a warning is logged.
+
+    Args:
+        config: The configuration.
+        get_options: Returns the options of a key, or None.
+        overwrite: Sets one option of one key.
 
     Raises:
         OSError, YAMLError: The file cannot be read.
@@ -235,28 +192,21 @@ def options_by_key(
         NotInitializedError: There are options, but torch.distributed is not initialised, so the
             backend is unknown.
     """
-    functions = functions or Functions()
     path = config.nccl_communicator_config_path
     preferred = config.high_priority_stream_groups
     content: NcclConfig = {} if path is None else _read(path)
     for key in as_ordered(preferred, "high_priority_stream_groups") if preferred else ():
-        functions.overwrite_nccl_comm_cfgs(content, key, (_PRIORITY, True))
+        overwrite(content, key, (_PRIORITY, True))
     for key in content:
         check_choice("a group of the NCCL configuration", key, table.NCCL_KEYS, ConfigurationError)
-    options: dict[str, Any] = dict(content)
-    if functions.get_nccl_options is not get_nccl_options:
-        given = {key: functions.get_nccl_options(key, content) for key in table.NCCL_KEYS}
-        options = {key: own for key, own in given.items() if own is not None}
-    if not options:
+    if not content and get_options is get_nccl_options:
         return {}
     backend = torchdist.default_backend()
     if not any(map(torchdist.takes_options, torchdist.single_backends(backend))):
-        logger.warning("NCCL options of groups %s have no effect on %r", [*options], backend)
+        logger.warning("NCCL options of groups have no effect on %r", backend)
         return {}
-    if functions.get_nccl_options is not get_nccl_options:
-        return options
-    made = {repr(own): get_nccl_options(key, content) for key, own in content.items()}
-    return {key: made[repr(own)] for key, own in content.items()}
+    options = {key: get_options(key, content) for key in table.NCCL_KEYS}
+    return {key: own for key, own in options.items() if own is not None}
 
 
 def _read(path: str) -> NcclConfig:
@@ -304,10 +254,6 @@ class ParallelState(ModuleState):
             state.
         answers_gtp: Whether data parallel getters return groups with GTP peers by default.
         values: The value of each global.
-        facts: Two dicts, with the keys `SIZE` and `RANK`. They map the global of each group to the
-            cached size of the group, and to the calling rank's cached position in the group. If a
-            group is not a ProcessGroup, as in tests with mocks, only values that a caller has set
-            are cached.
 
     Example:
         >>> from hypercomm.testing import fake_world
@@ -326,85 +272,92 @@ class ParallelState(ModuleState):
         self._own: list[ProcessGroup] = []
         super().reset()
 
-    def fill(self, values: Mapping[str, Any]) -> None:
-        """Set several globals, and update the cached sizes and positions."""
-        super().fill(values)
-        self.facts: dict[str, dict[str, int]] = {SIZE: {}, RANK: {}}
-        for name, override in _GROUPS.items():
-            group: Any = self.values.get(name)
-            for fact, known in self.facts.items():
-                given = self.values.get(f"{override}_{fact}")
-                # The methods of a mock may return another value in each call.
-                if given is None and issubclass(type(group), ProcessGroup):
-                    given = group.size() if fact == SIZE else group.rank()
-                if given is not None:
-                    known[name] = given
-
-    def find(self, name: str, fact: str, get_group: Callable[[], ProcessGroup | None]) -> Any:
-        """Return the size of a group, or the calling rank's position in it, by Megatron's rules.
-
-        Args:
-            name: The global with the group.
-            fact: `SIZE` or `RANK`.
-            get_group: A function that returns the group.
-        """
-        given = self.values.get(f"{_GROUPS[name]}_{fact}")
-        if given is not None:
-            return given
-        if name not in _NEED_A_JOB and not dist.is_initialized():
-            return 0
-        if name == table.EXPERT_TP and self.values.get(name) is None:
-            return self.values[f"{_GROUPS[table.TP]}_{fact}"]
-        group = get_group()
-        if group is None:  # only for a group of GTP peers, if there are no peers
-            return 0
-        return group.size() if fact == SIZE else group.rank()
-
     def initialize(self, *args: Any, **kwargs: Any) -> None:
         """Create all groups of a configuration. If the call fails, nothing is changed.
 
         See `parallel_state.initialize_model_parallel` for the arguments and errors.
         """
-        self.begin(table.Configuration.of_call("ParallelState.create", args, kwargs), Functions())
+        self.begin(table.Configuration(*args, **kwargs))
 
-    def begin(self, configuration: table.Configuration, functions: Functions) -> None:
-        """Create all groups of a configuration with the given functions. See `initialize`."""
+    def begin(
+        self,
+        config: table.Configuration,
+        get_options: Callable[..., Any] = get_nccl_options,
+        overwrite: Callable[..., None] = overwrite_nccl_comm_cfgs,
+        create_group: Callable[..., Any] | None = None,
+    ) -> None:
+        """Create all groups of a configuration, like `initialize`.
+
+        Args:
+            config: The configuration.
+            get_options: See `options_by_key`.
+            overwrite: See `options_by_key`.
+            create_group: A function that creates each group of the job. Default: the grid creates
+                only the groups of the calling rank.
+        """
         names = (*table.ROWS, "_GLOBAL_MEMORY_BUFFER")
-        layouts = self.check_new(names, "destroy_model_parallel", configuration.layouts)
-        options = options_by_key(configuration, functions)
-        by_functions = functions.create is not None
-        wanted = list(table.rows(configuration, layouts, options, by_functions=by_functions))
+        layouts = self.check_new(names, "destroy_model_parallel", config.layouts)
+        options = options_by_key(config, get_options, overwrite)
+        by_function = create_group is not None
+        wanted = list(table.rows(config, layouts, options, by_function=by_function))
+        listed = copy(self.values[_LIST])
         with contextlib.ExitStack() as undo:
             undo.callback(os.environ.update, dict(os.environ))
             undo.callback(os.environ.clear)  # runs before the update
-            _set_environment(configuration.pipeline_model_parallel_comm_backend)
+            _set_environment(config.pipeline_model_parallel_comm_backend)
             grid = undo.enter_context(HyperCommGrid(layouts.dense, name="megatron"))
             grid.register_view(EXPERT, layouts.expert.shape, layouts.expert.dim_names)
-            if functions.create is None:
-                groups = _create(lambda _, asked: grid.create_pgs(asked), wanted, configuration)
-            else:
-                undo.callback(self._restore_list, copy(self.values[_LIST]))
-                listed = self.values[_LIST] or []
-                with current.use(self):
-                    sizes = [layout.sizes for layout in layouts]
-                    create = partial(functions.create, configuration, sizes)
-                    groups = _create(create, wanted, configuration)
-                self._own = [group for group in self.values[_LIST] or [] if group not in listed]
+            undo.callback(self._restore_list, listed)
+            with current.use(self):
+                groups = _create_with_sharp(grid, config, wanted, create_group)
             undo.pop_all()
-        self.configuration = configuration
+        self._own = [group for group in self.values[_LIST] or [] if group not in (listed or [])]
+        self.configuration = config
         self.grid = grid
-        self.strict = configuration.strict
+        self.strict = config.strict
         self.grids = {"dense": grid, "expert": grid.view(EXPERT)}
-        self.answers_gtp = configuration.has_gtp or "gtp_remat" in configuration.changes
-        values: dict[str, Any] = {"_GLOBAL_MEMORY_BUFFER": GlobalMemoryBuffer()}
-        if configuration.virtual_pipeline_model_parallel_size is not None:
-            values[STAGES] = configuration.virtual_pipeline_model_parallel_size
-            values[STAGE] = 0
-        self.fill(values | _values_of(wanted, groups))
+        self.answers_gtp = config.has_gtp or "gtp_remat" in config.changes
+        self.values["_GLOBAL_MEMORY_BUFFER"] = GlobalMemoryBuffer()
+        if config.virtual_pipeline_model_parallel_size is not None:
+            self.values |= {STAGES: config.virtual_pipeline_model_parallel_size, STAGE: 0}
+        self.values |= _values_of(wanted, groups)
         self.list_groups(groups)
         current.keep(self)
 
-    def _restore_list(self, listed: list[ProcessGroup | None] | None) -> None:
+    def add_all_gather_groups(
+        self,
+        rows: Iterable[table.Row],
+        options: Mapping[str, Any],
+        timeout: timedelta | None,
+        create_group: Callable[..., Any] | None,
+    ) -> Groups:
+        """Create groups for all-gathers, or return the existing ones.
+
+        Args:
+            rows: The rows of the groups.
+            options: The backend options by NCCL key.
+            timeout: The timeout of the groups. Default: the timeout of the other groups.
+            create_group: See `begin`.
+        """
+        if self.grid is None or self.configuration is None:
+            raise NotInitializedError(
+                "create_all_gather_groups() needs groups; call initialize_model_parallel() first"
+            )
+        grid = self.grid
+        config = attrs.evolve(self.configuration, create_all_gather_group=True)
+        layouts = Layouts(*(view.layout for view in self.grids.values()))
+        wanted = list(table.rows(config, layouts, options, table=rows))
+        timeout = timeout or config.timeout
+        if create_group is not None:
+            groups = _create(grid, timeout, wanted, create_group)
+        else:
+            requests = [attrs.asdict(each, recurse=False) for each in _requests(wanted, timeout)]
+            groups = [grid.ensure_pg(**request) for request in requests]
+        self.values |= {each.name: group for each, group in zip(wanted, groups, strict=True)}
+        self.list_groups(groups)
+        return groups
+
+    def _restore_list(self, listed: Groups | None) -> None:
         """Restore an earlier list of groups, and destroy the later groups in reverse order."""
         created = self.values[_LIST] or []
         self.values[_LIST] = listed
@@ -427,25 +380,21 @@ class ParallelState(ModuleState):
             if group not in listed:
                 listed.append(group)
 
-    # ---- values for getters ---------------------------------------------------------------------
-
-    def require(self, name: str, check_initialized: bool = True) -> Any:
+    def value_of(self, name: str, must_exist: bool = True) -> Any:
         """Return the value of a global.
 
         Raises:
-            StateError: The value is None, and `check_initialized` is True.
+            StateError: The value is None, and `must_exist` is True.
         """
         value = self.values.get(name)
-        if value is None and check_initialized:
+        if value is None and must_exist:
             raise self.missing(name)
         return value
 
     def missing(self, name: str) -> StateError:
         """Return the error for a global that is None."""
         row = table.ROWS.get(name)
-        if name.removesuffix(table.GLOO) == NO_PART:
-            reason = "partial_data_parallel=True needs with_context_parallel=True"
-        elif self.configuration is None:
+        if self.configuration is None:
             reason = "call initialize_model_parallel() first"
         elif row is None:
             reason = "nothing has set it"
@@ -455,41 +404,79 @@ class ParallelState(ModuleState):
             reason = f"the state was initialised without {row.option}"
         else:
             reason = f"rank {dist.get_rank()} is not in any of these groups"
-        return StateError(f"{words_of(name)} is not initialized: {reason}")
+        words = name.strip("_").replace("_", " ").lower()
+        return StateError(f"{words} is not initialized: {reason}")
 
 
-def _create(
-    create: Callable[[list[table.WantedGroup], list[GroupRequest]], list[ProcessGroup | None]],
-    wanted: list[table.WantedGroup],
+def _create_with_sharp(
+    grid: HyperCommGrid,
     config: table.Configuration,
-) -> list[ProcessGroup | None]:
+    wanted: list[table.WantedGroup],
+    create_group: Callable[..., Any] | None,
+) -> Groups:
     """Create all groups in one call. If a group uses SHARP, create it in a separate call.
 
     NCCL uses SHARP for the first communicator only, and it creates a group's communicator at the
     first collective of the group.
     """
-    sharp = _SHARP[config.sharp_enabled_group or "dp"] if config.use_sharp else None
-    requests: list[GroupRequest] = []
-    for each in wanted:
-        changes: dict[str, Any] = {"timeout": config.timeout}
-        if each.request.share is None or each.name == sharp:
-            changes["group_desc"] = each.description
-        requests.append(attrs.evolve(each.request, **changes))
-    if sharp is None:
-        return create(wanted, requests)
+    create = partial(_create, grid, config.timeout, create_group=create_group)
+    if not config.use_sharp:
+        return create(wanted)
+    sharp = _SHARP[config.sharp_enabled_group or "dp"]
     place = [each.name for each in wanted].index(sharp)
-    after = place + 1
-    before = create(wanted[:place], requests[:place])
+    before = create(wanted[:place])
     os.environ[_COLLNET] = "1"
-    requests[place] = attrs.evolve(requests[place], share="never")
-    (group,) = create(wanted[place:after], requests[place:after])
+    alone = attrs.evolve(wanted[place].request, share="never")
+    (group,) = create([attrs.evolve(wanted[place], request=alone)])
     if group is not None:
         device = [torch.cuda.current_device()] if torch.cuda.is_available() else None
         dist.barrier(group=group, device_ids=device)
         if device is not None:
             torch.cuda.synchronize()
     del os.environ[_COLLNET]
-    return [*before, group, *create(wanted[after:], requests[after:])]
+    return [*before, group, *create(wanted[place + 1 :])]
+
+
+def _create(
+    grid: HyperCommGrid,
+    timeout: timedelta,
+    wanted: list[table.WantedGroup],
+    create_group: Callable[..., Any] | None,
+) -> Groups:
+    """Create groups with a grid, or with a function that every rank calls for every group."""
+    requests = _requests(wanted, timeout)
+    if create_group is None:
+        return grid.create_pgs(requests)
+    groups: Groups = []
+    for each, request in zip(wanted, requests, strict=True):
+        layout = grid.layout if request.view is None else grid.views[request.view]
+        of_dims = layout.groups(request.dims)
+        derived = request.derive(of_dims) if callable(request.derive) else of_dims
+        options: Any = {"backend": request.backend, "pg_options": request.pg_options}
+        options |= {"timeout": timeout, "group_desc": each.description}
+        groups.append(create_each(create_group, dist.get_rank(), derived, **options))
+    return groups
+
+
+def _requests(wanted: Iterable[table.WantedGroup], timeout: timedelta) -> list[GroupRequest]:
+    """Return the requests of groups. Shared groups do not have Megatron's descriptions."""
+    requests = []
+    for each in wanted:
+        description = None if each.request.share == "identical" else each.description
+        requests.append(attrs.evolve(each.request, timeout=timeout, group_desc=description))
+    return requests
+
+
+def create_each(
+    create_group: Callable[..., Any], rank: int, groups: Iterable[Sequence[int]], **options: Any
+) -> ProcessGroup | None:
+    """Create several groups, and return the group of one rank. All ranks must call this."""
+    own = None
+    for ranks in groups:
+        group = create_group([*ranks], **options)
+        if rank in ranks:
+            own = group
+    return own
 
 
 def _values_of(

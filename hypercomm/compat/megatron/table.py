@@ -6,29 +6,24 @@ creates, lists, collects or finds groups reads the table.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import compress
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import attrs
 import numpy as np
 
 from hypercomm.compat.layouts import EXPERT, GTP, SIZES, Layouts, layouts_of
 from hypercomm.compat.megatron import version
-from hypercomm.compat.module_state import bind_arguments
 from hypercomm.errors import ConfigurationError, LayoutError
 from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.layout.checks import as_world_size, check_choice, check_duration, positive
 from hypercomm.layout.groups import groups_of_rows
 from hypercomm.process_groups.options import Share
 from hypercomm.process_groups.spec import GroupRequest
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 RanksFunction = Callable[[list[int]], Sequence[int]]
 
@@ -73,16 +68,6 @@ class Configuration:
     strict: bool = attrs.field(default=False, kw_only=True)
     changes: frozenset[str] = attrs.field(factory=version.changes, init=False)
 
-    @classmethod
-    def of_call(cls, call: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Self:
-        """Return the configuration from the arguments of a call. Errors name the call.
-
-        Raises:
-            TypeError: There is no such argument.
-        """
-        bound = bind_arguments(call, inspect.signature(cls), args, kwargs)
-        return cls(*bound.args, **bound.kwargs)
-
     def __attrs_post_init__(self) -> None:
         name = "num_distributed_optimizer_instances"
         instances = positive(self.num_distributed_optimizer_instances, name)
@@ -114,13 +99,8 @@ class Configuration:
         """The timeout of every group."""
         return timedelta(minutes=self.distributed_timeout_minutes)
 
-    def layouts(self, world_size: int, names: Mapping[str, str] | None = None) -> Layouts:
+    def layouts(self, world_size: int) -> Layouts:
         """Check all arguments, and return the dense and the expert layout.
-
-        Args:
-            world_size: The number of ranks.
-            names: Maps arguments to their names in error messages. Default: the arguments
-                themselves.
 
         Raises:
             LayoutError: A size is not a positive int, or the order cannot be read.
@@ -134,7 +114,7 @@ class Configuration:
         sizes = {argument: getattr(self, argument) for argument in SIZES}
         anchor = "cp" if "cp_before_gtp_remat" in self.changes else "tp"
         layouts = layouts_of(
-            sizes, self.order, world_size, names=names, rank_offset=self.rank_offset, anchor=anchor
+            sizes, self.order, world_size, rank_offset=self.rank_offset, anchor=anchor
         )
         if (stages := self.virtual_pipeline_model_parallel_size) is not None:
             positive(stages, "virtual_pipeline_model_parallel_size")
@@ -364,6 +344,7 @@ TP_EP = "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"
 GTP_GROUP = "_GTP_WEIGHT_REMAT_GROUP"
 EXPERT_GTP_GROUP = "_EXPERT_GTP_WEIGHT_REMAT_GROUP"
 EXPERT_MP = "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"
+EXPERT_MP_WITH_GTP = f"{EXPERT_MP}_WITH_EGTP"
 HIERARCHY = "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS"
 DYNAMIC = "_DYNAMIC_DP_CP_GROUPS"
 HYBRID = "_HYBRID_DP_CP_GROUPS"
@@ -413,7 +394,7 @@ TABLE = (
     _expert("tp-ep", "tp_ep_mp", "tp_ep", TP_EP),
     _expert("tp-ep-pp", "tp_ep_pp", "tp_ep_pp", EXPERT_MP),
     _expert("tp-ep-gtp_remat-pp", "tp_ep_gtp_remat_pp", "tp_ep_pp_with_egtp_remat",
-            f"{EXPERT_MP}_WITH_EGTP", gtp=True, otherwise=(EXPERT_MP,)),
+            EXPERT_MP_WITH_GTP, gtp=True, otherwise=(EXPERT_MP,)),
     _expert("dp", "ep_dp", "expt_dp", EXPERT_DP, gloo=True),
     _expert("dp", "intra_ep_dp", "intra_expt_dp", INTRA_EXPERT_DP,
             gloo=True, option=_INSTANCES, derive=one_instance, otherwise=(EXPERT_DP,)),
@@ -515,10 +496,6 @@ class WantedGroup:
         return name if self.part is None else self.row.numbered(name, self.part)
 
 
-_ALWAYS_MADE = f"{EXPERT_MP}_WITH_EGTP"
-"""The group over a GTP dim that Megatron creates even without GTP, since 0.19."""
-
-
 def rows(
     config: Configuration,
     layouts: Layouts,
@@ -526,7 +503,7 @@ def rows(
     *,
     view: str | None = EXPERT,
     table: Iterable[Row] = TABLE,
-    by_functions: bool = False,
+    by_function: bool = False,
 ) -> Iterator[WantedGroup]:
     """Yield each group of a model, and the request that creates the group, in Megatron's order.
 
@@ -536,8 +513,8 @@ def rows(
         options: The backend options by NCCL key.
         view: The view of the expert layers, or None if the dense layers have the same layout.
         table: The rows.
-        by_functions: Whether functions of the program create the groups. These functions are also
-            called for groups that a grid would replace by an equal group.
+        by_function: Whether a function of the program creates the groups. It is also called for the
+            group over a GTP dim that Megatron creates even without GTP, since 0.19.
 
     Example:
         >>> config = Configuration(tensor_model_parallel_size=2)
@@ -558,7 +535,7 @@ def rows(
         asked = ("dp" if is_cut else row.dims).split("-")
         dims = tuple(compress(own, map(asked.__contains__, own.values())))
         if row.gtp and GTP not in own.values():  # before 0.19, there are no groups of one peer
-            is_made = row.dims == GTP or (by_functions and row.name == _ALWAYS_MADE)
+            is_made = row.dims == GTP or (by_function and row.name == EXPERT_MP_WITH_GTP)
             is_needed = is_made and "gtp_remat" in config.changes
         elif row.option is not None and row.dims != GTP:
             is_needed = row.option in chosen

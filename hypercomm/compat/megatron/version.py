@@ -96,20 +96,15 @@ def changes() -> frozenset[str]:
 
 def installed() -> Version | None:
     """Return the version of megatron-core, without an import. Return None if not installed."""
-    folder = source_folder()
-    if folder is None:
-        return None
-    try:
-        numbers = dict(_NUMBER.findall((folder / "package_info.py").read_text(encoding="utf-8")))
-        return int(numbers["MAJOR"]), int(numbers["MINOR"]), int(numbers.get("PATCH", 0))
-    except (OSError, ValueError, KeyError):
-        return NEWEST
-
-
-def source_folder() -> Path | None:
-    """Return the folder of megatron-core, or None if it is not installed."""
     try:
         spec = importlib.util.find_spec("megatron.core")
     except Exception:  # noqa: BLE001 - a broken package counts as not installed
         return None
-    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = Path(spec.origin).with_name("package_info.py").read_text(encoding="utf-8")
+        numbers = dict(_NUMBER.findall(text))
+        return int(numbers["MAJOR"]), int(numbers["MINOR"]), int(numbers.get("PATCH", 0))
+    except (OSError, ValueError, KeyError):
+        return NEWEST

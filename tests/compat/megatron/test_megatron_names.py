@@ -2,9 +2,7 @@
 
 import contextlib
 import inspect
-import itertools
 from datetime import timedelta
-from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -12,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron_comparison import GLOBALS, LONG, following, forget, ours, plain, read_globals, theirs
+from megatron_comparison import GLOBALS, LONG, forget, ours, plain, read_globals, theirs
 
 from hypercomm import errors
 from hypercomm.compat.megatron import ParallelState
@@ -343,35 +341,8 @@ def test_groups_by_size():
             assert ours.create_hierarchical_groups(rank, [4, 5], [2]) == ([], []) or rank > 3
 
 
-# Positional arguments have the order of the release that is followed.
-@pytest.mark.parametrize(
-    ("release", "flags"),
-    [
-        ("0.18.2", ("partial_data_parallel", "independent_all_gather")),
-        ("0.19.2", ("with_gtp_remat", "partial_data_parallel")),
-    ],
-)
-def test_positional_arguments(release, flags):
-    sizes = {"num_distributed_optimizer_instances": 2, "context_parallel_size": 2}
-    with following(release), fake_world(16, 3):
-        ours.initialize_model_parallel(**sizes, create_all_gather_group=True)
-        for getter in (
-            ours.get_data_parallel_group,
-            ours.get_data_parallel_world_size,
-            ours.get_data_parallel_rank,
-        ):
-            takes = [name for name in flags if name in inspect.signature(getter).parameters]
-            for values in itertools.product([False, True], repeat=len(takes)):
-                expected = getter(True, **dict(zip(takes, values, strict=True)))
-                assert getter(True, *values) == expected
-        first = flags[0].replace("partial_data", "partial_expert_data")
-        for getter in (
-            partial(ours.get_expert_data_parallel_group, True),
-            ours.get_expert_data_parallel_world_size,
-            ours.get_expert_data_parallel_rank,
-        ):
-            assert getter(True) == getter(**{first: True})
-            assert getter(False) == getter(**{first: False})
-        with pytest.raises(TypeError, match="by position"):
-            ours.get_data_parallel_group(True, True, True, True)
-        ours.destroy_model_parallel()
+# Arguments whose position differs between releases are keywords.
+def test_arguments_that_moved_are_keywords():
+    for getter in (ours.get_data_parallel_group, ours.get_data_parallel_rank):
+        with pytest.raises(TypeError, match="positional"):
+            getter(True, True)

@@ -54,29 +54,6 @@ def test_collections_match_megatron(model):
         assert ranks_of_fields(create_megatron_pgs(grids)["training"]) == wanted
 
 
-# Megatron's long names of the sizes make the same grids as the short names, for training and for
-# inference.
-@given(models(), st.data())
-@settings(max_examples=examples(100))
-def test_long_names(model, data):
-    world_size, _, arguments = model
-    named = {
-        LONG[name] if name in LONG and data.draw(st.booleans()) else name: value
-        for name, value in arguments.items()
-    }
-    inference = {"tensor_model_parallel_size": 1, "cp": 1}
-    try:
-        grids = megatron_grids(**arguments, inference={"tp": 1, "cp": 1}, world_size=world_size)
-    except (ConfigurationError, WorldSizeError) as error:
-        with pytest.raises(type(error)):
-            megatron_grids(**named, inference=inference, world_size=world_size)
-        return
-    twins = megatron_grids(**named, inference=inference, world_size=world_size)
-    for label, grid in grids.items():
-        assert twins[label].layout == grid.layout
-        assert twins[label].view("expert").layout == grid.view("expert").layout
-
-
 # After a reshape to other sizes or another order, every field matches Megatron's at the new sizes.
 @pytest.mark.full
 @given(models(), models(), st.data())
