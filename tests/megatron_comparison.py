@@ -1,10 +1,13 @@
 """Calls every function of Megatron's or hypercomm's parallel state, so that tests can compare."""
 
+import contextlib
+import dataclasses
 import functools
 import inspect
 import itertools
 import warnings
 from contextlib import contextmanager
+from types import SimpleNamespace
 from unittest import mock
 
 import torch.distributed as dist
@@ -12,6 +15,7 @@ from megatron_oracle import parallel_state as theirs
 from megatron_oracle import process_groups_config
 
 from hypercomm.compat.megatron import parallel_state as ours
+from hypercomm.compat.megatron import process_groups_config as our_config
 from hypercomm.compat.megatron import version
 from hypercomm.testing import fake_world
 
@@ -20,6 +24,11 @@ NOT_COMPARED = {
     "get_hybrid_data_context_parallel_groups",  # takes a size; `ask` calls it separately
 }
 TheirCollection = process_groups_config.ProcessGroupCollection
+TWINS = ("dp_cp_ag", "expt_dp_ag")
+THEIR_FIELDS = [field.name for field in dataclasses.fields(TheirCollection)]
+THEIR_FIELDS = [name for name in THEIR_FIELDS if name not in TWINS]
+"""The fields of the installed Megatron that a state fills."""
+
 TAKEN = set(inspect.signature(theirs.initialize_model_parallel).parameters)
 """The arguments of the installed Megatron."""
 
@@ -63,16 +72,18 @@ def following(release):
 @contextmanager
 def gloo_made_fake(module):
     """Make Megatron create fake groups, because a fake world cannot connect gloo groups."""
-    if module is not theirs:
+    with with_create_group(module) if module is theirs else contextlib.nullcontext():
         yield
-        return
-    real_create_group = theirs.create_group
+
+
+def with_create_group(module):
+    """Replace `create_group` by a function that creates fake groups."""
+    real_create_group = module.create_group
 
     def create_group(*args, **kwargs):
         return real_create_group(*args, **{**kwargs, "backend": None})
 
-    with mock.patch.object(theirs, "create_group", create_group):
-        yield
+    return mock.patch.object(module, "create_group", create_group)
 
 
 def plain(value):
@@ -120,6 +131,48 @@ def ask(module):
     return answers
 
 
+def ask_collections(module):
+    """Return each field of the state's collection, and the groups for an optimizer and for DDP."""
+    kind = our_config.ProcessGroupCollection if module is ours else TheirCollection
+    collection = kind.use_mpu_process_groups()
+    answers = {f"field {name}": plain(getattr(collection, name, None)) for name in THEIR_FIELDS}
+    for instances, sharded in itertools.product([1, 2], [False, True]):
+        config = ddp_config(instances, sharded)
+        for what, gloo in (("ddp", False), ("optimizer", False), ("optimizer", True)):
+            found = set_up(kind, what, None, 1, config, gloo)
+            if isinstance(found, Exception):
+                found = "error"
+            elif "gtp_remat_size" not in TAKEN:
+                found = {key: group for key, group in found.items() if "gtp_remat" not in key}
+            answers[f"{what} {instances} {sharded} {gloo}"] = found
+    return answers
+
+
+def ddp_config(instances, sharded):
+    return SimpleNamespace(
+        num_distributed_optimizer_instances=instances, use_distributed_optimizer=sharded
+    )
+
+
+def set_up(kind, what, collection, cp_size, ddp_config, gloo=False):
+    """Return the ranks of the groups that an optimizer or DDP needs, by key, or the error."""
+    collection = None if collection is None else kind(**collection)
+    config = (
+        SimpleNamespace() if cp_size is None else SimpleNamespace(context_parallel_size=cp_size)
+    )
+    model = SimpleNamespace(module=SimpleNamespace(module=SimpleNamespace(config=config)))
+    if ddp_config is not None:
+        model.ddp_config = ddp_config
+    try:
+        if what == "optimizer":
+            found = kind.setup_process_groups_for_optimizer(collection, [model], gloo)
+        else:
+            found = kind.setup_process_groups_for_ddp(collection, config, ddp_config)
+    except Exception as error:  # noqa: BLE001 - whatever Megatron raises
+        return error
+    return {key: plain(group) for key, group in found.items()}
+
+
 def builtin_of(error):
     """Return the name of the first builtin type in the MRO of an error."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
@@ -141,7 +194,8 @@ def state_of(module, world_size, rank, arguments):
         except Exception as error:  # noqa: BLE001 - whatever Megatron raises
             return error
         else:
-            return {**ask(module), **read_globals(module)}
+            collections = ask_collections(module) if module.is_initialized() else {}
+            return {**ask(module), **read_globals(module), **collections}
         finally:
             forget(module)
 

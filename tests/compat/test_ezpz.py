@@ -138,20 +138,6 @@ def test_globals_and_getters_agree():
         assert [getattr(tp, name) for name in GLOBALS] == [None] * len(GLOBALS)
 
 
-# Two states exist at the same time. A separate state changes no global.
-def test_two_states():
-    with fake_world(8, rank=3):
-        tp.initialize_tensor_parallel(2)
-        with TensorParallelState.create(tensor_parallel_size=4) as state:
-            with pytest.warns(RuntimeWarning, match="2 states alive"):
-                assert tp.get_tensor_parallel_world_size() == 2
-            with tp.use(state):
-                assert tp.get_tensor_parallel_ranks() == [0, 1, 2, 3]
-                assert tp._DATA_PARALLEL_RANKS == [3, 7]
-            assert tp.get_tensor_parallel_ranks() == [2, 3]
-        tp.destroy_tensor_parallel()
-
-
 # destroy_tensor_parallel() is idempotent. It destroys the groups of the state, but no group that
 # the user created.
 def test_destroy_is_idempotent():

@@ -195,50 +195,6 @@ def test_replaced_embedding_ranks(module):
         forget(module)
 
 
-def created_with(module, rank, arguments):
-    """Initialise with a replaced `create_group`, and destroy the state.
-
-    Return the calls, the globals, and whether no group is left.
-    """
-    calls = collections.Counter()
-    with fake_world(WORLD_SIZE, rank):
-        before = registered()
-        real_create_group = module.create_group
-
-        # This function has the signature of the wrapper in ms-swift: `timeout` can be positional,
-        # and other arguments are passed on.
-        def create_group(ranks=None, timeout=None, *args, **kwargs):
-            calls[tuple(sorted(ranks)), kwargs.get("backend")] += 1
-            return real_create_group(ranks, timeout, *args, **{**kwargs, "backend": None})
-
-        with mock.patch.object(module, "create_group", create_group):
-            module.initialize_model_parallel(**arguments)
-            found = read_globals(module)
-            forget(module)
-        return calls, found, registered() == before
-
-
-# ms-swift wraps create_group. The wrapper is called for every group, including groups without this
-# rank, as in Megatron. The state uses the groups that the wrapper returns.
-@pytest.mark.parametrize("rank", [0, 11])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"create_gloo_process_groups": True, "virtual_pipeline_model_parallel_size": None},
-        {"hierarchical_context_parallel_sizes": None, "num_distributed_optimizer_instances": 2},
-    ],
-    ids=["hierarchy", "gloo", "instances"],
-)
-def test_replaced_create_group(rank, changes):
-    arguments = {**SIZES, **changes}
-    calls, found, is_clean = created_with(ours, rank, arguments)
-    expected_calls, expected, _ = created_with(theirs, rank, arguments)
-    assert calls == expected_calls
-    assert found == expected
-    assert is_clean
-
-
 def created_with_new_group(module, rank, arguments):
     """Initialise with a replaced `torch.distributed.new_group`.
 
@@ -433,43 +389,6 @@ def test_groups_of_the_user_are_not_destroyed():
         assert ours.get_tensor_model_parallel_group() is own
         ours.destroy_model_parallel()
         assert own in registered()[0]
-
-
-def reduce_over_created():
-    """Initialise with a wrapped `create_group`, and sum over some groups."""
-    from hypercomm.compat.megatron import parallel_state
-
-    before = registered()
-    real_create_group = parallel_state.create_group
-
-    def create_group(*args, **kwargs):
-        return real_create_group(*args, **kwargs)
-
-    parallel_state.create_group = create_group
-    try:
-        parallel_state.initialize_model_parallel(2, context_parallel_size=2)
-    finally:
-        parallel_state.create_group = real_create_group
-    bit = 2 ** dist.get_rank()
-    sums = [
-        all_reduce_of(bit, parallel_state.get_tensor_model_parallel_group()),
-        all_reduce_of(bit, parallel_state.get_context_parallel_group()),
-        all_reduce_of(bit, parallel_state.get_data_parallel_group_gloo(with_context_parallel=True)),
-    ]
-    dense, _ = parallel_state.create_all_gather_groups()
-    sums.append(all_reduce_of(bit, dense))
-    parallel_state.destroy_model_parallel()
-    return sums, registered() == before
-
-
-# A replaced create_group is also used on real ranks, with gloo groups and with groups that are
-# created later.
-def test_replaced_create_group_on_ranks():
-    for rank, (sums, is_clean) in enumerate(run_ranks(reduce_over_created, 4)):
-        tp = 0b11 << rank // 2 * 2
-        cp = 0b101 << rank % 2
-        assert sums == [tp, cp, cp, cp]
-        assert is_clean
 
 
 # States from ParallelState.create do not use Megatron's functions, so replacements have no effect.

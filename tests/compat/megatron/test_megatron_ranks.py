@@ -1,9 +1,7 @@
 """Test Megatron's names on real gloo processes, with the ranks that megatron-core computes."""
 
 import gc
-import re
 import sys
-import threading
 import time
 from functools import partial
 
@@ -122,73 +120,6 @@ def test_cycles_leak_nothing(arguments, count):
         assert cycle["after"] == cycle["before"]
 
 
-UNEVEN = {
-    "context_parallel_size": 2,
-    "hybrid_context_parallel": True,
-    "create_gloo_process_groups": False,
-}
-"""On 10 ranks, the last hybrid group of size 4 has only two ranks."""
-
-
-def sums_once(arguments):
-    """Return the sum over every group of one configuration."""
-    parallel_state.initialize_model_parallel(**arguments)
-    sums = sums_over_every_group(parallel_state.current.default)
-    parallel_state.destroy_model_parallel()
-    return sums
-
-
-# Hybrid groups communicate even if the last group is smaller.
-@pytest.mark.full
-def test_uneven_hybrid_groups():
-    for rank, sums in enumerate(run_ranks(partial(sums_once, UNEVEN), 10, timeout=120)):
-        assert sums == expected_sums(UNEVEN, rank, 10)
-        four = [2**member for member in range(rank // 4 * 4, min(rank // 4 * 4 + 4, 10))]
-        assert sums["_HYBRID_DP_CP_GROUPS4"] == sum(four)
-
-
-def two_states():
-    """Use two configurations in one process: alternating, nested, and one per thread."""
-    wide = ParallelState.create(tensor_model_parallel_size=4, create_gloo_process_groups=False)
-    narrow = ParallelState.create(tensor_model_parallel_size=2, create_gloo_process_groups=False)
-
-    def reduce():
-        size = parallel_state.get_tensor_model_parallel_world_size()
-        return size, all_reduce_of(
-            2 ** dist.get_rank(), parallel_state._TENSOR_MODEL_PARALLEL_GROUP
-        )
-
-    answers = []
-    in_threads = {}
-    with wide, narrow:
-        for _ in range(3):
-            for state in (wide, narrow):
-                with parallel_state.use(state):
-                    answers.append(reduce())
-        with parallel_state.use(wide), parallel_state.use(narrow):
-            answers.append(reduce())
-
-        def own(name, state):
-            with parallel_state.use(state):
-                in_threads[name] = reduce()
-
-        threads = [threading.Thread(target=own, args=item) for item in [("w", wide), ("n", narrow)]]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    return answers, in_threads, parallel_state.is_initialized()
-
-
-# Two states exist at the same time. `use` blocks alternate, nest, and are separate in each thread.
-def test_two_states_on_ranks():
-    for rank, (answers, in_threads, default) in enumerate(run_ranks(two_states, 4)):
-        wide, narrow = (4, 0b1111), (2, 0b11 << rank // 2 * 2)
-        assert answers == [*([wide, narrow] * 3), narrow]
-        assert in_threads == {"w": wide, "n": narrow}
-        assert not default
-
-
 def shared(arguments):
     """Count the groups that share="identical" creates, and sum over them."""
     before = len(registered()[0])
@@ -246,34 +177,3 @@ def test_mistake_on_one_rank_fails_all():
     assert min(max(took for took, _, _ in ranks) for ranks in zip(*found, strict=True)) < 1
     for rank, tries in enumerate(found):
         assert {(left, total) for _, left, total in tries} == {(True, 0b11 << rank // 2 * 2)}
-
-
-def one_rank_late(late):
-    """Create with a rank that joins too late, which fails on all ranks. Then try again."""
-    before = registered()
-    rank = dist.get_rank()
-    if rank == late:
-        dist.barrier()
-    try:
-        parallel_state.initialize_model_parallel(2, distributed_timeout_minutes=1 / 60)
-    except RuntimeError as error:  # CreationError, or gloo's error on the late rank
-        message = str(error)
-    if rank != late:
-        dist.barrier()
-    left = registered() == before and not parallel_state.is_initialized()
-    dist.barrier()
-    parallel_state.initialize_model_parallel(2)
-    total = all_reduce_of(2**rank, parallel_state.get_data_parallel_group())
-    parallel_state.destroy_model_parallel()
-    return message, left, total
-
-
-# The error names a rank that joins too late. No group is left, and a second try succeeds.
-@pytest.mark.full
-def test_late_rank_is_named():
-    found = run_ranks(partial(one_rank_late, 3), 4)
-    for rank, (message, left, total) in enumerate(found):
-        assert left
-        assert total == 0b101 << rank % 2
-        assert rank == 3 or re.search(r"rank 3 .* did not join.* waited \d+\.\d s", message)
-    assert "rank 3 (tp=1, cp=0, ep=0, dp=1, pp=0)" in found[1][0]

@@ -1,13 +1,27 @@
 """Test every group, rank, getter and error type of parallel_state against megatron-core."""
 
+import contextlib
 import math
 
 import pytest
 from example_counts import examples
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
-from megatron_comparison import TAKEN, forget, gloo_made_fake, ours, read_globals, state_of, theirs
+from megatron_comparison import (
+    TAKEN,
+    THEIR_FIELDS,
+    forget,
+    gloo_made_fake,
+    ours,
+    plain,
+    read_globals,
+    state_of,
+    theirs,
+    with_create_group,
+)
 
+from hypercomm.compat.megatron import ParallelState, ProcessGroupCollection
+from hypercomm.errors import HyperCommError
 from hypercomm.testing import fake_world
 
 ORDERS = (
@@ -83,16 +97,18 @@ def ranks_to_ask(world_size, data):
     return {0, world_size - 1, *drawn}
 
 
-# Each group, list of ranks, size, rank, stage and flag is the same as in Megatron. If Megatron
+# Each group, list of ranks, size, rank, stage, flag and field of a collection is the same as in
+# Megatron, if groups are shared, too, and if a program has replaced `create_group`. If Megatron
 # raises, hypercomm raises an error that code for Megatron's error catches.
 @pytest.mark.full
 @settings(max_examples=examples(200))
-@given(configurations(), st.data())
-def test_state_matches_megatron(configuration, data):
+@given(configurations(), st.sampled_from(["never", "identical"]), st.booleans(), st.data())
+def test_state_matches_megatron(configuration, share, is_replaced, data):
     world_size, arguments = configuration
     for rank in ranks_to_ask(world_size, data):
         expected = state_of(theirs, world_size, rank, arguments)
-        found = state_of(ours, world_size, rank, arguments)
+        with with_create_group(ours) if is_replaced else contextlib.nullcontext():
+            found = state_of(ours, world_size, rank, {**arguments, "share": share})
         if isinstance(expected, Exception):
             event("rejected")
             assert isinstance(found, type(expected)), f"{expected!r} was {found!r}"
@@ -101,6 +117,22 @@ def test_state_matches_megatron(configuration, data):
         assert not isinstance(found, Exception), f"{found!r}"
         assert {k: (v, expected[k]) for k, v in found.items() if v != expected.get(k)} == {}
         assert found.keys() == expected.keys()
+
+
+# from_grid() with the grids of a state returns the same collection as the state.
+@given(configurations(), st.sampled_from(["never", "identical"]))
+def test_grids_of_a_state_have_its_groups(configuration, share):
+    world_size, arguments = configuration
+    with (
+        fake_world(world_size, world_size // 2),
+        contextlib.suppress(HyperCommError),
+        ParallelState.create(**arguments, share=share) as state,
+    ):
+        whole = ProcessGroupCollection.from_state(state)
+        found = ProcessGroupCollection.from_grid(state.grids["dense"], state.grids["expert"])
+        for name in THEIR_FIELDS:
+            groups = [plain(getattr(each, name, None)) for each in (found, whole)]
+            assert name == "hcp" or groups[0] == groups[1]
 
 
 @st.composite
@@ -152,26 +184,6 @@ def test_errors_match_megatron(configuration):
         assert found == expected
 
 
-# For each power of 2 below half of the ranks, there are hybrid groups of that many neighbours. The
-# last group may be smaller.
-@pytest.mark.parametrize("world_size", [10, 14, 20])
-def test_uneven_hybrid_groups(world_size):
-    sizes = {10: [2, 4], 14: [2, 4], 20: [2, 4, 8]}[world_size]
-    arguments = {"context_parallel_size": 2, "hybrid_context_parallel": True}
-    for rank in range(world_size):
-        starts = {size: rank // size * size for size in sizes}
-        expected = {
-            size: tuple(range(start, min(start + size, world_size)))
-            for size, start in starts.items()
-        }
-        found = state_of(ours, world_size, rank, arguments)
-        assert found["_HYBRID_DP_CP_GROUPS"] == expected
-        assert {size: found[f"hybrid({size})"] for size in sizes} == expected
-        if "hybrid_context_parallel" in TAKEN:
-            theirs_found = state_of(theirs, world_size, rank, arguments)
-            assert theirs_found["_HYBRID_DP_CP_GROUPS"] == expected
-
-
 # Sizes that do not fit raise the error about the sizes even if the state is already initialised.
 @pytest.mark.parametrize("module", [ours, theirs])
 def test_sizes_are_checked_first(module):
@@ -208,7 +220,8 @@ def test_offset_shifts_all_ranks(configuration, offset, spare, data):
         assert isinstance(found, type(expected))
         return
     for call, value in expected.items():
-        lists_ranks = call.startswith("_") and not call.startswith(("_MPU", "_VIRTUAL", "_GLOBAL"))
+        lists_ranks = call.startswith(("_", "field", "ddp", "optimizer"))
+        lists_ranks = lists_ranks and not call.startswith(("_MPU", "_VIRTUAL", "_GLOBAL"))
         if lists_ranks or any(word in call for word in RANK_CALLS):
             assert found[call] == shift(value, offset)
         elif not isinstance(value, list | tuple):

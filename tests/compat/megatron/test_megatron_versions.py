@@ -1,7 +1,5 @@
 """Test which release of megatron-core is followed, and newer or broken installations."""
 
-import textwrap
-
 import forked_programs
 import pytest
 import torch.distributed as dist
@@ -103,17 +101,7 @@ def test_no_name_is_missing(module, own):
 FAKE = {
     "__init__.py": "",
     "package_info.py": "MAJOR = 0\nMINOR = 99\nPATCH = 1\n",
-    "parallel_state.py": """
-        _NEW_GROUP = None
-        def get_new_group(check_initialized=True): ...
-        def get_context_parallel_group(check_initialized=True): ...
-        def _private(): ...
-    """,
-    "process_groups_config.py": """
-        class ProcessGroupCollection: ...
-        class NewCollection: ...
-    """,
-    "hyper_comm_grid.py": "class HyperCommGrid: ...",
+    "parallel_state.py": "",
 }
 
 
@@ -123,7 +111,7 @@ def fake_megatron(tmp_path):
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
     for name, text in FAKE.items():
-        (core / name).write_text(textwrap.dedent(text))
+        (core / name).write_text(text)
     return core
 
 
@@ -172,10 +160,7 @@ def test_broken_package_is_treated_as_missing(folder):
     [
         ("__init__.py", None, INSTALLED),  # no longer a package, so INSTALLED is found
         ("package_info.py", None, "0.20.0"),
-        ("package_info.py", "MAJOR = (", "0.20.0"),
         ("package_info.py", "MAJOR = 0\nMINOR = 16", "0.16.0"),
-        ("parallel_state.py", None, "0.99.1"),
-        ("process_groups_config.py", "def (", "0.99.1"),
     ],
 )
 def test_incomplete_megatron(folder, file, text, found):

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from megatron_comparison import FIELDS, LONG, TheirCollection, megatrons_fields, theirs
 
-from hypercomm import GridSet, HyperCommGrid, RankLayout, megatron_grids
+from hypercomm import GridSet, HyperCommGrid, megatron_grids
 from hypercomm.compat.megatron import collections_of
 from hypercomm.compat.megatron.presets import create_megatron_pgs, megatron_requests
 from hypercomm.errors import (
@@ -125,14 +125,6 @@ def megatrons_collection(world_size, rank, options, **sizes):
             comparison.forget(theirs)
 
 
-# Experts have a separate all-gather group.
-def test_all_gather_group_of_experts():
-    with fake_world(32, 5), megatron_grids(cp=4, pp=2, ep=4) as grids:
-        found = create_megatron_pgs(grids, create_all_gather_group=True)["training"]
-        assert comparison.plain(found.expt_dp_ag) == comparison.plain(found.expt_dp)
-        assert found.expt_dp_ag is not found.expt_dp
-
-
 # Invalid options raise before anything is created, and the error names the option.
 @pytest.mark.parametrize(
     ("options", "error"),
@@ -203,39 +195,6 @@ def test_grids_without_megatrons_dims():
         grid.register_view("expert", [8], ["experts"])
         with pytest.raises(LayoutError, match=r"expert.*experts=8"):
             megatron_requests(grid)
-
-
-# Each group of replicas is split into one part for each optimizer instance. An instance consists of
-# the parts with the same index from all groups. The groups have one stride, two strides, or no
-# stride.
-@pytest.mark.parametrize(
-    "layout",
-    [
-        RankLayout("tp=2,dp=4,pp=2"),
-        RankLayout([2, 2, 2, 2], ["cp", "tp", "dp", "pp"], 3),
-        RankLayout([2, 4], ["tp", "dp"], ranks=[5, 0, 3, 1, 2, 7, 6, 4]),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("instances", [2, 4])
-def test_optimizer_instances(layout, instances):
-    grid = HyperCommGrid(layout, world_size=19)
-    options = {"num_distributed_optimizer_instances": instances}
-    (asked,) = (
-        request
-        for request in megatron_requests(grid, **options)
-        if request.name == "intra_dist_opt"
-    )
-    replicas = layout.groups(asked.dims)
-    place = {rank: position for group in replicas for position, rank in enumerate(group)}
-    part = replicas.group_size // instances
-    wanted = {
-        tuple(sorted(rank for rank in layout.ranks if place[rank] // part == instance))
-        for instance in range(instances)
-    }
-    found = asked.derive(replicas)
-    assert set(found) == wanted
-    assert all(rank in found.of(rank) for rank in layout.ranks)
 
 
 # Invalid sizes, orders and names raise.
