@@ -311,7 +311,7 @@ class ParallelState(ModuleState):
             with current.use(self):
                 groups = _create_with_sharp(grid, config, wanted, create_group)
             undo.pop_all()
-        self._own = [group for group in self.values[_LIST] or [] if group not in (listed or [])]
+        self._own = [group for group in self.values[_LIST] or [] if group not in (listed or [None])]
         self.configuration = config
         self.grid = grid
         self.strict = config.strict
@@ -349,7 +349,9 @@ class ParallelState(ModuleState):
         wanted = list(table.rows(config, layouts, options, table=rows))
         timeout = timeout or config.timeout
         if create_group is not None:
+            listed = len(self.values[_LIST])
             groups = _create(grid, timeout, wanted, create_group)
+            self._own += self.values[_LIST][listed:]
         else:
             requests = [attrs.asdict(each, recurse=False) for each in _requests(wanted, timeout)]
             groups = [grid.ensure_pg(**request) for request in requests]
@@ -479,9 +481,7 @@ def create_each(
     return own
 
 
-def _values_of(
-    wanted: list[table.WantedGroup], groups: list[ProcessGroup | None]
-) -> dict[str, Any]:
+def _values_of(wanted: list[table.WantedGroup], groups: Groups) -> dict[str, Any]:
     """Return the values of the globals with the calling rank's groups or with the groups' ranks."""
     held: dict[str, dict[Any, ProcessGroup | None]] = {}
     values: dict[str, Any] = {}

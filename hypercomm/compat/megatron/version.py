@@ -67,16 +67,14 @@ def set(version: str | None) -> None:  # noqa: A001 - `version.set(...)` is how 
         _chosen = None
     else:
         found = _FORM.fullmatch(version)
-        if found is None:
-            raise ConfigurationError(
-                f"version must be a megatron-core release, such as '0.16.1' or '0.19', got "
-                f"{version!r}"
-            )
-        major, minor, patch = (int(number or 0) for number in found.groups())
+        major, minor, patch = (
+            (int(number or 0) for number in found.groups()) if found else (0, 0, 0)
+        )
         if not OLDEST[:2] <= (major, minor) <= NEWEST[:2]:
             known = " to ".join(f"{first}.{second}" for first, second, _ in (OLDEST, NEWEST))
             raise ConfigurationError(
-                f"hypercomm supports megatron-core {known}, got version {version!r}"
+                f"version must be a release of megatron-core {known}, such as '0.16.1', got "
+                f"{version!r}"
             )
         _chosen = major, minor, patch
     changes.cache_clear()

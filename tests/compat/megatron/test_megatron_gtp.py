@@ -8,6 +8,7 @@ If megatron-core has GTP, test_megatron_state.py also compares groups with megat
 import megatron_comparison as comparison
 import numpy as np
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron_comparison import plain
@@ -190,7 +191,8 @@ def test_setup_for_an_optimizer(release):
             assert resolve_gtp_remat_group(own, is_expert=True) is None
         finally:
             parallel_state.destroy_model_parallel()
-        assert not ProcessGroupCollection.is_gtp_remat_active({"gtp_remat_group": None})
+        for group in (None, dist.new_group([5])):  # a group of one rank shares nothing
+            assert not ProcessGroupCollection.is_gtp_remat_active({"gtp_remat_group": group})
 
 
 # Arguments that megatron-core 0.19 rejects raise the same types of errors, and create nothing.

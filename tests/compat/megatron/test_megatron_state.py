@@ -48,6 +48,11 @@ def divisors(number):
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
+def three_ranks(ranks):
+    """Return the first, the second and the last rank of a pipeline of at least two stages."""
+    return list(dict.fromkeys([*ranks[:2], ranks[-1]]))
+
+
 @st.composite
 def configurations(draw):
     """Draw a world of 1 to 512 ranks and arguments for it, most of them valid."""
@@ -86,6 +91,7 @@ def configurations(draw):
     arguments["create_gloo_process_groups"] = draw(st.booleans())
     if sizes["pipeline_model"] > 1:
         arguments["virtual_pipeline_model_parallel_size"] = draw(st.none() | st.integers(1, 3))
+        arguments["get_embedding_ranks"] = draw(st.none() | st.just(three_ranks))
     return world_size, {name: value for name, value in arguments.items() if name in TAKEN}
 
 
