@@ -6,13 +6,14 @@ The same functions analyse dumps and simulations. They read no files.
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 import attrs
 
-from hypercomm.blame.evidence import Evidence, LoggedCall
+from hypercomm.blame.evidence import Evidence, LoggedCall, LoggedGroup
 from hypercomm.layout.text import format_ranks
 
 _T = TypeVar("_T")
@@ -71,14 +72,19 @@ class Deviation:
         last: The rank's last call in the common order, or None if its first call deviates.
         own: The call that the rank makes next.
         usual: The call that most ranks make instead.
-        by: A rank that makes the usual call.
+        by: The ranks that make the usual call.
     """
 
     rank: int
     last: LoggedCall | None
     own: LoggedCall
     usual: LoggedCall
-    by: int
+    by: set[int]
+
+    @property
+    def change(self) -> tuple[str, ...]:
+        """The groups and ops of both calls. Ranks with the same change deviate together."""
+        return self.usual.group.title, self.usual.op, self.own.group.title, self.own.op
 
 
 def _majority(values: Iterable[_T]) -> _T | None:
@@ -128,14 +134,22 @@ def _find_odd(evidence: Evidence, calls: Mapping[int, LoggedCall]) -> tuple[list
 def _sibling_calls(
     evidence: Evidence, calls: Mapping[int, LoggedCall]
 ) -> Iterator[tuple[int, LoggedCall]]:
-    """Yield the calls with the same `number` in the other groups over the same dims."""
+    """Yield the calls with the same `number` in the other groups over the same dims.
+
+    A group that has made other calls before is left out, because its numbers mean other calls.
+    """
     like = next(iter(calls.values()))
     members = {*like.group.ranks}
+
+    def ops_before(own: Iterable[LoggedCall]) -> list[str]:
+        return [call.op for call in own if call.number < like.number]
+
     for (group, channel), by_rank in evidence.lanes.items():
         is_sibling = group.title == like.group.title and not members & {*group.ranks}
         if is_sibling and channel == like.channel == "":
             for rank, own in by_rank.items():
-                yield from ((rank, call) for call in own if call.number == like.number)
+                if ops_before(own) == ops_before(evidence.lanes[like.group, ""][min(calls)]):
+                    yield from ((rank, call) for call in own if call.number == like.number)
 
 
 # ---- waits --------------------------------------------------------------------------------------
@@ -196,100 +210,88 @@ def _wait_graph(evidence: Evidence, waits: Iterable[AwaitedRanks]) -> Any:
 
 def _waiting(graph: Any, ranks: Iterable[int]) -> tuple[int, ...]:
     """Return the ranks that wait for any of `ranks`, directly or through other ranks."""
-    import networkx as nx
-
-    ends = {rank for rank in ranks if rank in graph}
-    nodes = set().union(*(nx.ancestors(graph, rank) for rank in ends)) - ends
-    return tuple(sorted(node for node in nodes if isinstance(node, int)))
+    found: set[Any] = {rank for rank in ranks if rank in graph}
+    ends = set(found)
+    nodes = list(found)
+    while nodes:
+        new = set(graph.predecessors(nodes.pop())) - found
+        found |= new
+        nodes += new
+    return tuple(sorted(node for node in found - ends if isinstance(node, int)))
 
 
 # ---- the order across the groups of one rank ----------------------------------------------------
 
 
-def find_deviations(
-    evidence: Evidence,
-    waits: Iterable[AwaitedRanks],
-    differences: Iterable[Mapping[int, LoggedCall]],
-) -> dict[int, Deviation]:
-    """Find ranks that leave the common order of calls and thereby make a rank wait.
+class CallOrders:
+    """Compares the order in which ranks call their collectives.
 
     Ranks with groups over the same dims run the same program, so most of these ranks make their
-    calls in the same order, such as all_reduce over tp, then all_reduce over dp. A rank that leaves
-    this order is reported only if its deviation explains a wait or a difference in a group. There
-    are two cases:
-
-    * The group spans the dims of the usual call, and the rank is absent from the group's call or
-      differs in it. If all ranks of the group deviate together, they are not reported.
-    * The group spans the dims of the rank's own call, and the rank takes part in the group's call.
-      No other rank may deviate in the same way.
+    calls in the same order, such as all_reduce over tp, then all_reduce over dp. Calls under a
+    condition are not a mistake: all ranks of a group make them, or none.
 
     Args:
         evidence: The calls.
-        waits: The calls that have not ended.
-        differences: The calls that differ.
+
+    Attributes:
+        deviations: The first call of each rank that leaves the common order.
+        behind: The ranks that end before the common order: most ranks that follow it go on.
     """
-    troubles = [*waits, *(AwaitedRanks(calls, tuple(calls)) for calls in differences)]
-    for with_messages in (False, True):  # messages differ between the stages of a pipeline
-        every = list(_compare_orders(evidence, with_messages))
-        leaving = defaultdict(set)
-        for one in every:
-            leaving[one.usual.op, one.own.op].add(one.rank)
-        found = {
-            one.rank: one
-            for one in every
-            if bool(one.usual.channel) == with_messages
-            and any(_explains(one, leaving[one.usual.op, one.own.op], each) for each in troubles)
-        }
-        if found:
-            return found
-    return {}
 
+    def __init__(self, evidence: Evidence) -> None:
+        self._evidence = evidence
+        self.deviations: dict[int, Deviation] = {}
+        self.behind: set[int] = set()
+        classes: dict[frozenset[str], dict[int, list[LoggedCall]]] = {}
+        for rank, record in evidence.ranks.items():
+            lanes = [own for (_, channel), own in record.lanes.items() if not channel]
+            calls = sorted((call for own in lanes for call in own), key=lambda call: call.order)
+            classes.setdefault(frozenset(g.title for g in record.groups), {})[rank] = calls
+        for by_rank in classes.values():
+            self._compare(_from_a_common_start(by_rank))
+        self._changes = Counter(one.change for one in self.deviations.values())
 
-def _explains(one: Deviation, leaving: set[int], trouble: AwaitedRanks) -> bool:
-    """Return whether a deviation explains a wait or a difference.
-
-    Args:
-        one: The deviation.
-        leaving: The ranks that deviate in the same way.
-        trouble: The wait, or the calls that differ.
-    """
-    group = trouble.call.group
-    is_missed = one.rank in trouble.absent and group.title == one.usual.group.title
-    if one.usual.channel:
-        return is_missed and trouble.call.op == ANSWERS.get(one.usual.op)
-    if is_missed and not leaving.issuperset(group.ranks):
-        return leaving.isdisjoint(trouble.calls.keys() - set(trouble.absent))
-    is_extra = one.rank in trouble.calls and group.title == one.own.group.title
-    return is_extra and leaving == {one.rank}
-
-
-def _compare_orders(evidence: Evidence, with_messages: bool) -> Iterator[Deviation]:
-    """Yield the deviations of each rank from the ranks with groups over the same dims."""
-    classes: dict[frozenset[str], dict[int, list[LoggedCall]]] = {}
-    for rank, record in evidence.ranks.items():
-        lanes = [own for (_, way), own in record.lanes.items() if with_messages or not way]
-        calls = sorted((call for own in lanes for call in own), key=lambda call: call.order)
-        classes.setdefault(frozenset(g.title for g in record.groups), {})[rank] = calls
-    for by_rank in classes.values():
-        following = _from_a_common_start(by_rank)
+    def _compare(self, following: dict[int, list[LoggedCall]]) -> None:
         for place in itertools.count():
             here = {rank: own[place] for rank, own in following.items() if place < len(own)}
             keys = {rank: (call.group.title, call.op) for rank, call in here.items()}
             usual = _majority(keys.values())
             if usual is None:
                 break
-            by = min(rank for rank in keys if keys[rank] == usual)
-            for rank in [rank for rank in keys if keys[rank] != usual]:
+            if 2 * len(here) > len(following):
+                self.behind |= following.keys() - here.keys()
+            by = {rank for rank in keys if keys[rank] == usual}
+            for rank in keys.keys() - by:
                 own = following.pop(rank)  # later calls of the rank are not compared
-                yield Deviation(rank, own[place - 1] if place else None, own[place], here[by], by)
+                last = own[place - 1] if place else None
+                self.deviations[rank] = Deviation(rank, last, own[place], here[min(by)], by)
+
+    def mistake_of(self, rank: int) -> Deviation | None:
+        """Return the deviation of a rank if it cannot be a call under a condition.
+
+        It cannot if no other rank deviates in the same way, if another member of the rank's group
+        over the usual dims makes the usual call, and if the known members of the group of the
+        rank's own call make the usual call, too.
+        """
+        one = self.deviations.get(rank)
+        if one is None or self._changes[one.change] > 1:
+            return None
+        others = (self._evidence.ranks.keys() - {rank}).intersection(one.own.group.ranks)
+        skipped = self.group_of(rank, one.usual.group.title)
+        is_alone = bool(others) and others <= one.by
+        return one if is_alone and one.by.intersection(skipped.ranks) else None
+
+    def group_of(self, rank: int, title: str) -> LoggedGroup:
+        """Return the group of a rank over the dims of a title."""
+        return next(one for one in self._evidence.ranks[rank].groups if one.title == title)
 
 
 def _from_a_common_start(calls: Mapping[int, list[LoggedCall]]) -> dict[int, list[LoggedCall]]:
     """Return the calls. If old calls are lost, begin at the first call that all ranks recorded."""
-    places: dict[int, dict[tuple[str, int], int]] = {}
-    for rank, own in calls.items():
-        collectives = [(place, call) for place, call in enumerate(own) if not call.channel]
-        places[rank] = {(call.group.title, call.number): place for place, call in collectives}
+    places = {
+        rank: {(call.group.title, call.number): place for place, call in enumerate(own)}
+        for rank, own in calls.items()
+    }
     if all((title, 1) in own for own in places.values() for title, _ in own):
         return dict(calls)
     common = set.intersection(*map(set, places.values()))
@@ -305,7 +307,8 @@ class Finding:
     """One fault.
 
     Attributes:
-        kind: "absent", "no dump", "unreadable", "order", "circle", "shape", "dtype" or "stuck".
+        kind: "absent", "no dump", "unreadable", "unrecorded", "order", "circle", "shape", "dtype"
+            or "stuck".
         culprits: The ranks to blame. Empty if the dumps are inconclusive.
         involved: All ranks that the fault concerns.
         waiting: The ranks that wait because of the fault, directly or through other ranks.
@@ -321,6 +324,11 @@ class Finding:
 
 class Verdict:
     """Finds the ranks that other ranks of a job wait for. `str()` returns a description.
+
+    A rank is blamed if another rank waits in a call that it has not entered, while it waits for no
+    rank itself. Such a rank is not blamed if it may wait in a collective that is not recorded, if
+    it has no dump and other ranks may be the cause, or if a mistake of another rank explains the
+    wait.
 
     Args:
         evidence: The calls, as `read_folder` returns them.
@@ -350,6 +358,7 @@ class Verdict:
         self.evidence = evidence
         self.waits = find_waits(evidence)
         self._graph = _wait_graph(evidence, self.waits)
+        self._unexplained = list(self.waits)
         self._explained: set[int] = set()  # ranks whose finding explains why other ranks wait
         self.findings = [*self._mistakes(), *self._ends()] or list(self._unknowns())
         self.findings.sort(key=lambda one: (not one.culprits, -len(one.waiting)))
@@ -385,38 +394,85 @@ class Verdict:
         }
 
     def _found(
-        self, kind: str, says: str, ranks: Iterable[int], odd: Iterable[int] = ()
+        self, kind: str, says: str, ranks: Iterable[int], blamed: Iterable[int] = ()
     ) -> Finding:
         ranks = tuple(sorted(ranks))
-        return Finding(kind, tuple(odd), ranks, _waiting(self._graph, ranks), says)
+        return Finding(kind, tuple(sorted(blamed)), ranks, _waiting(self._graph, ranks), says)
+
+    # ---- mistakes: calls that differ, or are made in another order -------------------------------
+
+    @cached_property
+    def _orders(self) -> CallOrders:
+        return CallOrders(self.evidence)
 
     def _mistakes(self) -> Iterator[Finding]:
         """Yield the calls that differ, and the ranks that leave the common order."""
-        differences = find_differences(self.evidence)
-        deviations = find_deviations(self.evidence, self.waits, differences)
-        self._explained.update(deviations)
-        for wait in self.waits:
-            group = wait.call.group
-            own = [deviations[rank].own for rank in wait.calls if rank in deviations]
-            if any(call.group.title == group.title for call in own):
-                self._explained.update(wait.absent)
-            firsts = [next(iter(calls.values())) for calls in differences]
-            if any(call.group == group and call.number <= wait.call.number for call in firsts):
-                self._explained.update(wait.calls)
+        mistakes: dict[int, Deviation] = {}
         every_odd: set[int] = set()
-        for calls in differences:
+        for calls in find_differences(self.evidence):
             odd, siblings = _find_odd(self.evidence, calls)
             every_odd.update(odd)
-            if odd or not deviations.keys() & calls.keys():
+            found = [] if odd else self._mistakes_of(calls)
+            if len(found) == 1:
+                mistakes[found[0].rank] = found[0]
+            else:
                 yield self._difference(calls, odd, siblings)
-        for rank in sorted(deviations.keys() - every_odd):
-            one = deviations[rank]
+        while (one := self._next_mistake(mistakes)) is not None:
+            mistakes[one.rank] = one
+            groups = [one.own.group, self._orders.group_of(one.rank, one.usual.group.title)]
+            self._explain(groups, [one.rank])
+        for rank in sorted(mistakes.keys() - every_odd):
+            one = mistakes[rank]
             after = f"right after {one.last}{one.last.at}" if one.last else "as its first call"
             says = (
                 f"{self.evidence.name(rank)} calls {one.own}{one.own.at} {after}, where most ranks "
-                f"call {one.usual.op} over {one.usual.group.title} (rank {one.by}{one.usual.at})"
+                f"call {one.usual.op} over {one.usual.group.title} "
+                f"(rank {min(one.by)}{one.usual.at})"
             )
             yield self._found("order", says, [rank], [rank])
+
+    def _mistakes_of(self, ranks: Iterable[int]) -> list[Deviation]:
+        every = (self._orders.mistake_of(rank) for rank in ranks)
+        return [one for one in every if one is not None]
+
+    def _next_mistake(self, known: Collection[int]) -> Deviation | None:
+        """Return a deviation that explains a circle, or the end of a chain of waits."""
+        for end in self._find_ends():
+            found = self._mistakes_of(end)
+            if len(end) == 1:
+                waits = [wait for wait in self._unexplained if end[0] in wait.absent]
+                titles = {wait.call.group.title for wait in waits}
+                found = [one for one in found if one.usual.group.title in titles]
+                found = found or self._repetitions(end[0], waits)
+            if len(found) == 1 and found[0].rank not in known:
+                return found[0]
+        return None
+
+    def _repetitions(self, rank: int, waits: Iterable[AwaitedRanks]) -> list[Deviation]:
+        """Return deviations by a call too many, for which ranks wait for one that has finished."""
+        if not self._may_be_done(rank) or len(self._orders.deviations) > 1:
+            return []
+        return [
+            one
+            for wait in waits
+            for one in self._mistakes_of(wait.calls)
+            if one.own.group == wait.call.group and one.own.number < wait.call.number
+        ]
+
+    def _may_be_done(self, rank: int) -> bool:
+        """Return whether a rank may have ended its program without an error."""
+        record = self.evidence.ranks[rank]
+        return (record.has_left or not record.why) and rank not in self._orders.behind
+
+    def _explain(self, groups: Collection[LoggedGroup], ranks: Iterable[int]) -> None:
+        """Leave out the waits in groups in which a mistake shifts the numbers of the calls.
+
+        Args:
+            groups: The groups.
+            ranks: The ranks that the mistake concerns.
+        """
+        self._explained.update(ranks)
+        self._unexplained = [one for one in self._unexplained if one.call.group not in groups]
 
     def _difference(
         self, calls: Mapping[int, LoggedCall], odd: list[int], siblings: list[int]
@@ -430,70 +486,160 @@ class Verdict:
             f"{_ranks(others, 'calls', 'call')} {other.op}{other.tensors}{other.at}"
         )
         if siblings:
-            says += f"; so do {_ranks(siblings)} in the other {one.group.title} groups"
+            does = "does" if len(siblings) == 1 else "do"
+            says += f"; so {does} {_ranks(siblings)} in the other {one.group.title} groups"
         if not odd:
             says += "; the dumps do not show which call is intended"
         kinds = zip(("order", "shape", "dtype"), one.terms, other.terms, strict=True)
         kind = next(kind for kind, mine, theirs in kinds if mine != theirs)
         if kind == "order":
-            self._explained.update(odd or calls)
+            self._explain([one.group], calls)
         return self._found(kind, says, calls, odd)
 
+    # ---- the ends of chains of waits -------------------------------------------------------------
+
+    def _find_ends(self) -> list[list[int]]:
+        """Return the ranks and circles of ranks that end the chains of unexplained waits."""
+        import networkx as nx
+
+        graph = self._graph.copy()
+        explained = set(self.waits).difference(self._unexplained)
+        graph.remove_edges_from(list(graph.out_edges(explained)))
+        graph.remove_nodes_from(self._open_ends)
+        parts = nx.attracting_components(graph)
+        ends = ([node for node in part if isinstance(node, int)] for part in parts)
+        awaited = set().union(*(wait.absent for wait in self._unexplained))
+        return [
+            end for end in ends if not awaited.isdisjoint(end) and self._explained.isdisjoint(end)
+        ]
+
+    @cached_property
+    def _open_ends(self) -> set[int]:
+        """The awaited ranks of which nothing shows whether they wait for other ranks."""
+        known = self.evidence.ranks
+        return {
+            node
+            for node, waits in self._graph.out_degree()
+            if isinstance(node, int) and (node not in known or (known[node].region and not waits))
+        }
+
     def _ends(self) -> Iterator[Finding]:
-        """Yield a finding for each rank, or circle of ranks, at the end of a chain of waits."""
+        """Yield the findings about the ends of the chains of waits."""
+        ends = self._find_ends()
+        yield from self._absent([end[0] for end in ends if len(end) == 1])
+        yield from (self._circle(end) for end in ends if len(end) > 1)
+        self._explained.update(*ends)
+        explained = self._explained.union(_waiting(self._graph, self._explained))
+        left = [wait for wait in self._unexplained if not explained.issuperset(wait.calls)]
+        open_ends = self._open_ends.intersection(rank for wait in left for rank in wait.absent)
+        for region, ranks in self._in_regions(open_ends & self.evidence.ranks.keys()).items():
+            yield self._unrecorded(region, ranks)
+        unreadable = open_ends & self.evidence.unreadable.keys()
+        missing = open_ends - self.evidence.ranks.keys() - unreadable
+        if unreadable:
+            yield self._unseen("unreadable", unreadable)
+        if missing:
+            yield self._unseen("no dump", missing, is_only=not ends and missing == self._open_ends)
+
+    def _in_regions(self, ranks: Iterable[int]) -> dict[str, list[int]]:
+        """Group the ranks that are in a region without a record by this region."""
+        found: dict[str, list[int]] = {}
+        for rank in sorted(ranks):
+            if region := self.evidence.ranks[rank].region:
+                found.setdefault(region, []).append(rank)
+        return found
+
+    def _absent(self, ranks: Collection[int]) -> Iterator[Finding]:
+        """Yield findings about ranks that have not entered a call and wait for no rank."""
+        awaiting: dict[int, list[AwaitedRanks]] = {}
+        for wait in self._unexplained:
+            for rank in wait.absent:
+                awaiting.setdefault(rank, []).append(wait)
+        alike: dict[tuple[AwaitedRanks, str, str], list[int]] = {}
+        for rank in ranks:
+            wait = min(awaiting[rank], key=lambda wait: wait.call.order)
+            does = "answered" if wait.call.channel else "entered"
+            if does == "entered" and self.evidence.last(rank, wait.call.group) >= wait.call.number:
+                does = "started"  # its device has only queued the call
+            alike.setdefault((wait, does, self.evidence.ranks[rank].state), []).append(rank)
+        done = [rank for rank in ranks if self._may_be_done(rank)]
+        is_few = len(done) <= len(_waiting(self._graph, done))
+        for (wait, does, state), some in alike.items():
+            is_usual = 2 * len(wait.calls) > len(wait.call.group.ranks)
+            is_shown = is_usual or not self._may_be_done(some[0]) or (is_few and not state)
+            says = f"{self._names(some, 'has', 'have')} not {does} {wait.call}, in which "
+            says += _ranks(wait.calls, "waits", "wait")
+            if state:
+                says += f"; {'it' if len(some) == 1 else 'each'} {state}"
+            others = set(_waiting(self._graph, some)) - wait.calls.keys()
+            says += f"; {_ranks(others, 'waits', 'wait')} indirectly" if others else ""
+            says += "" if is_shown else "; the dumps do not show which ranks are right"
+            yield self._found("absent", says, some, some if is_shown else ())
+
+    def _names(self, ranks: Sequence[int], one: str, many: str) -> str:
+        """Return the ranks with a verb, one rank with its coordinates and host."""
+        if len(ranks) > 1:
+            return _ranks(ranks, one, many)
+        return f"{self.evidence.name(ranks[0])} {one}"
+
+    def _circle(self, ranks: Collection[int]) -> Finding:
         import networkx as nx
 
-        unknown = [rank for rank in self.evidence.missing if rank in self._graph]
-        known = self._graph.copy()
-        known.remove_nodes_from(unknown)
-        for part in nx.attracting_components(known):
-            ranks = [node for node in part if isinstance(node, int)]
-            if ranks and self._explained.isdisjoint(ranks):
-                yield self._absent(ranks[0]) if len(part) == 1 else self._circle(part)
-                self._explained.update(ranks)
-        self._explained.update(_waiting(known, self._explained))
-        for rank in unknown:
-            if not self._explained.issuperset(_waiting(self._graph, [rank])):
-                yield self._absent(rank)
-
-    def _circle(self, part: Collection[Any]) -> Finding:
-        import networkx as nx
-
-        steps = nx.find_cycle(self._graph.subgraph(part))
+        waits = [wait for wait in self._unexplained if not wait.calls.keys().isdisjoint(ranks)]
+        steps = nx.find_cycle(self._graph.subgraph([*ranks, *waits]))
         calls = {rank: wait.calls[rank] for rank, wait in steps if isinstance(rank, int)}
         each = [f"{self.evidence.name(rank)} is in {call}{call.at}" for rank, call in calls.items()]
         return self._found("circle", f"ranks wait for each other: {'; '.join(each)}", calls)
 
-    def _absent(self, rank: int) -> Finding:
+    def _unseen(self, kind: str, ranks: set[int], is_only: bool = False) -> Finding:
+        """Return a finding about awaited ranks whose calls are unknown.
+
+        Such a rank may wait for others. It is blamed if it is the only one, and if all other ranks
+        wait for it or have ended.
+        """
         evidence = self.evidence
-        record = evidence.ranks.get(rank)
-        awaiting = [wait for wait in self.waits if rank in wait.absent]
-        wait = min(awaiting, key=lambda wait: wait.call.order)
-        does = "answered" if wait.call.channel else "entered"
-        if does == "entered" and evidence.last(rank, wait.call.group) >= wait.call.number:
-            does = "started"  # its device has only queued the call
-        kind = "absent"
-        why = ""
-        if rank in evidence.unreadable:
-            kind = "unreadable"
-            why = f"; {evidence.unreadable[rank]}"
-        elif record is None:
-            kind = "no dump"
-            why = "; it left no dump, so it may have died"
-        elif record.why.startswith(("left", "raised")):
-            why = f"; it {record.why}"
-        elif record.place:
-            why = f"; it is at {record.place[0]}"
-        others = set(_waiting(self._graph, [rank])) - wait.calls.keys()
-        why += f"; {_ranks(others, 'waits', 'wait')} indirectly" if others else ""
-        says = f"{evidence.name(rank)} has not {does} {wait.call}, in which "
-        says += _ranks(wait.calls, "waits", "wait") + why
-        return self._found(kind, says, [rank], [rank] if kind != "unreadable" else [])
+        some = sorted(ranks)
+        if kind == "unreadable":
+            says = evidence.unreadable[some[0]]
+        else:
+            says = f"{self._names(some, 'has', 'have')} left no dump: "
+            says += "it has" if len(some) == 1 else "each has"
+            says += " died, still makes calls elsewhere, or wrote its dump to another place"
+        wait = next(one for one in self._unexplained if not ranks.isdisjoint(one.absent))
+        says += f"; {_ranks(wait.calls, 'waits', 'wait')} in {wait.call} for "
+        says += _ranks(ranks.intersection(wait.absent))
+        waiting = _waiting(self._graph, some)
+        others = set(waiting) - wait.calls.keys()
+        says += f"; {_ranks(others, 'waits', 'wait')} indirectly" if others else ""
+        left = {rank for rank, record in evidence.ranks.items() if record.has_left}
+        is_blamed = is_only and len(left.union(waiting)) == evidence.world_size - 1
+        return self._found(kind, says, some, some if is_blamed else ())
+
+    def _unrecorded(self, region: str, ranks: Sequence[int]) -> Finding:
+        """Return a finding about ranks that may wait in a collective that is not recorded."""
+        records = self.evidence.ranks
+        says = f"{_ranks(ranks, 'is', 'are')} in {region}, whose collectives are not recorded"
+        wait = next((one for one in self._unexplained if {*ranks} & {*one.absent}), None)
+        if wait is not None:
+            says += f"; {_ranks(wait.calls, 'is', 'are')} not, and "
+            says += f"{'waits' if len(wait.calls) == 1 else 'wait'} in {wait.call}{wait.call.at}"
+        busy = {node for node, waits in self._graph.out_degree() if waits}
+        idle = [rank for rank in records if rank not in busy and not records[rank].region]
+        if idle:
+            state = records[idle[0]].state if len(idle) == 1 else ""
+            says += f"; {_ranks(idle, 'makes', 'make')} no call" + (
+                f": it {state}" if state else ""
+            )
+        raised = [rank for rank in idle if records[rank].why.startswith("raised")]
+        return self._found("unrecorded", says, ranks, raised)
 
     def _unknowns(self) -> Iterator[Finding]:
         """Yield a possible fault, if no other fault is found."""
         missing = self.evidence.missing
-        if self.waits:
+        regions = self._in_regions(self.evidence.ranks)
+        if regions:
+            yield from (self._unrecorded(region, ranks) for region, ranks in regions.items())
+        elif self.waits:
             wait = next((wait for wait in self.waits if not wait.absent), self.waits[0])
             says = (
                 f"{wait.call}{wait.call.at} has not ended on {_ranks(wait.calls)}, and no rank is "

@@ -26,7 +26,7 @@ from hypercomm.layout import RankLayout
 from hypercomm.layout.text import first_n, format_coords, format_ranks, short_repr
 
 WORLD = "WORLD"  # the title of the group of all ranks
-FROM_ANYBODY = "recv anybody"  # the channel of receives without a source
+FROM_ANYBODY = "recv anybody"  # the channel of messages that cannot be matched
 
 
 @attrs.frozen(cache_hash=True)
@@ -120,6 +120,8 @@ class RankLog:
         host: The host, or "" if unknown.
         why: The reason why the dump was written.
         place: The stack frames of the main thread, innermost first.
+        region: The part of torch in which the main thread is, if collectives there are not
+            recorded, such as "backward", or "".
         layout: The layout of the grid, or None if unknown.
     """
 
@@ -132,6 +134,7 @@ class RankLog:
     host: str = ""
     why: str = ""
     place: tuple[str, ...] = ()
+    region: str = ""
     layout: RankLayout | None = None
 
     def add(self, call: LoggedCall) -> None:
@@ -139,6 +142,18 @@ class RankLog:
         lane = call.group, call.channel
         self.lanes.setdefault(lane, []).append(call)
         self.counts[lane] = call.number
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the rank has left its watch without an error."""
+        return self.why.startswith("left")
+
+    @property
+    def state(self) -> str:
+        """What the rank did last: "left the watch", "raised ...", "is at train.py:7 in load"."""
+        if self.why.startswith(("left", "raised")):
+            return self.why
+        return f"is at {self.place[0]}" if self.place else ""
 
     def is_at(self, call: LoggedCall) -> bool:
         """Return whether the rank may be inside a call, according to its stack."""
@@ -185,7 +200,7 @@ class Evidence:
     def has_channels(self, rank: int, group: LoggedGroup) -> bool:
         """Return whether a rank's messages in a group can be matched with other ranks' messages."""
         record = self.ranks.get(rank)
-        return record is None or (record.is_whole and (group, FROM_ANYBODY) not in record.lanes)
+        return record is None or (record.is_whole and (group, FROM_ANYBODY) not in record.counts)
 
     def describe(self, rank: int) -> dict[str, Any]:
         """Return a rank with its coordinates and its host, if they are known."""
@@ -285,8 +300,8 @@ def read_dumps(
         try:
             _read_dump(record, load(), layout)
         except Exception as error:  # noqa: BLE001 - a broken dump does not prevent a verdict
-            why = _printable(f"{type(error).__name__}: {error}"[:200])
-            unreadable[rank] = f"{name} cannot be read as a dump: {why}"
+            why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            unreadable[rank] = f"{name} cannot be read as a dump: {_printable(why[:200])}"
             continue
         if rank in records:
             both = f"{records[rank].file} and {name}"
@@ -372,6 +387,21 @@ def _places(frames: Any) -> Iterator[str]:
             yield f"{file}:{line} in {name}"
 
 
+def _region(frames: Any) -> str:
+    """Return the part of torch in `_REGIONS` in which the innermost frames are, or "".
+
+    Collectives of these parts are called from C++, so a watch cannot record them.
+    """
+    for one in frames:
+        frame = f"{_text(one['filename'])}:{_text(one['name'])}".replace("\\", "/")
+        for region, pattern in _REGIONS.items():
+            if pattern.search(frame):
+                return region
+        if not _LIBRARY.search(frame) or "/torch/nn/modules/" in frame:
+            break
+    return ""
+
+
 # ---- the format of torch 2.10 to 2.15: torch/distributed/flight_recorder/components -------------
 
 _STATES = {"completed": "finished", "started": "started", "scheduled": "queued"}
@@ -389,10 +419,27 @@ _ONE_SHAPE |= {"reduce_scatter_tensor"}
 _MESSAGE = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})( tag \d{1,20})?")
 _LIBRARY = re.compile(
     r"[/\\]torch[/\\](distributed|utils|nn|autograd|_\w+)[/\\]|typing_extensions\.py$|"
+    r"[/\\]torch[/\\]_\w+\.py|[/\\]c[a-z2-7]{51}\.py|"  # the second: written by torch.compile
     r"[/\\]hypercomm[/\\](blame|compat|grid|launch|process_groups|tools|transfers?)[/\\]|"
     r"[/\\]hypercomm[/\\]training\.py$|"
     r"[/\\]lib[/\\]python3\.\d+[/\\](?!site-packages)|^<"
 )
+
+
+# Parts of torch that wait for other ranks without a call of `ProcessGroup` from Python.
+_REGIONS = {
+    "backward": re.compile(r"/torch/autograd/graph\.py:_engine_run_backward$"),
+    "DTensor or a functional collective": re.compile(
+        r"/torch/distributed/(tensor/|_functional_collectives\.py:)"
+    ),
+    "compiled code": re.compile(r"/torch/(_inductor|_dynamo|_functorch)/"),
+    "DistributedDataParallel": re.compile(r"/torch/nn/parallel/distributed\.py:_"),
+    "the creation of a group": re.compile(
+        r"/hypercomm/process_groups/|/distributed_c10d\.py:(new_|split_|init_|_new_|_store_)"
+    ),
+}
+# An error in a program's own code, and not in communication
+_OWN_ERROR = re.compile(r"raised (?!RuntimeError|Dist\w*Error|GroupCreationTimeout)")
 
 
 def _read_dump(record: RankLog, fields: Mapping[str, Any], layout: RankLayout | None) -> None:
@@ -402,6 +449,7 @@ def _read_dump(record: RankLog, fields: Mapping[str, Any], layout: RankLayout | 
         record.host = _text(process["host"])
         record.why = _text(process["why"])
         record.place = tuple(_places(process["stack"]))
+        record.region = "" if _OWN_ERROR.match(record.why) else _region(process["stack"])
         record.layout = RankLayout(**process["layouts"][""])
     groups: dict[str, LoggedGroup] = {}
     for config in fields["pg_config"].values():
@@ -424,7 +472,8 @@ def _read_dump(record: RankLog, fields: Mapping[str, Any], layout: RankLayout | 
             record.add(call)
     for name, counts in {} if process is None else process["counts"].items():
         for channel, number in counts.items():
-            record.counts[groups[name], channel] = _integer(number)
+            lane = groups[name], channel
+            record.counts[lane] = max(_integer(number), record.counts.get(lane, 0))
 
 
 def _dims_of(ranks: Sequence[int], layout: RankLayout | None) -> str:
@@ -433,7 +482,7 @@ def _dims_of(ranks: Sequence[int], layout: RankLayout | None) -> str:
         return ""
     coords = [layout.coords(rank) for rank in ranks]
     dims = [dim for dim in layout.dim_names if len({one[dim] for one in coords}) > 1]
-    return "+".join(dims) if layout.size_of(*dims) == len(ranks) else ""
+    return "+".join(dims) if dims and layout.size_of(*dims) == len(ranks) else ""
 
 
 def _read_call(

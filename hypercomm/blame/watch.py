@@ -20,10 +20,11 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,15 +33,11 @@ import typing_extensions
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-import hypercomm
 from hypercomm.blame.evidence import FROM_ANYBODY, OPS
 from hypercomm.errors import ToolError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import is_positive
 from hypercomm.layout.text import short_repr
-
-if TYPE_CHECKING:
-    from hypercomm.process_groups.torch_internals.debug_server import DebugHandler
 
 __all__ = ["Watch"]
 
@@ -50,6 +47,7 @@ _MOST_CHARACTERS = 120
 _MOST_TENSORS = 8
 _KEPT = 500  # calls of all groups together
 _MOST_PENDING = 1000  # gloo does not report the end of a message unless the rank waits for it
+_MOST_LANES = 1000  # of one group: each peer, direction and tag of messages is a lane
 
 # Names of the flight recorder that differ from the names of torch.distributed.
 _NAMES = {op: name for name, op in OPS.items() if name.startswith("_")}
@@ -86,13 +84,18 @@ _CALLS = {
 
 _ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 _LIBRARIES = (
-    *(f"{Path(module.__file__ or '').parent}/" for module in (torch, hypercomm)),
+    f"{Path(torch.__file__).parent}/",
+    f"{Path(__file__).parents[1]}/",
     *(module.__file__ or "" for module in (contextlib, typing_extensions)),
 )
 
 
 class _Group:
-    """A recorded group. `counts` maps each channel to the number of calls in it."""
+    """A recorded group. `counts` maps each channel to the number of calls in it.
+
+    Like the collections of a watch, it is changed by atomic operations without a lock: a signal
+    handler may make a call while the call that it interrupts is recorded.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
         self.name = group.group_name
@@ -100,7 +103,19 @@ class _Group:
         self.ranks = dist.get_process_group_ranks(group)
         self.own = group.rank()
         self.backend = dist.get_backend(group).rpartition(":")[2]
-        self.counts: Counter[str] = Counter()
+        self.counts: dict[str, int] = {}
+        self._numbers: dict[str, Iterator[int]] = {}
+
+    def count(self, channel: str) -> tuple[str, int]:
+        """Count a call. Return its channel and number.
+
+        Messages beyond the largest number of channels are counted together, and are not matched.
+        """
+        if channel and channel not in self._numbers and len(self._numbers) >= _MOST_LANES:
+            channel = FROM_ANYBODY
+        number = next(self._numbers.setdefault(channel, itertools.count(1)))
+        self.counts[channel] = number
+        return channel, number
 
 
 class Watch:
@@ -150,7 +165,6 @@ class Watch:
         self._pending: deque[tuple[dict[str, Any], Any]] = deque(maxlen=_MOST_PENDING)
         self._moves = 0
         self._ids = itertools.count()
-        self._lock = threading.Lock()
         self._over = threading.Event()
         self._originals: dict[str, Any] = {}
         self._thread = threading.Thread(target=self._run, name="hypercomm watch", daemon=True)
@@ -166,12 +180,13 @@ class Watch:
             )
         folder = self.file.parent
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(exist_ok=True)  # without parents, as the name may be mistyped
             self.file.write_text("")  # removes the record of an earlier job
             self.file.unlink()
         except OSError as error:
             raise ToolError(
-                f"cannot write to the folder {short_repr(str(folder))}: {error}"
+                f"cannot write to the folder {short_repr(str(folder))}: {error}; only the last "
+                f"folder of the path is created"
             ) from None
         for method, op in _CALLS.items():
             if not hasattr(ProcessGroup, method):
@@ -203,37 +218,6 @@ class Watch:
         text = "left the watch" if error is None else f"raised {type(error).__name__}: {error}"
         self._write(" ".join(text.split())[:_MOST_CHARACTERS], error)
 
-    def debug_page(self) -> DebugHandler:
-        """Return a page for torch's debug server that judges the calls of all ranks.
-
-        Like `hypercomm blame`, the page "/grid" shows which rank the other ranks wait for. It also
-        shows every call in which ranks wait, and each rank with its coordinates and its last call.
-        The server reads the calls twice, a second apart. It treats calls that changed in between
-        as ended. Every rank must have a watch, and must call this method before it starts the
-        server. Rank 0 shows the page. If the server's `enabled_dumps` contains "grid", the verdict
-        is also written to its `dump_dir`.
-
-        Raises:
-            ToolError: The installed torch does not support such pages.
-
-        Example:
-            >>> def watched(grid, train):
-            ...     from torch.distributed.debug import start_debug_server
-            ...
-            ...     with grid.watch(60) as watch:
-            ...         start_debug_server(handlers=[watch.debug_page()], start_method="spawn")
-            ...         train()
-        """
-        try:
-            from hypercomm.blame.debug_page import GridPage, serve
-        except ImportError as error:
-            raise ToolError(
-                f"torch's debug server cannot show this page: {error}; the page needs torch 2.13 "
-                f"or newer, with aiohttp, jinja2 and tabulate"
-            ) from error
-        serve(_current_record)
-        return GridPage()
-
     # ---- recording ------------------------------------------------------------------------------
 
     def _recorded(self, op: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -241,8 +225,7 @@ class Watch:
         def call(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             entry = self._enter(group, op, args)
             work = original(group, *args, **kwargs)
-            with self._lock:
-                self._pending.append((entry, work))
+            self._pending.append((entry, work))
             return work
 
         return call
@@ -250,70 +233,71 @@ class Watch:
     def _enter(self, group: ProcessGroup, op: str, args: tuple[Any, ...]) -> dict[str, Any]:
         outputs = list(_tensors(args[:1]))
         inputs = list(_tensors(args[1:2])) or outputs
-        where = _caller(sys._getframe(2))
-        with self._lock:
-            self._poll(2)  # releases the tensors of ended calls
-            known = self._groups.get(group) or self._groups.setdefault(group, _Group(group))
-            name = _NAMES.get(op, op)
-            lane = FROM_ANYBODY if op == "recv_anysource" else ""
-            is_p2p = op in {"send", "recv"} and len(args) == 3
-            if is_p2p:
-                own = known.own
-                peer = args[1]
-                tag = f" tag {args[2]}" if args[2] else ""
-                name = f"{op} {own}{'->' if op == 'send' else '<-'}{peer}{tag}"
-                lane = f"send {own}->{peer}{tag}" if op == "send" else f"recv {peer}->{own}{tag}"
-            known.counts[lane] += 1
-            entry = {
-                "frames": [where],
-                "record_id": next(self._ids),
-                "pg_id": 0,
-                "process_group": (known.name, known.description),
-                "collective_seq_id": 0 if lane else known.counts[lane],
-                "p2p_seq_id": known.counts[lane] if lane else 0,
-                "profiling_name": f"{known.backend}:{name}",
-                "time_created_ns": time.time_ns(),
-                "input_sizes": [list(one.shape) for one in inputs],
-                "input_dtypes": [str(one.dtype).removeprefix("torch.") for one in inputs],
-                "output_sizes": [list(one.shape) for one in outputs],
-                "output_dtypes": [str(one.dtype).removeprefix("torch.") for one in outputs],
-                "state": "started",
-                "retired": False,
-                "is_p2p": is_p2p,
-                "root": getattr(args[-1], "rootRank", None) if op in _ROOTED and args else None,
-            }
-            self._entries.append(entry)
-            self._moves += 1
+        self._poll(2)  # releases the tensors of ended calls
+        known = self._groups.get(group) or self._groups.setdefault(group, _Group(group))
+        name = _NAMES.get(op, op)
+        lane = FROM_ANYBODY if op == "recv_anysource" else ""
+        is_p2p = op in {"send", "recv"} and len(args) == 3
+        if is_p2p:
+            own = known.own
+            peer = args[1]
+            tag = f" tag {args[2]}" if args[2] else ""
+            name = f"{op} {own}{'->' if op == 'send' else '<-'}{peer}{tag}"
+            lane = f"send {own}->{peer}{tag}" if op == "send" else f"recv {peer}->{own}{tag}"
+        lane, number = known.count(lane)
+        entry = {
+            "frames": [_caller(sys._getframe(2))],
+            "record_id": next(self._ids),
+            "pg_id": 0,
+            "process_group": (known.name, known.description),
+            "collective_seq_id": 0 if lane else number,
+            "p2p_seq_id": number if lane else 0,
+            "profiling_name": f"{known.backend}:{name}",
+            "time_created_ns": time.time_ns(),
+            "input_sizes": [list(one.shape) for one in inputs],
+            "input_dtypes": [str(one.dtype).removeprefix("torch.") for one in inputs],
+            "output_sizes": [list(one.shape) for one in outputs],
+            "output_dtypes": [str(one.dtype).removeprefix("torch.") for one in outputs],
+            "state": "started",
+            "retired": False,
+            "is_p2p": is_p2p,
+            "root": getattr(args[-1], "rootRank", None) if op in _ROOTED and args else None,
+        }
+        self._entries.append(entry)
+        self._moves += 1
         return entry
 
     def _poll(self, most: int = _MOST_PENDING) -> None:
-        """Mark pending calls that have ended. The caller holds the lock."""
+        """Mark pending calls that have ended."""
         for _ in range(min(most, len(self._pending))):
-            entry, work = self._pending.popleft()
-            if work is None or work.is_completed():
-                entry.update(state="completed", retired=True)
-                self._moves += 1
-            else:
-                self._pending.append((entry, work))
+            with contextlib.suppress(IndexError):  # another thread or a signal handler was faster
+                entry, work = self._pending.popleft()
+                if work is None or work.is_completed():
+                    entry.update(state="completed", retired=True)
+                    self._moves += 1
+                else:
+                    self._pending.append((entry, work))
 
     # ---- writing --------------------------------------------------------------------------------
 
     def _run(self) -> None:
         seen = -1
         since = time.monotonic()
-        is_written = False
+        written: list[dict[str, Any]] = []  # the stack in the file, or nothing without a file
         while not self._over.wait(min(max(self._seconds / 4, 0.02), 1)):
-            with self._lock:
-                self._poll()
+            self._poll()
             if self._moves != seen:
                 seen = self._moves
                 since = time.monotonic()
-                if is_written:  # the record is out of date
+                if written:  # the record is out of date
                     self.file.unlink(missing_ok=True)
-                    is_written = False
-            elif not is_written and time.monotonic() - since >= self._seconds:
-                self._write(f"has not moved for {self._seconds:g} s")
-                is_written = True
+                    written = []
+            elif time.monotonic() - since >= self._seconds:
+                since = time.monotonic()
+                stack = _main_stack()
+                if stack != written:  # it changes after calls that are not recorded
+                    self._write(f"has not moved for {self._seconds:g} s")
+                    written = stack
 
     def _write(self, why: str, error: BaseException | None = None) -> None:
         draft = self.file.with_suffix(".part")
@@ -325,17 +309,24 @@ class Watch:
 
     def record(self, why: str = "is watched", error: BaseException | None = None) -> dict[str, Any]:
         """Return the calls so far in the format of torch's flight recorder."""
-        with self._lock:  # other threads may record calls
-            self._poll()
-            groups = dict(self._groups)
-            entries = [dict(entry) for entry in self._entries]
-            counts = {one.name: dict(one.counts) for one in groups.values()}
+        self._poll()
+        living = [group for ref in self._groups.keyrefs() if (group := ref()) is not None]
+        groups = {group: self._groups[group] for group in living}
+        pending = [entry for entry, _ in self._pending.copy() if not entry["is_p2p"]]
+        pending.sort(key=itemgetter("record_id"), reverse=True)
+        oldest = {entry["process_group"]: entry for entry in pending}  # a rank may wait in it
+        kept = {entry["record_id"]: entry for entry in [*oldest.values(), *self._entries.copy()]}
+        entries = [dict(kept[number]) for number in sorted(kept)]
+        counts = {one.name: dict(one.counts) for one in groups.values()}
         if error is not None and entries:
             _reopen(entries[-1], error)
         for group in filter(None, [dist.group.WORLD, *self._pgs()]):
             with contextlib.suppress(KeyError, ValueError, RuntimeError):  # a destroyed group
                 counts.setdefault(groups.setdefault(group, _Group(group)).name, {})
-        stack = sys._current_frames()[threading.main_thread().ident or 0]
+        stack = _main_stack()
+        if error is not None:
+            frames = [*traceback.walk_tb(error.__traceback__)]
+            stack = [_frame(each.f_code, line) for each, line in reversed(frames)]
         return {
             "version": "2.10",
             "pg_config": {
@@ -348,15 +339,9 @@ class Watch:
                 "why": why,
                 "layouts": {name: layout.to_dict() for name, layout in self._layouts().items()},
                 "counts": counts,
-                "stack": [_frame(each.f_code, line) for each, line in traceback.walk_stack(stack)],
+                "stack": stack,
             },
         }
-
-
-def _current_record() -> dict[str, Any] | None:
-    """Return the record of this process's watch, or None without a watch."""
-    watch = Watch._current
-    return None if watch is None else watch.record()
 
 
 def _reopen(entry: dict[str, Any], error: BaseException) -> None:
@@ -380,6 +365,12 @@ def _caller(frame: Any) -> dict[str, Any]:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
     return _frame(frame.f_code, frame.f_lineno)
+
+
+def _main_stack() -> list[dict[str, Any]]:
+    """Return the stack of the main thread, innermost frame first."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return [_frame(each.f_code, line) for each, line in traceback.walk_stack(frame)]
 
 
 def _frame(code: Any, line: int) -> dict[str, Any]:

@@ -343,16 +343,17 @@ class HyperCommGrid(GridView):
         in this process, and keeps the last 500 calls. Recording takes 4 to 7 microseconds a call.
         If no call has started or ended for `seconds`, a thread writes the calls and the stack of
         the main thread to `hypercomm_watch_RANK.json`, in the format of torch's flight recorder.
-        The file is removed when calls make progress again. The file is also written at the end of
-        the `with` block, with the exception that ended the block, if any.
+        The file is written again if the stack changes, and removed when calls make progress again.
+        It is also written at the end of the `with` block, with the exception that ended the block,
+        if any.
 
         Calls from C++ (DistributedDataParallel's buckets) and functional collectives (DTensor,
         compiled code) are not recorded. Do not use a watch while CUDA graphs are captured.
 
         Args:
             seconds: Seconds without progress, less than the groups' timeout; for example 60.
-            folder: The folder of the file, which is created if it is missing. Prefer a disk that
-                all hosts share.
+            folder: The folder of the file. It is created if it is missing, but its parent is not.
+                Prefer a disk that all hosts share.
 
         Returns:
             A `Watch`, which is a context manager. `stop()` ends it too.

@@ -1,10 +1,9 @@
 """The functions of torch.distributed that hypercomm needs.
 
 Only this folder uses private names of torch. Other packages import this module as `torchdist`, and
-do not import its files. The exception is `debug_server`, which cannot be imported with every
-version of torch. Functions take plain values: ranks, names, options and a store. Names of torch are
-looked up at call time, so that a patched torch.distributed is respected. The code was checked
-against the sources of torch 2.10, 2.12, 2.13, 2.14 and 2.15.
+do not import its files. Functions take plain values: ranks, names, options and a store. Names of
+torch are looked up at call time, so that a patched torch.distributed is respected. The code was
+checked against the sources of torch 2.10, 2.12, 2.13, 2.14 and 2.15.
 
 Some attributes of torch are replaced while a group is created, each by a `Patch`. In the thread
 that creates the group, a replacement has the effect in this table. In all other threads, it does

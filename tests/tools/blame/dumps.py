@@ -1,5 +1,6 @@
-"""Makes flight recorder dumps as NCCL's watchdog writes them."""
+"""Makes flight recorder dumps as NCCL's watchdog and `grid.watch` write them."""
 
+import json
 import pickle
 
 from hypercomm import RankLayout
@@ -67,6 +68,26 @@ class Dumps:
             if rank in ranks
         }
         return {"version": "2.10", "pg_config": config, "entries": self.entries[rank]}
+
+    def write_watched(self, folder, layout, states, stacks):
+        """Write the dumps of ranks with a watch, and return the folder.
+
+        Args:
+            folder: The folder.
+            layout: The layout of the grid.
+            states: The reason of each rank's dump.
+            stacks: The stack of each rank's main thread as (file, function), innermost first.
+        """
+        layouts = {"": RankLayout(layout).to_dict()}
+        for rank, why in states.items():
+            stack = [{"filename": file, "line": 1, "name": name} for file, name in stacks[rank]]
+            counts = {}
+            for entry in self.entries[rank]:
+                counts.setdefault(entry["process_group"][0], {})[""] = entry["collective_seq_id"]
+            process = {"host": "a", "why": why, "layouts": layouts, "counts": counts}
+            content = {**self.content(rank), "hypercomm": {**process, "stack": stack}}
+            (folder / f"hypercomm_watch_{rank}.json").write_text(json.dumps(content))
+        return folder
 
     def write(self, folder, but=()):
         """Write the dumps of all ranks except `but`, and return the folder."""

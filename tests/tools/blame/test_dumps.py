@@ -88,6 +88,13 @@ def test_fields_of_wrong_types(tmp_path, value):
         assert list(verdict.evidence.unreadable) == [1], field
 
 
+def test_missing_field_is_named(tmp_path):
+    waiting(tmp_path)
+    (tmp_path / "nccl_trace_rank_1").write_text("{}")
+    unreadable = blame(tmp_path).evidence.unreadable
+    assert unreadable == {1: "nccl_trace_rank_1 cannot be read as a dump: it has no 'entries'"}
+
+
 # If a group has another description on one rank, it is still the same group, because its name and
 # ranks are equal.
 def test_group_with_another_description(tmp_path):

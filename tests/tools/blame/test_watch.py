@@ -3,6 +3,7 @@
 import contextlib
 import json
 import pickle
+import signal
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -103,7 +104,9 @@ def test_all_calls_are_recorded(grid, tmp_path):
     assert record["hypercomm"]["layouts"].keys() == {"", "expert"}
 
 
-# The last 500 calls are kept, with their sequence numbers. Older calls are only counted.
+# The last 500 calls are kept, with their sequence numbers, and so is the oldest call of each group
+# that has not ended, because a rank may wait in it. Other calls are only counted. No call of the
+# fake backend ends.
 def test_last_calls_are_kept(grid, tmp_path):
     tp, dp = grid.create_pgs(["tp", "dp"])
     with grid.watch(60, tmp_path):
@@ -115,9 +118,53 @@ def test_last_calls_are_kept(grid, tmp_path):
     record = read_folder(tmp_path).ranks[5]
     by_title = {group.title: group for group in record.groups}
     numbers = [call.number for call in record.lanes[by_title["tp"], ""]]
-    assert numbers == [*range(32, 531)]
+    assert numbers == [1, *range(32, 531)]
     assert [call.number for call in record.lanes[by_title["tp"], "send 1->0"]] == [2]
     assert record.counts[by_title["dp"], ""] == 1
+
+
+# A signal handler makes a collective while a call is recorded. Nothing hangs, and every call has
+# its own number. The handler runs at random places, about 1,000 times.
+def test_signal_handler_makes_a_call(grid, tmp_path):
+    tp = grid.create_pg("tp")
+    made = []
+
+    def handler(*_):
+        made.append(dist.barrier(group=tp))
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with grid.watch(60, tmp_path) as watch:
+            signal.setitimer(signal.ITIMER_REAL, 0.0007, 0.0007)
+            own = 0
+            while len(made) < 1000:
+                dist.all_reduce(torch.ones(4), group=tp)
+                own += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    record = json.loads(watch.file.read_text())
+    numbers = [entry["collective_seq_id"] for entry in record["entries"]]
+    assert len(set(numbers)) == len(numbers)
+    assert max(numbers) == own + len(made)
+
+
+# A watch does not grow with the number of message tags. Messages with further tags are recorded,
+# and no rank is blamed for them.
+def test_tags_do_not_accumulate(grid, tmp_path):
+    tp = grid.create_pg("tp")
+    with grid.watch(60, tmp_path) as watch:
+        for tag in range(3000):
+            dist.send(torch.ones(1), 4, group=tp, tag=tag)
+    record = json.loads(watch.file.read_text())
+    (counts,) = (counts for counts in record["hypercomm"]["counts"].values() if counts)
+    assert len(counts) <= 1001
+    assert sum(counts.values()) == 3000
+    assert record["entries"][-1]["profiling_name"] == "fake:send 1->0 tag 2999"
+    evidence = read_folder(tmp_path)
+    (group,) = (group for group in evidence.ranks[5].groups if group.title == "tp")
+    assert not evidence.has_channels(5, group)
 
 
 # If no call completes for a while, the watch writes its file. Once calls complete again, it removes
@@ -156,7 +203,10 @@ def test_invalid_watches(grid, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ToolError, match=r"cannot write to the folder '.*/file'"):
         grid.watch(1, tmp_path / "file")
-    watch = grid.watch(1, tmp_path / "new" / "er")
+    with pytest.raises(ToolError, match=r"/new/er'.*; only the last folder of the path is created"):
+        grid.watch(1, tmp_path / "new" / "er")
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+    watch = grid.watch(1, tmp_path / "new")
     with pytest.raises(ToolError, match="this process already has a watch, which writes /"):
         grid.watch(1, tmp_path)
     watch.stop()

@@ -1,15 +1,19 @@
 """Test that a real gloo rank with a mistake is blamed, with its source line."""
 
 import contextlib
+import threading
 import time
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from time_limits import scaled_s
 from tools.blame.dumps import blame
+from torch.nn.parallel import DistributedDataParallel
 
 from hypercomm import HyperCommGrid
+from hypercomm.errors import ToolError
 from hypercomm.process_groups import torch_internals as torchdist
 
 pytestmark = [pytest.mark.full, pytest.mark.ranks(4)]
@@ -97,6 +101,43 @@ def test_mistakes_are_blamed(tmp_path, mistake, kind, parts):
     if kind == "order":
         line = call.__code__.co_firstlineno + 4
         assert f" at {__file__}:{line} in call right after" in finding.says
+
+
+# Rank 2 has fewer batches than the other ranks, which wait for it in the backward pass of
+# DistributedDataParallel. These collectives are not recorded, so no rank is blamed. Rank 2 is
+# described, both while it waits and after all calls have timed out.
+def test_uneven_inputs_of_ddp(tmp_path):
+    said = (
+        "ranks 0..1, 3 are in backward, whose collectives are not recorded; rank 2 is not, and "
+        "waits in barrier number 1 of tp+dp (ranks 0..3) at "
+    )
+
+    def look(verdicts):
+        deadline = time.monotonic() + scaled_s(6)
+        while time.monotonic() < deadline and said not in verdicts[-1]:
+            with contextlib.suppress(ToolError):  # before the first rank hangs
+                verdicts.append(str(blame(tmp_path)))
+
+    def train(rank, groups, _watch):
+        torchdist.set_timeout(timedelta(seconds=scaled_s(8)), groups["whole"])
+        replicas = dist.new_group(range(4), timeout=timedelta(seconds=scaled_s(8)))
+        model = DistributedDataParallel(torch.nn.Linear(4, 4), process_group=replicas)
+        for _ in range(4 if rank == 2 else 6):
+            model(torch.ones(2, 4)).sum().backward()
+        verdicts = [""]
+        observer = threading.Thread(target=look, args=[verdicts])
+        if rank == 2:
+            observer.start()
+        try:
+            dist.barrier(group=groups["whole"])
+        finally:
+            if rank == 2:
+                observer.join()
+                assert verdicts[-1].startswith(said), verdicts[-1]
+
+    verdict = watched(tmp_path, train)
+    assert verdict.culprits == ()
+    assert str(verdict).startswith(said), str(verdict)
 
 
 # For messages and collectives without a mistake, no rank is blamed.
