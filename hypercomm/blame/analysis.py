@@ -414,13 +414,11 @@ class Verdict:
             every_odd.update(odd)
             found = [] if odd else self._mistakes_of(calls)
             if len(found) == 1:
-                mistakes[found[0].rank] = found[0]
+                self._accept(found[0], mistakes)
             else:
                 yield self._difference(calls, odd, siblings)
-        while (one := self._next_mistake(mistakes)) is not None:
-            mistakes[one.rank] = one
-            groups = [one.own.group, self._orders.group_of(one.rank, one.usual.group.title)]
-            self._explain(groups, [one.rank])
+        while found := self._next_mistake():
+            self._accept(found[0], mistakes)
         for rank in sorted(mistakes.keys() - every_odd):
             one = mistakes[rank]
             after = f"right after {one.last}{one.last.at}" if one.last else "as its first call"
@@ -431,25 +429,36 @@ class Verdict:
             )
             yield self._found("order", says, [rank], [rank])
 
+    def _accept(self, one: Deviation, mistakes: dict[int, Deviation]) -> None:
+        mistakes[one.rank] = one
+        skipped = self._orders.group_of(one.rank, one.usual.group.title)
+        self._explain([one.own.group, skipped], [one.rank])
+
+    def _explain(self, groups: Collection[LoggedGroup], ranks: Iterable[int]) -> None:
+        """Leave out the waits in groups in which a mistake of ranks shifts the numbers of calls."""
+        self._explained.update(ranks)
+        self._unexplained = [one for one in self._unexplained if one.call.group not in groups]
+
     def _mistakes_of(self, ranks: Iterable[int]) -> list[Deviation]:
         every = (self._orders.mistake_of(rank) for rank in ranks)
         return [one for one in every if one is not None]
 
-    def _next_mistake(self, known: Collection[int]) -> Deviation | None:
-        """Return a deviation that explains a circle, or the end of a chain of waits."""
+    def _next_mistake(self) -> list[Deviation]:
+        """Return the deviation that explains a circle or the end of a chain of waits, if any."""
+        awaiting = self._awaiting()
         for end in self._find_ends():
             found = self._mistakes_of(end)
             if len(end) == 1:
-                waits = [wait for wait in self._unexplained if end[0] in wait.absent]
+                waits = awaiting[end[0]]
                 titles = {wait.call.group.title for wait in waits}
                 found = [one for one in found if one.usual.group.title in titles]
                 found = found or self._repetitions(end[0], waits)
-            if len(found) == 1 and found[0].rank not in known:
-                return found[0]
-        return None
+            if len(found) == 1:
+                return found
+        return []
 
     def _repetitions(self, rank: int, waits: Iterable[AwaitedRanks]) -> list[Deviation]:
-        """Return deviations by a call too many, for which ranks wait for one that has finished."""
+        """Return deviations by a call too many, after which ranks wait for one that has ended."""
         if not self._may_be_done(rank) or len(self._orders.deviations) > 1:
             return []
         return [
@@ -463,16 +472,6 @@ class Verdict:
         """Return whether a rank may have ended its program without an error."""
         record = self.evidence.ranks[rank]
         return (record.has_left or not record.why) and rank not in self._orders.behind
-
-    def _explain(self, groups: Collection[LoggedGroup], ranks: Iterable[int]) -> None:
-        """Leave out the waits in groups in which a mistake shifts the numbers of the calls.
-
-        Args:
-            groups: The groups.
-            ranks: The ranks that the mistake concerns.
-        """
-        self._explained.update(ranks)
-        self._unexplained = [one for one in self._unexplained if one.call.group not in groups]
 
     def _difference(
         self, calls: Mapping[int, LoggedCall], odd: list[int], siblings: list[int]
@@ -498,6 +497,14 @@ class Verdict:
 
     # ---- the ends of chains of waits -------------------------------------------------------------
 
+    def _awaiting(self) -> dict[int, list[AwaitedRanks]]:
+        """Map each rank to the unexplained waits for it."""
+        found: dict[int, list[AwaitedRanks]] = {}
+        for wait in self._unexplained:
+            for rank in wait.absent:
+                found.setdefault(rank, []).append(wait)
+        return found
+
     def _find_ends(self) -> list[list[int]]:
         """Return the ranks and circles of ranks that end the chains of unexplained waits."""
         import networkx as nx
@@ -508,9 +515,11 @@ class Verdict:
         graph.remove_nodes_from(self._open_ends)
         parts = nx.attracting_components(graph)
         ends = ([node for node in part if isinstance(node, int)] for part in parts)
-        awaited = set().union(*(wait.absent for wait in self._unexplained))
+        awaiting = self._awaiting()
         return [
-            end for end in ends if not awaited.isdisjoint(end) and self._explained.isdisjoint(end)
+            end
+            for end in ends
+            if self._explained.isdisjoint(end) and not awaiting.keys().isdisjoint(end)
         ]
 
     @cached_property
@@ -551,10 +560,7 @@ class Verdict:
 
     def _absent(self, ranks: Collection[int]) -> Iterator[Finding]:
         """Yield findings about ranks that have not entered a call and wait for no rank."""
-        awaiting: dict[int, list[AwaitedRanks]] = {}
-        for wait in self._unexplained:
-            for rank in wait.absent:
-                awaiting.setdefault(rank, []).append(wait)
+        awaiting = self._awaiting()
         alike: dict[tuple[AwaitedRanks, str, str], list[int]] = {}
         for rank in ranks:
             wait = min(awaiting[rank], key=lambda wait: wait.call.order)
@@ -563,16 +569,16 @@ class Verdict:
                 does = "started"  # its device has only queued the call
             alike.setdefault((wait, does, self.evidence.ranks[rank].state), []).append(rank)
         done = [rank for rank in ranks if self._may_be_done(rank)]
-        is_few = len(done) <= len(_waiting(self._graph, done))
+        are_few = len(done) <= len(_waiting(self._graph, done))
         for (wait, does, state), some in alike.items():
+            # If these ranks have ended, those that wait for them may have made a call too many.
             is_usual = 2 * len(wait.calls) > len(wait.call.group.ranks)
-            is_shown = is_usual or not self._may_be_done(some[0]) or (is_few and not state)
+            is_shown = is_usual or not self._may_be_done(some[0]) or (are_few and not state)
             says = f"{self._names(some, 'has', 'have')} not {does} {wait.call}, in which "
             says += _ranks(wait.calls, "waits", "wait")
             if state:
                 says += f"; {'it' if len(some) == 1 else 'each'} {state}"
-            others = set(_waiting(self._graph, some)) - wait.calls.keys()
-            says += f"; {_ranks(others, 'waits', 'wait')} indirectly" if others else ""
+            says += self._others(some, wait)
             says += "" if is_shown else "; the dumps do not show which ranks are right"
             yield self._found("absent", says, some, some if is_shown else ())
 
@@ -581,6 +587,10 @@ class Verdict:
         if len(ranks) > 1:
             return _ranks(ranks, one, many)
         return f"{self.evidence.name(ranks[0])} {one}"
+
+    def _others(self, ranks: Iterable[int], wait: AwaitedRanks) -> str:
+        others = set(_waiting(self._graph, ranks)) - wait.calls.keys()
+        return f"; {_ranks(others, 'waits', 'wait')} indirectly" if others else ""
 
     def _circle(self, ranks: Collection[int]) -> Finding:
         import networkx as nx
@@ -608,9 +618,8 @@ class Verdict:
         wait = next(one for one in self._unexplained if not ranks.isdisjoint(one.absent))
         says += f"; {_ranks(wait.calls, 'waits', 'wait')} in {wait.call} for "
         says += _ranks(ranks.intersection(wait.absent))
+        says += self._others(some, wait)
         waiting = _waiting(self._graph, some)
-        others = set(waiting) - wait.calls.keys()
-        says += f"; {_ranks(others, 'waits', 'wait')} indirectly" if others else ""
         left = {rank for rank, record in evidence.ranks.items() if record.has_left}
         is_blamed = is_only and len(left.union(waiting)) == evidence.world_size - 1
         return self._found(kind, says, some, some if is_blamed else ())
@@ -619,17 +628,13 @@ class Verdict:
         """Return a finding about ranks that may wait in a collective that is not recorded."""
         records = self.evidence.ranks
         says = f"{_ranks(ranks, 'is', 'are')} in {region}, whose collectives are not recorded"
-        wait = next((one for one in self._unexplained if {*ranks} & {*one.absent}), None)
-        if wait is not None:
-            says += f"; {_ranks(wait.calls, 'is', 'are')} not, and "
-            says += f"{'waits' if len(wait.calls) == 1 else 'wait'} in {wait.call}{wait.call.at}"
+        for wait in [one for one in self._unexplained if not {*ranks}.isdisjoint(one.absent)][:1]:
+            says += f"; {_ranks(wait.calls, 'waits', 'wait')} in {wait.call}{wait.call.at}"
         busy = {node for node, waits in self._graph.out_degree() if waits}
         idle = [rank for rank in records if rank not in busy and not records[rank].region]
         if idle:
-            state = records[idle[0]].state if len(idle) == 1 else ""
-            says += f"; {_ranks(idle, 'makes', 'make')} no call" + (
-                f": it {state}" if state else ""
-            )
+            says += f"; {_ranks(idle, 'makes', 'make')} no call"
+            says += f": it {records[idle[0]].state}" if len(idle) == 1 else ""
         raised = [rank for rank in idle if records[rank].why.startswith("raised")]
         return self._found("unrecorded", says, ranks, raised)
 

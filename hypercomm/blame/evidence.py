@@ -14,7 +14,7 @@ import math
 import os
 import pickle
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -262,53 +262,31 @@ def read_folder(folder: str | os.PathLike[str], layout: RankLayout | None = None
             f"cannot read the folder {short_repr(str(folder))}: {why}; give the folder that the "
             f"ranks wrote their dumps to"
         ) from None
-    found = {file: _RANK.search(file.name) for file in files}
-    dumps = [
-        (int(match[1]), _printable(file.name), functools.partial(_fields_of, file))
-        for file, match in found.items()
-        if match is not None
-    ]
-    hint = (
-        "; dumps come from grid.watch() or torch's flight recorder, and their names end with the "
-        "rank: hypercomm_watch_3.json, nccl_trace_rank_3"
-    )
-    return read_dumps(dumps, layout, f"the folder {short_repr(str(folder))}", hint)
-
-
-def read_dumps(
-    dumps: Iterable[tuple[int, str, Callable[[], Any]]],
-    layout: RankLayout | None,
-    source: str,
-    hint: str = "",
-) -> Evidence:
-    """Read the dumps of a job.
-
-    Args:
-        dumps: The rank and the name of each dump, and a function that loads it.
-        layout: The layout of the job. Default: the layout in the dumps.
-        source: The name of the folder or server that the dumps are read from, for errors.
-        hint: Advice that is added to the error if there is no readable dump.
-
-    Raises:
-        ToolError: There is no dump, there are two dumps of one rank, or dumps of two jobs.
-        WorldSizeError: The layout and the job have different numbers of ranks.
-    """
     records: dict[int, RankLog] = {}
     unreadable: dict[int, str] = {}
-    for rank, name, load in dumps:
-        record = RankLog(rank, file=name)
+    for file in files:
+        match = _RANK.search(file.name)
+        if match is None:
+            continue
+        record = RankLog(int(match[1]), file=_printable(file.name))
         try:
-            _read_dump(record, load(), layout)
+            _read_dump(record, _fields_of(file), layout)
         except Exception as error:  # noqa: BLE001 - a broken dump does not prevent a verdict
             why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-            unreadable[rank] = f"{name} cannot be read as a dump: {_printable(why[:200])}"
+            why = f"{record.file} cannot be read as a dump: {_printable(why[:200])}"
+            unreadable[record.rank] = why
             continue
-        if rank in records:
-            both = f"{records[rank].file} and {name}"
-            raise ToolError(f"rank {rank} has two dumps, {both}; delete one of them")
-        records[rank] = record
+        if record.rank in records:
+            both = f"{records[record.rank].file} and {record.file}"
+            raise ToolError(f"rank {record.rank} has two dumps, {both}; delete one of them")
+        records[record.rank] = record
     if not records:
-        raise ToolError(f"{source}: {next(iter(unreadable.values()), 'found no dump')}{hint}")
+        raise ToolError(
+            f"the folder {short_repr(str(folder))}: "
+            f"{next(iter(unreadable.values()), 'found no dump')}; dumps come from grid.watch() or "
+            f"torch's flight recorder, and their names end with the rank: hypercomm_watch_3.json, "
+            f"nccl_trace_rank_3"
+        )
     records = dict(sorted(records.items()))
     unreadable = {rank: why for rank, why in unreadable.items() if rank not in records}
     world_size = _world_size(records, unreadable, layout)

@@ -302,12 +302,12 @@ class Watch:
     def _write(self, why: str, error: BaseException | None = None) -> None:
         draft = self.file.with_suffix(".part")
         try:
-            draft.write_text(json.dumps(self.record(why, error)))
+            draft.write_text(json.dumps(self._record(why, error)))
             draft.replace(self.file)  # atomic, so no reader sees an incomplete file
         except Exception as failure:  # noqa: BLE001 - the program continues without a record
             logger.warning("the watch cannot write %s: %s", self.file, failure)
 
-    def record(self, why: str = "is watched", error: BaseException | None = None) -> dict[str, Any]:
+    def _record(self, why: str, error: BaseException | None) -> dict[str, Any]:
         """Return the calls so far in the format of torch's flight recorder."""
         self._poll()
         living = [group for ref in self._groups.keyrefs() if (group := ref()) is not None]

@@ -281,8 +281,8 @@ def test_collectives_without_a_record(tmp_path, stack, region):
     assert verdict.culprits == (() if region else (0, 1, 3))
     if region:
         assert str(verdict) == (
-            f"ranks 0..1, 3 are in {region}, whose collectives are not recorded; rank 2 is not, "
-            f"and waits in barrier number 1 of WORLD (ranks 0..3) at train.py:41 in step"
+            f"ranks 0..1, 3 are in {region}, whose collectives are not recorded; rank 2 waits "
+            f"in barrier number 1 of WORLD (ranks 0..3) at train.py:41 in step"
         )
     # Rank 2 has left the watch, and no recorded call shows that the others wait for it.
     dumps.entries[2].clear()

@@ -108,8 +108,8 @@ def test_mistakes_are_blamed(tmp_path, mistake, kind, parts):
 # described, both while it waits and after all calls have timed out.
 def test_uneven_inputs_of_ddp(tmp_path):
     said = (
-        "ranks 0..1, 3 are in backward, whose collectives are not recorded; rank 2 is not, and "
-        "waits in barrier number 1 of tp+dp (ranks 0..3) at "
+        "ranks 0..1, 3 are in backward, whose collectives are not recorded; rank 2 waits in "
+        "barrier number 1 of tp+dp (ranks 0..3) at "
     )
 
     def look(verdicts):
