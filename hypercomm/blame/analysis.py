@@ -81,11 +81,6 @@ class Deviation:
     usual: LoggedCall
     by: set[int]
 
-    @property
-    def change(self) -> tuple[str, ...]:
-        """The groups and ops of both calls. Ranks with the same change deviate together."""
-        return self.usual.group.title, self.usual.op, self.own.group.title, self.own.op
-
 
 def _majority(values: Iterable[_T]) -> _T | None:
     """Return the value that makes up more than half of `values`, or None if there is none."""
@@ -134,22 +129,14 @@ def _find_odd(evidence: Evidence, calls: Mapping[int, LoggedCall]) -> tuple[list
 def _sibling_calls(
     evidence: Evidence, calls: Mapping[int, LoggedCall]
 ) -> Iterator[tuple[int, LoggedCall]]:
-    """Yield the calls with the same `number` in the other groups over the same dims.
-
-    A group that has made other calls before is left out, because its numbers mean other calls.
-    """
+    """Yield the calls with the same `number` in the other groups over the same dims."""
     like = next(iter(calls.values()))
     members = {*like.group.ranks}
-
-    def ops_before(own: Iterable[LoggedCall]) -> list[str]:
-        return [call.op for call in own if call.number < like.number]
-
     for (group, channel), by_rank in evidence.lanes.items():
         is_sibling = group.title == like.group.title and not members & {*group.ranks}
         if is_sibling and channel == like.channel == "":
             for rank, own in by_rank.items():
-                if ops_before(own) == ops_before(evidence.lanes[like.group, ""][min(calls)]):
-                    yield from ((rank, call) for call in own if call.number == like.number)
+                yield from ((rank, call) for call in own if call.number == like.number)
 
 
 # ---- waits --------------------------------------------------------------------------------------
@@ -249,7 +236,6 @@ class CallOrders:
             classes.setdefault(frozenset(g.title for g in record.groups), {})[rank] = calls
         for by_rank in classes.values():
             self._compare(_from_a_common_start(by_rank))
-        self._changes = Counter(one.change for one in self.deviations.values())
 
     def _compare(self, following: dict[int, list[LoggedCall]]) -> None:
         for place in itertools.count():
@@ -269,12 +255,11 @@ class CallOrders:
     def mistake_of(self, rank: int) -> Deviation | None:
         """Return the deviation of a rank if it cannot be a call under a condition.
 
-        It cannot if no other rank deviates in the same way, if another member of the rank's group
-        over the usual dims makes the usual call, and if the known members of the group of the
-        rank's own call make the usual call, too.
+        It cannot if another member of the rank's group over the usual dims makes the usual call,
+        and if the known members of the group of the rank's own call make the usual call, too.
         """
         one = self.deviations.get(rank)
-        if one is None or self._changes[one.change] > 1:
+        if one is None:
             return None
         others = (self._evidence.ranks.keys() - {rank}).intersection(one.own.group.ranks)
         skipped = self.group_of(rank, one.usual.group.title)
@@ -541,22 +526,14 @@ class Verdict:
         explained = self._explained.union(_waiting(self._graph, self._explained))
         left = [wait for wait in self._unexplained if not explained.issuperset(wait.calls)]
         open_ends = self._open_ends.intersection(rank for wait in left for rank in wait.absent)
-        for region, ranks in self._in_regions(open_ends & self.evidence.ranks.keys()).items():
-            yield self._unrecorded(region, ranks)
+        unrecorded = open_ends & self.evidence.ranks.keys()
         unreadable = open_ends & self.evidence.unreadable.keys()
-        missing = open_ends - self.evidence.ranks.keys() - unreadable
+        if unrecorded:
+            yield self._unrecorded(unrecorded)
         if unreadable:
             yield self._unseen("unreadable", unreadable)
-        if missing:
-            yield self._unseen("no dump", missing, is_only=not ends and missing == self._open_ends)
-
-    def _in_regions(self, ranks: Iterable[int]) -> dict[str, list[int]]:
-        """Group the ranks that are in a region without a record by this region."""
-        found: dict[str, list[int]] = {}
-        for rank in sorted(ranks):
-            if region := self.evidence.ranks[rank].region:
-                found.setdefault(region, []).append(rank)
-        return found
+        if missing := open_ends - unrecorded - unreadable:
+            yield self._unseen("no dump", missing)
 
     def _absent(self, ranks: Collection[int]) -> Iterator[Finding]:
         """Yield findings about ranks that have not entered a call and wait for no rank."""
@@ -601,11 +578,11 @@ class Verdict:
         each = [f"{self.evidence.name(rank)} is in {call}{call.at}" for rank, call in calls.items()]
         return self._found("circle", f"ranks wait for each other: {'; '.join(each)}", calls)
 
-    def _unseen(self, kind: str, ranks: set[int], is_only: bool = False) -> Finding:
+    def _unseen(self, kind: str, ranks: set[int]) -> Finding:
         """Return a finding about awaited ranks whose calls are unknown.
 
-        Such a rank may wait for others. It is blamed if it is the only one, and if all other ranks
-        wait for it or have ended.
+        Such a rank may wait for others. It is blamed if nothing else is wrong, and if all other
+        ranks wait for it or have ended.
         """
         evidence = self.evidence
         some = sorted(ranks)
@@ -621,14 +598,15 @@ class Verdict:
         says += self._others(some, wait)
         waiting = _waiting(self._graph, some)
         left = {rank for rank, record in evidence.ranks.items() if record.has_left}
-        is_blamed = is_only and len(left.union(waiting)) == evidence.world_size - 1
-        return self._found(kind, says, some, some if is_blamed else ())
+        is_only = not self._explained and len(left.union(waiting)) == evidence.world_size - 1
+        return self._found(kind, says, some, some if is_only and kind == "no dump" else ())
 
-    def _unrecorded(self, region: str, ranks: Sequence[int]) -> Finding:
+    def _unrecorded(self, ranks: set[int]) -> Finding:
         """Return a finding about ranks that may wait in a collective that is not recorded."""
         records = self.evidence.ranks
-        says = f"{_ranks(ranks, 'is', 'are')} in {region}, whose collectives are not recorded"
-        for wait in [one for one in self._unexplained if not {*ranks}.isdisjoint(one.absent)][:1]:
+        regions = " or ".join(sorted({records[rank].region for rank in ranks}))
+        says = f"{_ranks(ranks, 'is', 'are')} in {regions}, whose collectives are not recorded"
+        for wait in [one for one in self._unexplained if not ranks.isdisjoint(one.absent)][:1]:
             says += f"; {_ranks(wait.calls, 'waits', 'wait')} in {wait.call}{wait.call.at}"
         busy = {node for node, waits in self._graph.out_degree() if waits}
         idle = [rank for rank in records if rank not in busy and not records[rank].region]
@@ -641,9 +619,9 @@ class Verdict:
     def _unknowns(self) -> Iterator[Finding]:
         """Yield a possible fault, if no other fault is found."""
         missing = self.evidence.missing
-        regions = self._in_regions(self.evidence.ranks)
-        if regions:
-            yield from (self._unrecorded(region, ranks) for region, ranks in regions.items())
+        unrecorded = {rank for rank, record in self.evidence.ranks.items() if record.region}
+        if unrecorded:
+            yield self._unrecorded(unrecorded)
         elif self.waits:
             wait = next((wait for wait in self.waits if not wait.absent), self.waits[0])
             says = (
