@@ -30,6 +30,15 @@ if TYPE_CHECKING:
 
 _RENEW = "renew_world()"
 
+_JOB = "hypercomm/job"
+"""The key of the id of rank 0's job, in the store at the address of the job."""
+
+_JOB_IDS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PMIX_NAMESPACE")
+"""Variables with an id that all ranks of a job share. torchrun's default is "none"."""
+
+_FOR_RANK_0 = timedelta(seconds=10)
+"""The time for rank 0 to write the id of its job, if it calls `join`, too."""
+
 
 @attrs.frozen(kw_only=True)
 class Joined(FoundJob):
@@ -125,7 +134,8 @@ def join(
     Raises:
         LaunchError: The variables of launchers are incomplete or contradict each other, an
             argument contradicts the existing job, the address of rank 0 is unknown, the device
-            does not fit, or the other ranks did not join in time.
+            does not fit, the other ranks did not join in time, or another job uses the address.
+            Without a launcher's job id, another job is noticed if two processes join as one rank.
         GroupOptionsError: The backend is unknown or cannot run here, or `timeout` is not a
             positive timedelta.
         LayoutError: `rank` or `size` is not an int.
@@ -172,7 +182,7 @@ def join(
     else:
         job.rendezvous()
     backend, chosen = _choose(backend, device, job)
-    _initialise(job, backend, chosen, timeout)
+    _initialise(job, backend, chosen, timeout, _id_of(job, variables))
     made = [dist.group.WORLD]
     return Joined(**attrs.asdict(job), backend=backend, device=chosen, made=made)
 
@@ -215,8 +225,49 @@ def _live(
     return Joined(**attrs.asdict(job), backend=live, device=device)
 
 
+def _id_of(job: FoundJob, variables: Mapping[str, str]) -> str:
+    """Return the id of a launcher's job with its variable, or "" if it is unknown."""
+    tasks = variables.get("SLURM_STEP_NUM_TASKS") or variables.get("SLURM_NTASKS")
+    for name in () if job.launcher == "the call" else _JOB_IDS:
+        value = variables.get(name, "none")
+        # A user may join the processes of several allocations by hand.
+        is_part = name == "SLURM_JOB_ID" and tasks not in {None, str(job.size)}
+        if value not in {"", "none"} and not is_part:
+            return f"{name}={value}"
+    return ""
+
+
+def _check_job(store: dist.Store, job: FoundJob, own: str) -> None:
+    """Raise if this rank has connected to the store of another job. Makes one request.
+
+    Raises:
+        LaunchError: Rank 0 belongs to another job, or another process has joined as this rank.
+    """
+    where = f"at {job.address}, port {job.port}"
+    if own and job.rank == 0:
+        store.set(_JOB, own)
+    elif own:
+        store.set_timeout(_FOR_RANK_0)
+        there = own
+        with contextlib.suppress(dist.DistStoreError):  # rank 0 does not call join()
+            there = store.get(_JOB).decode()
+        if there != own:
+            raise LaunchError(
+                f"rank {job.rank} belongs to the job {own}, but {where}, there is rank 0 of the "
+                f"job {there}; give each job its own MASTER_PORT"
+            )
+    else:
+        me = f"process {os.getpid()} on {socket.gethostname()}"
+        there = store.compare_set(f"{_JOB} rank {job.rank}", "", me).decode()
+        if there != me:
+            raise LaunchError(
+                f"{there} has joined as rank {job.rank} {where}, and so does this {me}; give each "
+                f"job its own MASTER_PORT, and restart all ranks of a job together"
+            )
+
+
 def _initialise(
-    job: FoundJob, backend: str, device: torch.device, timeout: timedelta | None
+    job: FoundJob, backend: str, device: torch.device, timeout: timedelta | None, own: str
 ) -> None:
     """Create WORLD on the device. On an error, torch.distributed remains uninitialised."""
     options: dict[str, Any] = {"rank": job.rank, "world_size": job.size, "timeout": timeout}
@@ -227,10 +278,9 @@ def _initialise(
     if job.address is None:
         stores: Any = dist  # type checkers do not know the stores of torch
         options["store"] = stores.HashStore()
-    else:  # torch finds out whether torchrun's agent or rank 0 serves the store
-        host = f"[{job.address}]" if ":" in job.address else job.address
-        options["init_method"] = f"tcp://{host}:{job.port}"
     try:
+        if job.address is not None:
+            options["store"] = _store_of(job, timeout or torchdist.default_timeout(backend), own)
         dist.init_process_group(backend, **options)
     except BaseException as error:
         torchdist.destroy_world()
@@ -244,6 +294,16 @@ def _initialise(
             f"rank {job.rank} of {job.size} on {socket.gethostname()} could not join{where} "
             f"({job.source}): {' '.join(str(error).split())}{advice}"
         ) from error
+
+
+def _store_of(job: FoundJob, timeout: timedelta, own: str) -> dist.Store:
+    """Connect to the job's store. torch finds out whether torchrun's agent or rank 0 serves it."""
+    host = f"[{job.address}]" if ":" in str(job.address) else job.address
+    url = f"tcp://{host}:{job.port}"
+    store, _, _ = next(dist.rendezvous(url, job.rank, job.size, timeout=timeout))
+    _check_job(store, job, own)
+    store.set_timeout(timeout)
+    return dist.PrefixStore("default_pg", store)  # as torch, whose ranks may be in the job
 
 
 # ---- the device and the backend of a rank -------------------------------------------------------

@@ -89,6 +89,54 @@ def test_join_a_live_job_and_two_new_ones(ports):
         assert not dist.is_initialized()
 
 
+# Two jobs use one address. Rank 1 of job B arrives before rank 1 of job A. If the launcher gives an
+# id to each job, the rank of B raises, and the sum of A is right. If not, the second rank 1 raises.
+# (With plain torch, ranks 0 of A and 1 of B form a WORLD, and the second rank 1 times out.)
+@pytest.mark.parametrize("variable", ["SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", ""])
+@pytest.mark.ranks(3)
+def test_two_jobs_at_one_address(variable, ports, tmp_path):
+    place = dist.get_rank()
+    dist.destroy_process_group()
+    name, rank = (("A", 0), ("B", 1), ("A", 1))[place]
+    order = dist.FileStore(str(tmp_path / "order"), 3)
+    environment = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    environment |= {"MASTER_PORT": str(ports[0])} | ({variable: name} if variable else {})
+    accepted, rejected = ([0, 2], 1) if variable else ([0, 1], 2)
+    if place == 2:
+        order.wait(["first"])
+    if place == rejected:
+        message = f"job {variable}=B, .* job {variable}=A" if variable else "has joined as rank 1"
+        with pytest.raises(LaunchError, match=message):
+            join(environment=environment)
+    else:
+        with join(environment=environment):
+            total = torch.tensor([10**place])
+            dist.all_reduce(total)
+            assert total.item() == sum(10**other for other in accepted)
+            if place == 1:
+                order.set("first", "")
+            order.wait(["rejected"])
+            dist.barrier()
+    if place == rejected:
+        order.set("rejected", "")
+        order.set("first", "")
+
+
+# In a SLURM step that is only a part of the job, the id of the step's job is not compared, because
+# a user may join the ranks of several allocations by hand.
+@pytest.mark.ranks(2)
+def test_one_job_of_two_allocations(ports):
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    environment = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    environment |= {"MASTER_PORT": str(ports[0]), "SLURM_JOB_ID": str(rank), "SLURM_NTASKS": "1"}
+    with join(environment=environment):
+        total = torch.tensor([1])
+        dist.all_reduce(total)
+        assert total.item() == 2
+        dist.barrier()
+
+
 # In a fake or simulated world, join() describes that world, whatever the launcher's variables say.
 def test_join_in_fake_and_simulated_worlds(monkeypatch):
     with fake_world(8, rank=5):
@@ -149,6 +197,7 @@ class FakeDevices:
 def started(monkeypatch):
     """Replace init_process_group, and return a list of its calls."""
     calls = []
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 1)]))
     monkeypatch.setattr(dist, "init_process_group", lambda *a, **kw: calls.append((a, kw)))
     return calls
 
