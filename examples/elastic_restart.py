@@ -67,7 +67,7 @@ if __name__ == "__main__":
         try:
             run_ranks(train, 4, args=(several, 2, 3))
         except RankFailedError as error:
-            print(error)
+            print(str(error).splitlines()[0])  # then what the other ranks did
         how, losses = run_ranks(train, 3, args=(several,))[0]
     print(f"{how}: {' '.join(f'{loss:.4f}' for loss in losses)}")
     print(f"largest difference: {max(abs(a - b) for a, b in zip(losses, wanted, strict=True)):.1e}")

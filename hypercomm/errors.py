@@ -6,6 +6,7 @@ Each class also derives from the builtin that legacy code catches (Megatron's ca
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 __all__ = [
@@ -191,14 +192,25 @@ class RankFailedError(HyperCommError, RuntimeError):
         reason: The traceback of that rank as text, or the reason why the rank ended.
         summary: The class and the first line of the error that the rank raised, or "". The message
             begins with it, and the traceback follows.
+        others: The errors of other ranks, and what the remaining ranks did, as text.
     """
 
-    def __init__(self, rank: int, reason: str, summary: str = "") -> None:
-        first = f"{summary}\n" if summary else ""
-        super().__init__(f"rank {rank} failed: {first}{reason}")
+    def __init__(self, rank: int, reason: str, summary: str = "", others: str = "") -> None:
+        text = "\n".join(filter(None, [summary, reason, others]))
+        super().__init__(f"rank {rank} failed: {text}")
         self.rank = rank
         self.reason = reason
         self.summary = summary
+        self.others = others
 
-    def __reduce__(self) -> tuple[type[RankFailedError], tuple[int, str, str]]:
-        return type(self), (self.rank, self.reason, self.summary)
+    def __reduce__(self) -> tuple[type[RankFailedError], tuple[int, str, str, str]]:
+        return type(self), (self.rank, self.reason, self.summary, self.others)
+
+
+def time_of(error: BaseException) -> float:
+    """Return the time of an error by `time.monotonic`, which is the time of the first call.
+
+    A program that has work to do after an error calls this before that work.
+    """
+    found: float = vars(error).setdefault("hypercomm_time", time.monotonic())
+    return found

@@ -182,9 +182,12 @@ class GridDims:
             torchdist.world_group()  # raises an error, because WORLD was destroyed
         _ = self._place  # raises an error on a rank outside of the grid
         dims = "+".join(self.dims)  # a string is looked up faster than a tuple
-        try:
+        group = None
+        try:  # noqa: SIM105 - contextlib.suppress() is slower
             group = self._view.get_pg(dims)
         except GroupMissingError:
+            pass  # a call in this clause would show this error before its own
+        if group is None:
             group = self._view.ensure_pg(dims)
         return group  # type: ignore[return-value]  # a rank of the grid is in one of the groups
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from torch.distributed import ProcessGroup
 
 from hypercomm.blame.watch import Watch
-from hypercomm.errors import CreationError, GroupOptionsError
+from hypercomm.errors import CreationError, GroupOptionsError, time_of
 from hypercomm.grid.arguments import (
     Cover,
     GivenSizes,
@@ -498,5 +498,7 @@ class HyperCommGrid(GridView):
         self._state.table.check_alive()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is not None:
+            time_of(error)  # before the other ranks lose their connections
         self.destroy()

@@ -2,27 +2,26 @@
 
 A fork server loads torch once for the lifetime of the calling process. Each rank is a fork of the
 server. A rank and its parent communicate over one pipe. The rank sends pickled pairs (kind, value),
-with the kind "message", "returned" or "failed". The parent sends one message when all ranks have
-returned.
+with the kind "message", "returned", "unhandled" or "failed". The parent sends one message when all
+ranks have returned. On a signal of the parent, a rank writes its stack into a file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import io
 import multiprocessing
 import os
 import pickle
-import re
 import signal
 import socket
 import sys
 import tempfile
 import threading
 import time
-import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -34,12 +33,13 @@ import attrs
 
 from hypercomm.errors import (
     GroupOptionsError,
+    LaunchError,
     LayoutError,
     NotInitializedError,
-    RankFailedError,
 )
+from hypercomm.launch.failures import Failure, explain, failure_of, places_of
 from hypercomm.layout.checks import as_tuple, check_duration, is_positive, positive
-from hypercomm.layout.text import short_repr, summary_of
+from hypercomm.layout.text import short_repr
 from hypercomm.lazy import required
 
 T = TypeVar("T")
@@ -59,8 +59,23 @@ _LONGEST_S = 1e6
 _GRACE_S = 0.3
 """The time to wait, after a rank has failed, for a message about an earlier failure."""
 
+_LONG_GRACE_S = 3.0
+"""The time to wait for the cause, if ranks have only failed because of another rank."""
+
 _STACK_S = 1.5
-"""The time for hanging ranks to write their stacks. A stopped process never writes its stack."""
+"""The time for ranks to write their stacks. A stopped process never writes its stack."""
+
+_LONGEST_STACK = 2**20
+"""The most bytes of a stack."""
+
+_ASK = signal.SIGURG
+"""The signal on which a rank writes its stack. Programs rarely use it."""
+
+_UNGUARDED = 113
+"""The exit code of a rank that called `run_ranks` while it imported the main module."""
+
+_BYTES_OF_A_RANK = 100 * 2**20
+"""The memory that one rank needs, in addition to the pages that all ranks share."""
 
 _LEAVING_S = 5.0
 """The time for a rank to exit after all ranks have returned."""
@@ -80,7 +95,6 @@ class _Job:
         call: The pickled function and its arguments.
         nprocs: The number of ranks.
         backend: The backend of the job.
-        timeout: Seconds after which a rank writes its stack into a file.
         group_timeout: The timeout of WORLD. None selects torch's default.
         environment: The parent's environment.
         port: The port of the job's store.
@@ -89,7 +103,6 @@ class _Job:
     call: bytes
     nprocs: int
     backend: str
-    timeout: float
     group_timeout: timedelta | None
     environment: dict[str, str]
     port: int
@@ -113,6 +126,7 @@ def run_ranks(
     backend: str = "gloo",
     timeout: float = 300.0,
     group_timeout: timedelta | None = None,
+    ranks_max: int | None = None,
     on_message: Callable[[int, Any], None] | None = None,
 ) -> list[T]:
     """Run a function on real local ranks and return the list of results, by rank.
@@ -132,14 +146,21 @@ def run_ranks(
         timeout: The time for all ranks to return, in seconds. After this time, the ranks are ended.
         group_timeout: The timeout of the job's default process group, a timedelta. Default: torch's
             default timeout.
+        ranks_max: The largest number of ranks to start. Default: 4 for each processor, but at least
+            8, and one for each 100 MiB of memory.
         on_message: A function that this process calls with (rank, value) for each `report(value)`
             of a rank.
 
     Raises:
-        RankFailedError: A rank raised, died, or did not return in time. The error names the first
-            such rank, and shows its traceback or the stack at which it hangs.
+        RankFailedError: A rank raised, died, or did not return in time. The error names the rank
+            that failed first, and shows its traceback or the stack at which it hangs. The errors of
+            other ranks follow, then what the remaining ranks did, then the connections that ranks
+            lost as a consequence.
         MissingPackageError: cloudpickle is not installed.
-        LayoutError: `nprocs` is not a positive int, or `args` is not a sequence.
+        LaunchError: A script calls this outside of `if __name__ == "__main__"`, or this machine has
+            no address 127.0.0.1.
+        LayoutError: `function` cannot be called, `nprocs` is not a positive int or is larger than
+            `ranks_max`, or `args` is not a sequence.
         GroupOptionsError: A timeout is not positive, or has the wrong type.
 
     Example:
@@ -148,7 +169,20 @@ def run_ranks(
         >>> run_ranks(lambda offset: offset + dist.get_rank(), 3, args=[10])
         [10, 11, 12]
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        os._exit(_UNGUARDED)  # this is a rank, which imports the main module before it starts
+    if not callable(function):
+        raise LayoutError(
+            f"function must be a function, got {short_repr(function)}; pass the function without "
+            f"calling it, as in run_ranks(f, 2), and its arguments as args="
+        )
     positive(nprocs, "nprocs")
+    most = most_ranks() if ranks_max is None else ranks_max
+    if nprocs > most:
+        raise LayoutError(
+            f"nprocs={nprocs} would start more than {most} processes on this machine; to start "
+            f"them, pass ranks_max={nprocs}"
+        )
     if not is_positive(timeout):
         raise GroupOptionsError(
             f"timeout must be a number of seconds above 0, got {short_repr(timeout)}; write the "
@@ -160,9 +194,9 @@ def run_ranks(
     timeout = min(timeout, _LONGEST_S)
     _start_fork_server()
     ranks: list[_Rank] = []
-    with socket.create_server((_LOOPBACK, 0), backlog=nprocs) as listener:
+    with _listener(nprocs) as listener:
         port = listener.getsockname()[1]
-        job = _Job(call, nprocs, backend, timeout, group_timeout, dict(os.environ), port)
+        job = _Job(call, nprocs, backend, group_timeout, dict(os.environ), port)
         try:
             ranks.extend(_start(job, at, None if at else listener) for at in range(nprocs))
             listener.close()
@@ -248,7 +282,9 @@ def most_ranks() -> int:
         True
     """
     has_affinity = hasattr(os, "sched_getaffinity")
-    return max(8, 4 * (len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1))
+    by_processors = 4 * (len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(8, min(by_processors, memory // _BYTES_OF_A_RANK))
 
 
 # ---- in the parent ------------------------------------------------------------------------------
@@ -257,26 +293,35 @@ def most_ranks() -> int:
 def _start_fork_server() -> None:
     """Start the fork server if it is not running. The server and its forks block Ctrl-C."""
     with _starting:
-        _start_it()
+        main = sys.modules["__main__"]
+        if getattr(main, "__file__", "") == "<stdin>":  # a rank would try to import this file
+            del main.__file__
+        multiprocessing.get_context("forkserver").set_forkserver_preload(preloads)
+        resource_tracker.ensure_running()  # its start unblocks signals, so SIGINT is blocked later
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # The server inherits these variables, so that numerical libraries start no threads in it: a
+        # process with threads should not fork. They are restored, because this process uses them.
+        kept = {name: os.environ.get(name) for name in _LIBRARIES}
+        try:
+            os.environ.update(dict.fromkeys(_LIBRARIES, "1"))
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            for name, value in kept.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
 
 
-def _start_it() -> None:
-    multiprocessing.get_context("forkserver").set_forkserver_preload(preloads)
-    resource_tracker.ensure_running()  # its start unblocks signals, so SIGINT is blocked later
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    # The server inherits these variables, so that numerical libraries start no threads in it: a
-    # process with threads should not fork. They are restored, because this process uses them too.
-    kept = {name: os.environ.get(name) for name in _LIBRARIES}
+def _listener(nprocs: int) -> socket.socket:
     try:
-        os.environ.update(dict.fromkeys(_LIBRARIES, "1"))
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for name, value in kept.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        return socket.create_server((_LOOPBACK, 0), backlog=nprocs)
+    except OSError as error:
+        raise LaunchError(
+            f"ranks communicate over {_LOOPBACK}, which this machine lacks: {error}; enable its "
+            f"loopback interface, as with `ip link set lo up`"
+        ) from error
 
 
 def _start(job: _Job, number: int, listener: socket.socket | None) -> _Rank:
@@ -298,68 +343,82 @@ def _results(
     """Receive messages until all ranks have returned, a rank has failed, or the time is over."""
     deadline = time.monotonic() + timeout
     returned: dict[int, Any] = {}
-    failures: list[tuple[float, int, str, str]] = []  # time, rank, reason, summary
+    failures: list[Failure] = []
+    unhandled: list[Failure] = []
     waiting = list(ranks)
-    while waiting:
+    while waiting and (left_s := deadline - time.monotonic()) > 0:
         sources: dict[Any, _Rank] = {rank.link: rank for rank in waiting}
         sources |= {rank.process.sentinel: rank for rank in waiting}
-        ready = connection.wait(sources, max(0.0, deadline - time.monotonic()))
-        for rank in {sources[source] for source in ready}:
+        for rank in {sources[source] for source in connection.wait(sources, left_s)}:
             kind, value = _receive(rank)
             if kind == "message" and on_message is not None:
                 on_message(rank.number, value)
+            elif kind == "unhandled":
+                unhandled.append(value)
             elif kind == "returned":
                 returned[rank.number] = value
             elif kind == "failed":
-                at, reason, summary = value
-                failures.append((at, rank.number, reason, summary))
-                deadline = min(deadline, time.monotonic() + _GRACE_S)
-            if kind != "message":
+                failures.append(value)
+                grace_s = _LONG_GRACE_S if value.is_consequence else _GRACE_S
+                deadline = min(deadline, time.monotonic() + grace_s)
+            if kind in ("returned", "failed"):
                 waiting.remove(rank)
-        if not ready:
-            break
-    if waiting and not failures:
-        reason = f"it had not returned after {timeout:g} s\n{_stacks(waiting)}"
-        failures = [(0.0, waiting[0].number, reason, "")]
-    if failures:
-        _, first, reason, summary = min(failures)
-        raise RankFailedError(first, reason, summary)
+    if waiting or failures:
+        late = f"it had not returned after {timeout:g} s"
+        places = places_of(_stacks(waiting))
+        raise explain(failures + unhandled, returned, places, late)
     return [returned[rank.number] for rank in ranks]
 
 
 def _receive(rank: _Rank) -> tuple[str, Any]:
-    """Return the next message of a rank, or "failed" with the time, the reason and a summary."""
+    """Return the next message of a rank, or "failed" and the failure."""
     with contextlib.suppress(EOFError, OSError):
         if rank.link.poll():  # a rank may have sent a message before it died
             return pickle.loads(rank.link.recv_bytes())  # type: ignore[no-any-return]  # noqa: S301
     rank.process.join(5)
     code = rank.process.exitcode
+    if code == _UNGUARDED:
+        raise LaunchError(
+            "each rank imports this program, and the import calls run_ranks(); call run_ranks() "
+            "under if __name__ == '__main__':"
+        )
     reason = (
         f"its process ended with exit code {code} before the function returned; its messages are "
-        f"on stderr. A script must call run_ranks() under if __name__ == '__main__':"
+        f"on stderr"
     )
     if code is not None and code < 0:
         names = {one.value: one.name for one in signal.Signals}  # real-time signals have no name
         reason = f"killed by signal {-code} ({names.get(-code) or signal.strsignal(-code)})"
     if code == -signal.SIGABRT:
         reason += (
-            "; its last messages are on stderr; for example, gloo aborts a process if a message "
-            "has an unexpected size"
+            "; its last messages are on stderr; gloo aborts a process if a message has an "
+            "unexpected size: with TORCH_DISTRIBUTED_DEBUG=DETAIL, torch names the ranks whose "
+            "shapes differ"
         )
-    return "failed", (0.0, reason, "")  # sorts first, because a dead rank causes errors on others
+    stack = _stack(rank)
+    if stack:
+        reason += f"\n{places_of({rank.number: stack})[0]}"
+    # A dead rank causes errors on others, so it sorts first.
+    return "failed", Failure(rank.number, reason, at=0.0)
 
 
-def _stacks(late: Sequence[_Rank]) -> str:
-    """Return the stacks that ranks have written into files, with the ranks at each stack."""
-    time.sleep(_STACK_S)
-    places: dict[str, list[int]] = {}
-    for rank in late:
-        rank.stack.seek(0)
-        text = rank.stack.read().decode(errors="replace")
-        main = re.split(r"^Thread 0x.*\n", text, flags=re.MULTILINE)[-1]  # the main thread
-        frames = re.split(r"^  File .* in _serve$", main, flags=re.MULTILINE)[0].rstrip()
-        places.setdefault(frames or "  (it does not respond)", []).append(rank.number)
-    return "\n".join(f"ranks {ranks} are at\n{place}" for place, ranks in places.items())
+def _stack(rank: _Rank) -> str:
+    # The rank writes with the same file offset, so it must not move.
+    return os.pread(rank.stack.fileno(), _LONGEST_STACK, 0).decode(errors="replace")
+
+
+def _stacks(ranks: Sequence[_Rank]) -> dict[int, str]:
+    """Return the stack of each rank, or "" for a rank that does not respond."""
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank.process.pid or 0, _ASK)
+    deadline = time.monotonic() + _STACK_S
+    while True:
+        stacks = {rank.number: _stack(rank) for rank in ranks}
+        # The stack of the main thread is written last, and ends with the frames of `_serve`.
+        if time.monotonic() > deadline or all(" in _serve\n" in text for text in stacks.values()):
+            return stacks
+        time.sleep(0.01)
 
 
 def _release(ranks: list[_Rank]) -> None:
@@ -400,6 +459,18 @@ def _send(kind: str, value: object) -> None:
         _to_parent[0].send_bytes(message)
 
 
+def _send_unhandled(rank: int, hook: Callable[[Any], object], unhandled: Any) -> None:
+    """Send an error that Python only prints. It is the cause if the job fails later.
+
+    The error may be raised by a destructor while this thread sends another message. In this case,
+    the error is not sent.
+    """
+    if unhandled.exc_value is not None and _sending.acquire(timeout=1):
+        _sending.release()
+        _send("unhandled", failure_of(rank, unhandled.exc_value))
+    hook(unhandled)
+
+
 def _serve(
     job: _Job,
     rank: int,
@@ -421,19 +492,31 @@ def _serve(
     _to_parent.append(link)
     all_returned = threading.Event()
     threading.Thread(target=_listen, args=(link, all_returned), daemon=True).start()
-    faulthandler.dump_traceback_later(job.timeout, file=stack)
+    faulthandler.enable(stack)  # in case a signal ends this process
+    faulthandler.register(_ASK, stack)
+    threading.excepthook = functools.partial(_send_unhandled, rank, threading.excepthook)
+    sys.unraisablehook = functools.partial(_send_unhandled, rank, sys.unraisablehook)
     try:
         _join(job, rank, listener)
         function, args = pickle.loads(job.call)  # noqa: S301 - from our parent
-        _send("returned", function(*args))
+        _send_result(rank, function(*args))
     except BaseException as error:  # noqa: BLE001 - the parent reports any error
-        trace = error.__traceback__ and error.__traceback__.tb_next  # without this function
-        lines = traceback.format_exception(type(error), error, trace)
-        _send("failed", (time.monotonic(), "".join(lines).rstrip(), summary_of(error)))
+        _send("failed", failure_of(rank, error))
     all_returned.wait()
     sys.stdout.flush()
     if (dist := sys.modules["torch.distributed"]).is_initialized():
         dist.destroy_process_group()
+
+
+def _send_result(rank: int, result: object) -> None:
+    try:
+        _send("returned", result)
+    except Exception as error:  # noqa: BLE001 - of a class of the user
+        kind = type(result)
+        what = (
+            f"it returned a {kind.__module__}.{kind.__qualname__} that cannot be pickled: {error}"
+        )
+        _send("failed", Failure(rank, f"{what}; return numbers, strings, lists or tensors"))
 
 
 def _listen(link: connection.Connection, all_returned: threading.Event) -> None:

@@ -33,9 +33,6 @@ from hypercomm.transfers.mapping import RankMapping
 
 preloads += ["hypothesis.strategies", __name__, "torch.distributed.tensor"]  # for assert_close
 
-# Matches the frames of this file, which precede the frames of the test in a rank's traceback.
-_OWN_FRAMES = re.compile(rf'  File "{re.escape(__file__)}", line \d+,? in .*(?:\n    .*)*(?:\n|$)')
-
 # Matches the end of the traceback if a body calls pytest.skip(), pytest.xfail() or assume(False).
 _OUTCOME = re.compile(
     r"^(?:[\w.]+\.)?(Skipped|XFailed|UnsatisfiedAssumption)(?:: (.*))?\Z", re.MULTILINE | re.DOTALL
@@ -207,10 +204,9 @@ def run_function(
     with tempfile.TemporaryDirectory() as folder:
         try:
             given = (*call, folder if output is not None else None)
-            return run_ranks(_call, nprocs, args=given, **options)
+            return run_ranks(_call, nprocs, args=given, ranks_max=nprocs, **options)
         except RankFailedError as error:
-            reason = _OWN_FRAMES.sub("", error.reason).rstrip()
-            raise BodyFailedError(error.rank, reason, error.summary) from None
+            raise BodyFailedError(*error.__reduce__()[1]) from None
         finally:
             if output is not None:
                 output.clear()

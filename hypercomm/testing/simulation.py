@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -18,10 +17,11 @@ from hypercomm.blame.analysis import ANSWERS, find_differences, find_waits
 from hypercomm.blame.evidence import Evidence, LoggedCall, LoggedGroup, RankLog
 from hypercomm.compat.ezpz import tp as ezpz
 from hypercomm.compat.megatron import state as megatron
-from hypercomm.errors import RankFailedError, SimulationError
+from hypercomm.errors import SimulationError
 from hypercomm.job_environment import VARIABLES
+from hypercomm.launch.failures import Place, explain, failure_of
 from hypercomm.layout.checks import as_ranks, as_world_size, check_duration
-from hypercomm.layout.text import first_n, pluralize, summary_of
+from hypercomm.layout.text import first_n, pluralize
 from hypercomm.process_groups.options import check_known
 from hypercomm.testing.recording import CREATION, Book, Collective, RecordedGroup, Step
 from hypercomm.testing.simulated_group import RecordingGroup
@@ -229,9 +229,10 @@ def simulate(
             with ezpz.current.fresh(), megatron.current.fresh():
                 try:
                     returned[rank] = function(*args)
-                except Exception as error:
-                    text = traceback.format_exc()
-                    raise RankFailedError(rank, text, summary_of(error)) from error
+                except (Exception, SystemExit) as error:
+                    left = [later for later in wanted if later > rank]
+                    places = [Place(left, "had not run yet", "", is_waiting=True)] if left else []
+                    raise explain([failure_of(rank, error)], returned, places, "") from error
     creations: dict[int, list[RecordedGroup]] = {}
     collectives: dict[int, list[Collective]] = {}
     for rank, steps in book.programs.items():
