@@ -187,6 +187,7 @@ def without_group(part, whole, end, name, rank):
     mesh.mesh = end.mesh()
     mesh.shape = tuple(end.sizes.values())
     mesh.get_coordinate = lambda: [coords[dim] for dim in end.sizes]
+    mesh.get_group = lambda dim: SimpleNamespace(rank=lambda: mesh.get_coordinate()[dim])
     return SimpleNamespace(
         device_mesh=mesh,
         placements=tuple(end.placements[name]),

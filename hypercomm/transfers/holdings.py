@@ -151,6 +151,30 @@ def describe_dtensor(
     return Held(name, name_of(tensor.dtype), due, how, whole=whole, spans=spans)
 
 
+def check_order(tensor: Any) -> None:
+    """Raise if the groups along the dims that shard a DTensor lack the order of its mesh.
+
+    The collectives of DTensor use the order of a group's ranks. On a mesh whose groups torch has
+    sorted, `full_tensor()` differs from the shards by coordinates, and can differ between ranks.
+    """
+    mesh = tensor.device_mesh
+    for dim, index in enumerate(mesh.get_coordinate() or ()):
+        if tensor.placements[dim].is_replicate():
+            continue
+        try:
+            position = mesh.get_group(dim).rank()
+        except RuntimeError:  # torch's error for a mesh without groups
+            continue
+        if position != index:
+            raise LayoutError(
+                f"is a DTensor on a mesh of ranks {first_n(_members(mesh), 8)} and shape "
+                f"{tuple(mesh.shape)}, but torch has sorted the ranks of its groups: this rank has "
+                f"index {index} along dim {dim} of the mesh, and index {position} in the group; "
+                f"pass ascending ranks to DeviceMesh, or make the mesh with grid.device_mesh(), "
+                f"whose groups keep the order"
+            )
+
+
 @lru_cache(maxsize=16)
 def _members(mesh: Any) -> tuple[int, ...]:
     """Return the ranks of a mesh."""

@@ -11,9 +11,9 @@ import hashlib
 import json
 import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import attrs
@@ -46,6 +46,7 @@ from hypercomm.transfers.holdings import (
     Fused,
     Held,
     assume,
+    check_order,
     describe_dtensor,
     describe_plain,
     from_rows,
@@ -73,6 +74,7 @@ _HEAD_BYTES = 64
 _DAMAGE_BYTES = 1024
 
 Tensors = dict[str, Tensor]
+T = TypeVar("T")
 
 
 def transfer_state(
@@ -281,12 +283,21 @@ def read_tensors(mapping: RankMapping, given: Mapping[bool, object], rank: int) 
             tensors[end][name] = local
             facts.append((end, name, local.shape, local.dtype))
             if is_sharded:
+                _with_name(what, check_order, tensor)  # also if an equal mesh has a plan
                 facts.append((tensor.shape, tensor.placements, tensor.device_mesh))
     devices = {one.device for some in tensors.values() for one in some.values()}
     if len(devices) > 1:
         names = sorted(map(str, devices))
         raise LayoutError(f"all tensors of a rank must be on one device, found {names}")
     return _Own(values, tensors[True], tensors[False], tuple(facts), devices.pop())
+
+
+def _with_name(what: str, function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function, and add the name of a tensor to its error."""
+    try:
+        return function(*arguments)
+    except LayoutError as error:
+        raise type(error)(f"{what}: {error}") from error
 
 
 def _as_state(value: object, what: str, rank: int) -> Mapping[str, Any]:
@@ -329,10 +340,8 @@ def describe_tensors(
     for end, tensors in ((True, own.sent), (False, own.received)):
         described = []
         for name, local in tensors.items():
-            try:
-                held = _held(name, own.given[end][name], local, mapping, cuts, world, is_source=end)
-            except LayoutError as error:
-                raise type(error)(f"{_WHAT[end]}[{name!r}]: {error}") from error
+            facts = name, own.given[end][name], local, mapping, cuts, world, end
+            held = _with_name(f"{_WHAT[end]}[{name!r}]", _held, *facts)
             if not end and name in rules:
                 held = _with_parts(held, rules[name], fused[rules[name]])
             described.append(held)
@@ -347,7 +356,6 @@ def _held(
     mapping: RankMapping,
     cuts: Mapping[str, RankMapping],
     world: World,
-    *,
     is_source: bool,
 ) -> Held:
     """Describe a tensor of `state` or `into`. `cuts` maps names of plain tensors to mappings."""
