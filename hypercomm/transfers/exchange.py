@@ -119,6 +119,9 @@ def only_one(world: World, key: object, mapping: RankMapping) -> Iterator[None]:
         del _running[place]
 
 
+_CHECKED_WORDS = 1 << 20
+"""The number of words of which `checksum` makes a copy."""
+
 # ---- messages -----------------------------------------------------------------------------------
 
 
@@ -138,11 +141,38 @@ def post(
 ) -> list[Work]:
     """Start all receives and sends together. Messages between two ranks are matched in order.
 
-    Empty tensors are skipped. NCCL ignores the tag.
+    The tensors must be contiguous. Empty tensors are skipped. NCCL ignores the tag.
     """
-    ops = [dist.P2POp(dist.irecv, one, rank, pg, tag) for rank, one in receives if one.numel()]
-    ops += [dist.P2POp(dist.isend, one, rank, pg, tag) for rank, one in sends if one.numel()]
+    ends = (dist.irecv, receives), (dist.isend, sends)
+    ops = [
+        dist.P2POp(start, as_bytes(one), rank, pg, tag)
+        for start, some in ends
+        for rank, one in some
+        if one.numel()
+    ]
     return dist.batch_isend_irecv(ops) if ops else []
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor as bytes, because backends lack some dtypes."""
+    # A tensor of one element may have strides that do not allow a view as bytes.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def checksum(tensor: Tensor) -> int:
+    """Return a checksum of the bytes of a tensor, of 64 bits.
+
+    It detects a change of one word of 8 bytes, and detects that words have other positions.
+    """
+    data = as_bytes(tensor.contiguous())
+    count = min(_CHECKED_WORDS, -(-data.numel() // 8))
+    words = torch.zeros(count, dtype=torch.int64, device=data.device)
+    weights = 2 * torch.arange(count, device=data.device) + 1
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    for some in torch.split(data, 8 * count or 1):
+        words.zero_().view(torch.uint8)[: some.numel()] = some
+        total = 31 * total + (words * weights).sum()
+    return int(total.item()) % 2**64
 
 
 def _wait(work: Work, until: float) -> None:
@@ -157,6 +187,7 @@ def _wait(work: Work, until: float) -> None:
 def gather(
     world: World,
     mapping: RankMapping,
+    purpose: str,
     block: bytes,
     size: int,
     device: torch.device,
@@ -169,6 +200,7 @@ def gather(
     Args:
         world: The world of the ranks in the mapping.
         mapping: The mapping of the transfer.
+        purpose: The content of the blocks. Threads may gather for different purposes together.
         block: The block of this rank.
         size: The size of the longest block. All ranks must pass the same value.
         device: The device on which the backend communicates.
@@ -183,7 +215,7 @@ def gather(
     at = ranks.index(world.rank)
     count = len(ranks)
     known = 1
-    tag = tag_of(f"{details(mapping)} {ranks} {size}")
+    tag = tag_of(f"{purpose} {details(mapping)} {ranks} {size}")
     filled = bytearray(block.ljust(size, b"\0"))
     blocks = torch.zeros(count, size, dtype=torch.uint8)
     blocks[0] = torch.frombuffer(filled, dtype=torch.uint8)

@@ -370,6 +370,7 @@ def put_together(
     sent: Mapping[int, Sequence[Held]],
     received: Mapping[int, Sequence[Held]],
     dtype: torch.dtype | None = None,
+    stage: Mapping[str, int] | None = None,
 ) -> tuple[dict[str, SourceTensor], list[Target]]:
     """Return the parameters of the source and the target, from the descriptions of all ranks.
 
@@ -377,11 +378,13 @@ def put_together(
         sent: The descriptions of each source rank.
         received: The descriptions of each target rank.
         dtype: The type to which the sender converts floating-point tensors.
+        stage: The coordinates of the pipeline stage that sends, for errors.
 
     Raises:
         PlanMismatchError: The tensors of two ranks, or of source and target, do not fit. All ranks
             raise the same error.
     """
+    stage = stage or {}
     sources = {}
     for name, held in _by_name(sent, "state").items():
         whole = _whole(f"state[{name!r}]", held)
@@ -398,8 +401,10 @@ def put_together(
         for part in parts:
             if part not in sources:
                 near = first_n([repr(known) for known in sorted(sources)], 4)
+                only = "".join(f" of stage {dim}={at}, which sends," for dim, at in stage.items())
                 raise misfit(
-                    f"rank {rank} needs {part!r} for into[{name!r}], but state= contains {near}"
+                    f"rank {rank} needs {part!r} for into[{name!r}], but state={only} contains "
+                    f"{near}"
                 )
             _check_dtype(name, one.dtype, part, sources[part].dtype, dtype)
         used |= {*parts}
@@ -411,10 +416,23 @@ def put_together(
         targets.append(Target(name, one.dtype, wanted))
     unused = [repr(name) for name in sorted(sources.keys() - used)]
     if unused:
-        raise misfit(
-            f"rank {min(sent)} has {first_n(unused, 4)} in state=, which no rank has in into="
+        owner = next(
+            rank for rank, some in sent.items() if any(repr(one.name) == unused[0] for one in some)
         )
+        raise misfit(f"rank {owner} has {first_n(unused, 4)} in state=, which no rank has in into=")
     return sources, targets
+
+
+def replicas_of(sources: Mapping[str, SourceTensor]) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the source ranks that have the same part of a parameter, for each such part.
+
+    Example:
+        >>> boxes = {((0, 2),): {0: (0,), 2: (0,)}, ((2, 4),): {1: (0,)}}
+        >>> replicas_of({"w": SourceTensor("float32", (4,), boxes)})
+        [('w', (0, 2))]
+    """
+    groups = [(name, tuple(ranks)) for name, one in sources.items() for ranks in one.boxes.values()]
+    return [(name, ranks) for name, ranks in dict.fromkeys(groups) if len(ranks) > 1]
 
 
 def _unfused(
@@ -425,8 +443,9 @@ def _unfused(
     whole = tuple(map(sum, lengths))
     if whole != source.whole:
         rank, one = next(iter(held.items()))
-        sender, some = next(iter(sent.items()))
-        its = next(other for other in some if other.name == name)
+        sender, its = next(
+            (sender, other) for sender, some in sent.items() for other in some if other.name == name
+        )
         raise misfit(
             f"the full shape of {name!r} is {source.whole} in state= and {whole} in into=: rank "
             f"{sender} sends a part of shape {its.shape} ({its.how}), and rank {rank} receives "
@@ -450,17 +469,14 @@ def _check_dtype(name: str, target: str, part: str, source: str, dtype: torch.dt
 
 
 def _by_name(described: Mapping[int, Sequence[Held]], what: str) -> dict[str, dict[int, Held]]:
-    """Return each rank's part of each parameter. Raise if names or shards differ between ranks."""
+    """Return the part of each parameter on each rank that has it. Raise if the shards differ."""
     found: dict[str, dict[int, Held]] = {}
     for rank, some in described.items():
         for held in some:
             found.setdefault(held.name, {})[rank] = held
     for name, parts in found.items():
         first, one = next(iter(parts.items()))
-        for rank in described:
-            other = parts.get(rank)
-            if other is None:
-                raise misfit(f"rank {first} has {name!r} in {what}=, and rank {rank} does not")
+        for rank, other in parts.items():
             facts = [(h.how, h.dtype, len(h.shape), h.whole, h.fused) for h in (one, other)]
             if facts[0] != facts[1]:
                 raise misfit(
@@ -480,7 +496,15 @@ def _whole(title: str, held: Mapping[int, Held]) -> list[list[int]]:
     first = next(iter(held.values()))
     if first.whole is not None:
         return [[length] for length in first.whole]
-    return [[some[shard] for shard in sorted(some)] for some in lengths_of(title, held)]
+    lengths = lengths_of(title, held)
+    for axis, _, count in first.cells:
+        missing = {*range(count)} - {*lengths[axis]}
+        if missing:
+            raise misfit(
+                f"shard {min(missing)} of {count} along axis {axis} of {title} is on no rank; "
+                f"ranks {first_n(tuple(held), 8)} have other shards"
+            )
+    return [[some[shard] for shard in sorted(some)] for some in lengths]
 
 
 def lengths_of(title: str, held: Mapping[int, Held]) -> list[dict[int, int]]:

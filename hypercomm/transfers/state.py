@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -34,6 +34,8 @@ from hypercomm.process_groups.options import as_verified
 from hypercomm.process_groups.world import World, current
 from hypercomm.transfers.buckets import LEAST_BUCKET, BucketPlan, Segment, plan_of
 from hypercomm.transfers.exchange import (
+    as_bytes,
+    checksum,
     consent,
     details,
     gather,
@@ -50,8 +52,10 @@ from hypercomm.transfers.holdings import (
     describe_dtensor,
     describe_plain,
     from_rows,
+    misfit,
     name_of,
     put_together,
+    replicas_of,
     to_rows,
 )
 from hypercomm.transfers.mapping import RankMapping, as_shards, format_ends
@@ -100,15 +104,15 @@ def transfer_state(
 
     Args:
         mapping: The mapping between the layouts, as `RankMapping.weights` returns it. The mapping
-            must have `along=None`, because weights have no batch, and `leaders=False`. With a
-            pipeline, make one call for each stage, with a mapping of the ranks of that stage
-            (`at={"pp": 0}`).
+            must have `along=None`, because weights have no batch, and `leaders=False`.
         state: On a source rank, the rank's parts of the parameters, by name. Each part is a DTensor
-            on a mesh of source ranks, or a plain tensor that is split as in `shards`.
-        into: On a target rank, the DTensors or plain tensors to receive into, by name. These
-            tensors must not share memory with each other or with tensors of `state`. The only
-            exception is a tensor that is in both arguments, because the rank sends and needs
-            exactly the same part.
+            on a mesh of source ranks, or a plain tensor that is split as in `shards`. A rank passes
+            only the parameters that it has, such as its own experts. Equal names on two ranks are
+            the same parameter.
+        into: On a target rank, the DTensors or plain tensors to receive into, by name. A rank
+            passes only the parameters that it needs. These tensors must not share memory with each
+            other or with tensors of `state`. The only exception is a tensor that is in both
+            arguments, because the rank sends and needs exactly the same part.
         shards: The dims that split the plain tensors of this rank, and the axis that each dim
             splits: {"*.qkv.weight": {"tp": 0}, "*": {}}. The keys are patterns as in `fnmatch`. The
             first pattern that matches a name applies. A dim without an axis replicates the tensor.
@@ -126,8 +130,9 @@ def transfer_state(
         start: The index of the first bucket to move. To continue after a failure, all ranks pass
             the smallest `bucket` of their errors. If communication failed, first initialise
             torch.distributed again. If data was damaged, continue in the same job.
-        verify: Whether each segment is sent with a checksum, which the receiver compares. If a
-            checksum differs, every rank raises at the end. All ranks must pass the same value.
+        verify: Whether to compare checksums. Source ranks compare their replicas, and every rank
+            raises before anything is sent if two replicas differ. Receivers compare each segment,
+            and every rank raises at the end if one differs. All ranks must pass the same value.
             Default: the environment variable HYPERCOMM_VERIFY, "0" or "1".
         world: The world of the ranks in the mapping. Default: the world of torch's WORLD group.
 
@@ -138,8 +143,8 @@ def transfer_state(
         NotInitializedError: torch.distributed is not initialised.
         WorldSizeError: The job has too few ranks.
         LayoutError: An argument of this rank is invalid.
-        PlanMismatchError: The arguments of two ranks, or `state` and `into`, do not fit. Nothing
-            was sent.
+        PlanMismatchError: The arguments of two ranks, or `state` and `into`, do not fit, or, with
+            `verify`, two replicas differ. Nothing was sent.
         GroupCreationTimeout, CreationError: Ranks are missing, a rank failed, or another thread of
             this rank transfers a state between the same ranks. Nothing was sent.
         StateTransferError: Communication failed, or data was damaged. The error names the
@@ -186,6 +191,9 @@ def transfer_state(
                 kept.about if kept else describe_tensors(mapping, own, shards, fused or {}, world)
             )
             ready = None if kept is None else _Mover(own, kept, world, how, start)
+            sums = {}
+            if how.is_verified:
+                sums = {name: checksum(one) for name, one in own.sent.items()}
         except BaseException as error:  # the caller's dicts and torch may raise any error
             consent(world, mapping, "", error)
             raise
@@ -197,6 +205,7 @@ def transfer_state(
             plans[key] = mover.kept
             while len(plans) > _KEPT:
                 plans.pop(next(iter(plans)))
+        _compare_replicas(world, mapping, own, mover.kept, sums)
         with torch.no_grad(), writing_to(own.received.values()):
             mover.move(start)
         for tensor in own.received.values():
@@ -436,11 +445,13 @@ class _Kept:
         digest: A digest of the descriptions of all ranks.
         plan: The plan of this rank.
         about: The descriptions of this rank.
+        replicas: With `verify`, the result of `replicas_of`.
     """
 
     digest: str
     plan: BucketPlan
     about: _About
+    replicas: Sequence[tuple[str, tuple[int, ...]]] = ()
 
 
 _plans: WeakKeyDictionary[World, dict[tuple[object, ...], _Kept]] = WeakKeyDictionary()
@@ -479,17 +490,18 @@ def _exchange_texts(
     if not world.has_store:
         return None
     head = json.dumps([digest, len(about.text)]).encode()
-    heads = [read_json(one) for one in _gather(world, mapping, head, _HEAD_BYTES, own).values()]
+    ends = world, mapping, own
+    heads = [read_json(one) for one in _gather(*ends, "plans", head, _HEAD_BYTES).values()]
     if digest and all(other == digest for other, _ in heads):
         return None
-    return _gather(world, mapping, about.text, max(size for _, size in heads), own)
+    return _gather(*ends, "descriptions", about.text, max(size for _, size in heads))
 
 
 def _gather(
-    world: World, mapping: RankMapping, block: bytes, size: int, own: _Own
+    world: World, mapping: RankMapping, own: _Own, purpose: str, block: bytes, size: int
 ) -> dict[int, bytes]:
     try:
-        return gather(world, mapping, block, size, own.device)
+        return gather(world, mapping, f"{purpose} of a state", block, size, own.device)
     except RuntimeError as error:
         raise StateTransferError(
             f"{world.title(world.rank)} failed to exchange descriptions with the other ranks: "
@@ -512,10 +524,11 @@ def _plan(
     )
     if not world.has_store:
         sent, received = _assumed(world.rank, about, sent, received)
-    sources, targets = put_together(sent, received, how.dtype)
+    sources, targets = put_together(sent, received, how.dtype, mapping.before.stage)
+    replicas = replicas_of(sources) if how.is_verified and world.has_store else []
     plan = plan_of(sources, targets, how.limit, world.rank)
     digest = hashlib.sha256(json.dumps([f"{details(mapping)} {how}", every]).encode())
-    return _Kept(digest.hexdigest()[:32], plan, about)
+    return _Kept(digest.hexdigest()[:32], plan, about, replicas)
 
 
 def _assumed(
@@ -525,6 +538,43 @@ def _assumed(
     is_source = rank in sent
     both = assume((sent if is_source else received)[rank], about.cuts)
     return {**both[0], **sent}, {**both[1], **received}
+
+
+def _compare_replicas(
+    world: World, mapping: RankMapping, own: _Own, kept: _Kept, sums: Mapping[str, int]
+) -> None:
+    """Raise on all ranks if source ranks that have the same part have different elements.
+
+    Args:
+        world: The world of the ranks.
+        mapping: The mapping of the transfer.
+        own: The tensors of this rank.
+        kept: The plan, with the replicas to compare.
+        sums: The checksum of each tensor that this rank sends.
+    """
+    counts = Counter(rank for _, ranks in kept.replicas for rank in ranks)
+    if not counts:
+        return
+    mine = [sums[name] for name, ranks in kept.replicas if world.rank in ranks]
+    block = b"".join(one.to_bytes(8, "big") for one in mine)
+    blocks = _gather(world, mapping, own, "checksums", block, 8 * max(counts.values()))
+    seen: Counter[int] = Counter()  # how many checksums of each rank have been read
+    wrong: dict[tuple[tuple[int, ...], ...], list[str]] = {}
+    for name, ranks in kept.replicas:
+        equal: dict[bytes, list[int]] = {}
+        for rank in ranks:
+            equal.setdefault(blocks[rank][8 * seen[rank] :][:8], []).append(rank)
+            seen[rank] += 1
+        if len(equal) > 1:
+            wrong.setdefault(tuple(map(tuple, equal.values())), []).append(repr(name))
+    if wrong:
+        (some, others, *_), names = next(iter(wrong.items()))
+        raise misfit(
+            f"{first_n(names, 4)} in state= should be the same on all ranks that have the same "
+            f"shard, but ranks {first_n(some, 8)} have other elements than ranks "
+            f"{first_n(others, 8)}; if these are different parameters, such as the experts of two "
+            f"ranks, give each one its own name"
+        )
 
 
 # ---- communication ------------------------------------------------------------------------------
@@ -624,9 +674,7 @@ class _Mover:
                 tensor = self.own.received[segment.name][segment.target_slices]
             is_as_it_is = tensor.is_contiguous() and tensor.dtype == segment.dtype
             if is_as_it_is and not self.is_verified:
-                # A tensor of one element may have strides that do not allow a view as bytes.
-                flat = tensor.as_strided((tensor.numel(),), (1,))
-                pieces.append(_Piece(segment, tensor, flat.view(torch.uint8)))
+                pieces.append(_Piece(segment, tensor, as_bytes(tensor)))
                 continue
             room = segment.room if self.is_verified else segment.nbytes
             buffer = self.pools[number % 2][at : at + room]
@@ -746,7 +794,7 @@ def _share_damage(world: World, mapping: RankMapping, own: _Own, mover: _Mover) 
     effect = "the received data may be incomplete"
     try:
         if world.has_store:
-            blocks = _gather(world, mapping, blocks[world.rank], _DAMAGE_BYTES, own)
+            blocks = _gather(world, mapping, own, "damage", blocks[world.rank], _DAMAGE_BYTES)
     except BaseException as error:
         consent(world, mapping, what, error)
         raise

@@ -29,7 +29,7 @@ from hypercomm.layout.text import first_n, short_repr
 from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.options import as_verified
 from hypercomm.process_groups.world import World, current
-from hypercomm.transfers.exchange import consent, details, gather, only_one, post, tag_of
+from hypercomm.transfers.exchange import as_bytes, consent, details, gather, only_one, post, tag_of
 from hypercomm.transfers.holdings import Held, describe_plain, lengths_of, misfit, name_of
 from hypercomm.transfers.mapping import Message, RankMapping, chunk_sizes, resolve_axes
 
@@ -354,7 +354,7 @@ def _exchange_shapes(
 ) -> tuple[tuple[int, bytes], ...]:
     """Return the descriptions of all ranks of a transfer, by rank."""
     device = device or torch.device(torchdist.device_type(world.pg or torchdist.world_group()))
-    blocks = gather(world, mapping, offer.block(), _OFFER_BYTES, device)
+    blocks = gather(world, mapping, "shapes", offer.block(), _OFFER_BYTES, device)
     return tuple((rank, blocks[rank].rstrip(b"\0")) for rank in sorted(blocks))
 
 
@@ -551,6 +551,6 @@ def _broadcast(received: Tensor, leader: int, group: ProcessGroup) -> None:
     """Broadcast the received part from the leader to the other ranks of the group."""
     packed = received.contiguous()
     if packed.numel():
-        dist.broadcast(packed, leader, group)
+        dist.broadcast(as_bytes(packed), leader, group)
     if packed is not received:
         received.copy_(packed)

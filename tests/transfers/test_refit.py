@@ -238,6 +238,82 @@ def test_tensors_that_do_not_fit():
     assert rank < 2 or (into["qkv"] == 1).all()
 
 
+# Each rank passes the experts that it has and the experts that it needs, by their global numbers.
+# The tensor of expert n has the number n in each element.
+@pytest.mark.parametrize("text", ["tp=1,ep=4", "tp=2,ep=2"])
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.ranks(4)
+def test_experts_by_name(text, verify):
+    rank = dist.get_rank()
+    trainer, engine = RankLayout(text), RankLayout("ep=2,dp=2")
+    mapping = RankMapping.weights(trainer, engine)
+    mine, needed = (
+        range(layout.coords(rank)["ep"] * count, (layout.coords(rank)["ep"] + 1) * count)
+        for layout, count in ((trainer, 4 // trainer.size_of("ep")), (engine, 2))
+    )
+    rows = 6 // trainer.size_of("tp")
+    state = {f"experts.{n}.down": torch.full((rows, 3), float(n)) for n in mine}
+    into = {f"experts.{n}.down": torch.full((6, 3), -1.0) for n in needed}
+    state["router"], into["router"] = torch.arange(4.0), torch.zeros(4)
+    shards = {"experts.*": {"tp": 0}, "*": {}}
+    for _ in range(2):
+        transfer_state(mapping, state, into=into, shards=shards, verify=verify)
+        assert {name: one.unique().tolist() for name, one in into.items()} == {
+            **{f"experts.{n}.down": [n] for n in needed},
+            "router": [0, 1, 2, 3],
+        }
+        for one in into.values():
+            one.zero_()
+    if trainer.size_of("tp") > 1:
+        if rank == 1:
+            state.pop("experts.0.down")
+        with pytest.raises(PlanMismatchError, match=r"shard 1 of 2 along axis 0 .*experts\.0"):
+            transfer_state(mapping, state, into=into, shards=shards, verify=verify)
+
+
+# With `verify`, source ranks compare the checksums of parameters that they have in common. Experts
+# with local numbers have equal names on both ranks, although they are different parameters.
+@pytest.mark.ranks(3)
+def test_verify_compares_replicas():
+    rank = dist.get_rank()
+    mapping = RankMapping.weights(RankLayout("ep=2"), RankLayout([1], ["tp"], 2))
+    words = torch.arange(40.0)
+    router = words if rank == 0 else words.flip(0).clone()  # the same numbers in another order
+    same = {"experts.0": torch.ones(2), "router": words, "none": torch.zeros(0, 3)}
+    for wrong, parts in (
+        ({}, ()),
+        ({"experts.0": torch.full((2,), float(rank))}, ("'experts.0'", "ranks 0 ", "ranks 1;")),
+        ({"router": router}, ("'router' in state=",)),
+        ({}, ()),
+    ):
+        into = {name: torch.zeros_like(one) for name, one in same.items()}
+        given = {"into": into} if rank == 2 else {"state": {**same, **wrong}}
+        if not wrong:
+            transfer_state(mapping, **given, verify=True)
+            assert rank < 2 or all(torch.equal(into[name], one) for name, one in same.items())
+            continue
+        with pytest.raises(PlanMismatchError) as caught:
+            transfer_state(mapping, **given, verify=True)
+        assert all(part in str(caught.value) for part in ("nothing was sent", *parts))
+        assert not any(one.any() for one in into.values())
+
+
+# One call moves all stages of a pipeline, also an embedding that the first and last stage have. A
+# mapping with a pipeline sends the last stage only, and the error about the others names it.
+@pytest.mark.ranks(3)
+def test_pipeline_in_one_call():
+    rank = dist.get_rank()
+    engine = RankLayout([1], ["tp"], 2)
+    names = [["embedding", "layers.0"], ["layers.1", "embedding"], ["embedding", "layers.0"]][rank]
+    given = {name: torch.full((2,), float(rank < 2)) for name in names}
+    given = {"into": {**given, "layers.1": torch.zeros(2)}} if rank == 2 else {"state": given}
+    transfer_state(RankMapping.weights("pp=2", engine), **given)
+    assert rank < 2 or all(one.tolist() == [1, 1] for one in given["into"].values())
+    if rank > 0:
+        with pytest.raises(PlanMismatchError, match=r"'layers\.0'.* state= of stage pp=1, which"):
+            transfer_state(RankMapping("pp=2", engine, along=None), **given)
+
+
 # Target tensors may require gradients or be views of other tensors. Source tensors may, too.
 @pytest.mark.ranks(3)
 def test_parameters_and_views_as_targets():

@@ -5,6 +5,7 @@ import itertools
 import math
 import time
 from datetime import timedelta
+from threading import Thread
 from unittest import mock
 
 import attrs
@@ -26,8 +27,10 @@ from hypercomm.errors import (
     PlanMismatchError,
     WorldSizeError,
 )
+from hypercomm.process_groups.world import current
 from hypercomm.testing import fake_world
 from hypercomm.transfers import transfer as module
+from hypercomm.transfers.exchange import gather
 
 WORLD = 8
 
@@ -123,6 +126,51 @@ def test_dtypes_strides_and_empty_tensors():
     move(torch.ones(3, 1, 1).expand(3, 2, 4))
     if rank == 4:
         assert transfer(mapping, 3, "x", out=[]) is None
+
+
+DTYPES = sorted({one for one in vars(torch).values() if isinstance(one, torch.dtype)}, key=str)
+
+
+# Leaders broadcast tensors of every dtype of torch whose elements are whole bytes.
+@pytest.mark.ranks(3)
+def test_leaders_broadcast_every_dtype():
+    rank = dist.get_rank()
+    pair = dist.new_group([1, 2])
+    mapping = RankMapping(lone(0), RankLayout([2], ["tp"], 1), leaders=True)
+    moved = []
+    for dtype in DTYPES:
+        whole = torch.arange(32, dtype=torch.uint8)
+        try:
+            whole, buffer = whole.view(dtype), torch.zeros_like(whole).view(dtype)
+        except RuntimeError:
+            continue  # torch has no view as bits or as quantized elements
+        got = transfer(mapping, whole if rank == 0 else buffer, pair)
+        assert rank == 0 or torch.equal(got.view(torch.uint8), torch.arange(32)), dtype
+        moved.append(dtype)
+    assert {torch.uint16, torch.uint32, torch.uint64, torch.int16, torch.complex64} < {*moved}
+    assert {torch.float8_e4m3fn, torch.float8_e5m2, torch.bool} < {*moved}
+
+
+# Threads may gather blocks of one size for two purposes in different orders.
+@pytest.mark.ranks(2)
+def test_threads_gather_for_two_purposes():
+    rank = dist.get_rank()
+    mapping = RankMapping(lone(0), lone(1))
+    found = {}
+
+    def ask(purpose):
+        block = f"{purpose} of rank {rank}".encode()
+        blocks = gather(current(), mapping, purpose, block, 512, torch.device("cpu"))
+        found[purpose] = [blocks[other].rstrip(b"\0").decode() for other in (0, 1)]
+
+    threads = [Thread(target=ask, args=[purpose]) for purpose in ("shapes", "plans")]
+    for thread in threads if rank == 0 else threads[::-1]:
+        thread.start()
+        thread.join(0.5)  # the other thread begins while this one waits
+    for thread in threads:
+        thread.join()
+    for purpose in ("shapes", "plans"):
+        assert found[purpose] == [f"{purpose} of rank 0", f"{purpose} of rank 1"]
 
 
 # If the arguments of one rank are rejected, all ranks raise, and nothing is sent. The next transfer
