@@ -67,13 +67,13 @@ def _broadcast(
 
 def _noting(begun: list[float]) -> Any:
     """Return a patch that records when a refit begins to move data, after the agreement."""
-    move = module._Mover.move
+    move = module.Mover.move
 
-    def moving(mover: module._Mover, start: int) -> None:
+    def moving(mover: module.Mover, start: int) -> None:
         begun.append(time.perf_counter())
         move(mover, start)
 
-    return mock.patch.object(module._Mover, "move", moving)
+    return mock.patch.object(module.Mover, "move", moving)
 
 
 def _seconds(runs: int, megabytes: int) -> tuple[dict[str, list[float]], float, list[float]]:

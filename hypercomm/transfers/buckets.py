@@ -92,21 +92,13 @@ class BucketPlan:
         """The number of buckets, which is the same on all ranks."""
         return len(self.sends)
 
-    @property
-    def room(self) -> int:
-        """The largest number of bytes that the rank sends and receives together in one bucket."""
-        buckets = zip(self.sends, self.receives, strict=True)
-        return max((sum(one.room for one in chain(*bucket)) for bucket in buckets), default=0)
 
-
-def plan_of(
-    sources: Mapping[str, SourceTensor], targets: Iterable[Target], bucket_bytes: int, rank: int
-) -> BucketPlan:
-    """Return the plan of a rank. `segments` explains the other arguments."""
+def plan_of(every: Iterable[Segment], rank: int) -> BucketPlan:
+    """Return the plan of a rank, from the segments of all ranks."""
     copies: list[Segment] = []
     sends: list[list[Segment]] = []
     receives: list[list[Segment]] = []
-    for segment in segments(sources, targets, bucket_bytes):
+    for segment in every:
         while len(sends) <= segment.bucket:
             sends.append([])
             receives.append([])

@@ -4,70 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from hypercomm.errors import CreationError, OutcomeUnknownError
+from hypercomm.errors import CreationError, OutcomeUnknownError, PlanMismatchError
 from hypercomm.process_groups.meeting import agree, refuse
 from hypercomm.process_groups.scope import Scope
 from hypercomm.process_groups.world import World
 from hypercomm.transfers.mapping import RankMapping
-
-# ---- the agreement ------------------------------------------------------------------------------
-
-
-def consent(
-    world: World,
-    mapping: RankMapping,
-    what: str,
-    refusal: BaseException | None = None,
-    *,
-    entries: Sequence[str] = (),
-    effect: str = "nothing was sent",
-) -> BaseException | None:
-    """Wait until all ranks of a transfer have joined and have proposed the same transfer.
-
-    Args:
-        world: The world of the ranks in the mapping.
-        mapping: The mapping of the transfer.
-        what: A description of the data and of its movement, such as "a state from tp=2 at 0 to tp=1
-            at 2". All ranks must pass the same description.
-        refusal: The error that keeps this rank from taking part. The other ranks raise a
-            CreationError with the text of this error, and this rank does not wait.
-        entries: Further descriptions that must be equal on all ranks.
-        effect: The consequence of a failure for the data. The error begins with this text.
-
-    Returns:
-        An interrupt that this rank received while it waited, or None. All ranks continue with the
-        transfer, so the caller raises the interrupt afterwards.
-
-    Raises:
-        PlanMismatchError: Ranks propose different transfers.
-        GroupCreationTimeout: Ranks are missing.
-        CreationError: A rank has failed.
-        OutcomeUnknownError: The store is gone, and the other ranks may have continued.
-    """
-    ranks = ranks_of(mapping)
-    digest = hashlib.sha256(str(ranks).encode()).hexdigest()[:12]
-    scope = Scope(world, f"transfers/{digest}", ranks)
-    if refusal is not None:
-        refuse(scope, refusal)
-        return None
-    proposal = [what, details(mapping), *entries]
-    try:
-        agree(scope, f"transfer of {what}", proposal, world.limit_s(None))
-    except CreationError as error:
-        if not isinstance(error, OutcomeUnknownError):
-            error.args = (f"{effect}: {error}",)
-        raise
-    return None
 
 
 @lru_cache(maxsize=128)
@@ -85,6 +38,106 @@ def details(mapping: RankMapping) -> str:
         f"leaders={mapping.leaders}, backward={mapping.backward}, sizes={mapping.sizes}, "
         f"pipeline={mapping.pipeline!r}, layouts {layouts.hexdigest()[:12]}"
     )
+
+
+class Exchange:
+    """The agreements of the ranks of a transfer, and their exchanges of descriptions.
+
+    Args:
+        world: The world of the ranks in the mapping.
+        mapping: The mapping of the transfer.
+    """
+
+    def __init__(self, world: World, mapping: RankMapping) -> None:
+        self.world = world
+        self.mapping = mapping
+        self._ranks = ranks_of(mapping)
+
+    def agree(
+        self, what: str, *entries: str, effect: str = "nothing was sent"
+    ) -> None:
+        """Wait until all ranks of the transfer have joined and have proposed the same transfer.
+
+        Args:
+            what: A description of the data and of its movement, such as "a state from tp=2 at 0 to
+                tp=1 at 2". All ranks must pass the same description.
+            entries: Further descriptions that must be equal on all ranks.
+            effect: The consequence of a failure for the data. The error begins with this text.
+
+        Raises:
+            PlanMismatchError: Ranks propose different transfers.
+            GroupCreationTimeout: Ranks are missing.
+            CreationError: A rank has failed.
+            OutcomeUnknownError: The store is gone, and the other ranks may have continued.
+        """
+        proposal = [what, details(self.mapping), *entries]
+        limit_s = self.world.limit_s(None)
+        try:
+            agree(self._scope(), f"transfer of {what}", proposal, limit_s)
+        except CreationError as error:
+            if not isinstance(error, OutcomeUnknownError):
+                error.args = (f"{effect}: {error}",)
+            raise
+
+    @contextlib.contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Make a `with` block whose errors fail the next agreement of the other ranks.
+
+        The other ranks raise a CreationError with the text of the error, and this rank does not
+        wait. A PlanMismatchError is not passed on, because all ranks raise it.
+        """
+        try:
+            yield
+        except PlanMismatchError:
+            raise
+        except BaseException as error:  # the caller's dicts and torch may raise any error
+            refuse(self._scope(), error)
+            raise
+
+    def _scope(self) -> Scope:
+        digest = hashlib.sha256(str(self._ranks).encode()).hexdigest()[:12]
+        return Scope(self.world, f"transfers/{digest}", self._ranks)
+
+    def gather(
+        self, purpose: str, value: object, size: int, device: torch.device
+    ) -> dict[int, bytes]:
+        """Gather a value from every rank of the transfer on every rank of the transfer.
+
+        For n ranks, there are ceil(log2(n)) rounds. In each round, a rank sends all known values to
+        one rank, and receives as many values from another rank. In a fake world, the result
+        contains only the value of this rank.
+
+        Args:
+            purpose: The content of the values. Threads may gather for different purposes together.
+            value: The value of this rank, for JSON.
+            size: The size of the longest value as JSON. All ranks must pass the same size.
+            device: The device on which the backend communicates.
+
+        Returns:
+            JSON by rank, padded with zeros. `read_json` returns the value.
+
+        Raises:
+            RuntimeError: A rank has not sent its value within the timeout of the world, or is gone.
+        """
+        ranks = self._ranks if self.world.has_store else (self.world.rank,)
+        at = ranks.index(self.world.rank)
+        count = len(ranks)
+        known = 1
+        tag = tag_of(f"{purpose} {details(self.mapping)} {ranks} {size}")
+        filled = bytearray(json.dumps(value).encode().ljust(size, b"\0"))
+        blocks = torch.zeros(count, size, dtype=torch.uint8)
+        blocks[0] = torch.frombuffer(filled, dtype=torch.uint8)
+        blocks = blocks.to(device)
+        until = time.monotonic() + self.world.limit_s(None)  # one limit for all rounds
+        while known < count:
+            more = min(known, count - known)
+            receives = [(ranks[(at + known) % count], blocks[known : known + more])]
+            sends = [(ranks[(at - known) % count], blocks[:more])]
+            for work in post(receives, sends, self.world.pg, tag):
+                _wait(work, until)
+            known += more
+        rows = blocks.cpu().numpy()
+        return {ranks[(at + turn) % count]: rows[turn].tobytes() for turn in range(count)}
 
 
 # ---- threads ------------------------------------------------------------------------------------
@@ -175,6 +228,11 @@ def checksum(tensor: Tensor) -> int:
     return int(total.item()) % 2**64
 
 
+def read_json(block: bytes) -> Any:
+    """Return the value of a padded block of JSON."""
+    return json.loads(block.rstrip(b"\0"))
+
+
 def _wait(work: Work, until: float) -> None:
     """Wait for a message until a time of `time.monotonic`."""
     left_s = until - time.monotonic()
@@ -182,51 +240,3 @@ def _wait(work: Work, until: float) -> None:
         work.wait(timedelta(seconds=max(left_s, 0.001)))
     else:
         work.wait()
-
-
-def gather(
-    world: World,
-    mapping: RankMapping,
-    purpose: str,
-    block: bytes,
-    size: int,
-    device: torch.device,
-) -> dict[int, bytes]:
-    """Gather a block from every rank of a transfer on every rank of the transfer.
-
-    For n ranks, there are ceil(log2(n)) rounds. In each round, a rank sends all known blocks to one
-    rank, and receives as many blocks from another rank.
-
-    Args:
-        world: The world of the ranks in the mapping.
-        mapping: The mapping of the transfer.
-        purpose: The content of the blocks. Threads may gather for different purposes together.
-        block: The block of this rank.
-        size: The size of the longest block. All ranks must pass the same value.
-        device: The device on which the backend communicates.
-
-    Returns:
-        The blocks by rank, padded with zeros.
-
-    Raises:
-        RuntimeError: A rank has not sent its block within the timeout of the world, or is gone.
-    """
-    ranks = ranks_of(mapping)
-    at = ranks.index(world.rank)
-    count = len(ranks)
-    known = 1
-    tag = tag_of(f"{purpose} {details(mapping)} {ranks} {size}")
-    filled = bytearray(block.ljust(size, b"\0"))
-    blocks = torch.zeros(count, size, dtype=torch.uint8)
-    blocks[0] = torch.frombuffer(filled, dtype=torch.uint8)
-    blocks = blocks.to(device)
-    until = time.monotonic() + world.limit_s(None)  # one limit for all rounds
-    while known < count:
-        more = min(known, count - known)
-        receives = [(ranks[(at + known) % count], blocks[known : known + more])]
-        sends = [(ranks[(at - known) % count], blocks[:more])]
-        for work in post(receives, sends, world.pg, tag):
-            _wait(work, until)
-        known += more
-    rows = blocks.cpu().numpy()
-    return {ranks[(at + turn) % count]: rows[turn].tobytes() for turn in range(count)}

@@ -61,8 +61,8 @@ class Held:
         name: The name of the parameter.
         dtype: The type of its elements.
         shape: The shape of the part.
-        how: A text that describes how the parameter is split. All source ranks have the same text,
-            and all target ranks have the same text.
+        placements: For a DTensor, a text that describes its placements and its mesh. All source
+            ranks have the same text, and all target ranks have the same text.
         cells: For each axis that is split, the axis, the index of this rank's shard, and the number
             of shards.
         whole: The shape of the full tensor. None for a plain tensor, whose full shape is unknown.
@@ -73,11 +73,17 @@ class Held:
     name: str
     dtype: str
     shape: Shape
-    how: str
+    placements: str = ""
     cells: tuple[tuple[int, int, int], ...] = ()
     whole: Shape | None = None
     spans: tuple[tuple[Span, ...], ...] = ()
     fused: tuple[tuple[str, ...], tuple[int, ...] | None, int] | None = None
+
+    @property
+    def how(self) -> str:
+        """A text that describes how the parameter is split."""
+        counts = ", ".join(f"{count} shards of axis {axis}" for axis, _, count in self.cells)
+        return self.placements or counts or "unsharded"
 
 
 def to_rows(held: Iterable[Held]) -> list[tuple[Any, ...]]:
@@ -106,8 +112,7 @@ def describe_plain(
     axes = resolve_axes(mapping.cuts, len(shape))
     every = zip(axes, places, sharding.counts, strict=True)
     cells = tuple(sorted(cell for cell in every if cell[2] > 1))
-    how = ", ".join(f"{count} shards of axis {axis}" for axis, _, count in cells) or "unsharded"
-    return Held(name, dtype, shape, how, cells)
+    return Held(name, dtype, shape, cells=cells)
 
 
 def describe_dtensor(
@@ -283,7 +288,7 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def assume(
+def infer_remote_parts(
     held: Iterable[Held], cuts: Mapping[str, RankMapping]
 ) -> tuple[dict[int, list[Held]], dict[int, list[Held]]]:
     """Return the parts on all source ranks and on all target ranks, assuming that shards are even.
@@ -366,7 +371,7 @@ class Target:
     wanted: list[list[Wanted]]
 
 
-def put_together(
+def match_tensors(
     sent: Mapping[int, Sequence[Held]],
     received: Mapping[int, Sequence[Held]],
     dtype: torch.dtype | None = None,

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hypercomm.errors import LayoutError, RankOutsideError, UnknownDimError
-from hypercomm.layout.checks import as_int, as_ordered
+from hypercomm.layout.checks import as_int, as_ordered, world_too_small
 from hypercomm.layout.layout import RankLayout, read_layout
 from hypercomm.layout.parsing import nearest_multiples
 from hypercomm.layout.text import first_n, short_repr
@@ -777,26 +777,6 @@ class RankMapping:
         """
         return self.after.replicas_of(rank)
 
-    def received_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of a target rank's part, from the shape of a source rank's part.
-
-        Raises:
-            LayoutError: A length cannot be split evenly, the tensor does not have an axis that the
-                mapping splits, or the mapping has `sizes`.
-
-        Example:
-            >>> mapping = RankMapping(RankLayout("dp=4"), RankLayout("tp=2,dp=2"))
-            >>> mapping.received_shape([3, 5]), mapping.inverse().received_shape([6, 5])
-            ((6, 5), (3, 5))
-        """
-        if self.sizes:
-            raise LayoutError("the shards have different sizes: call shape_at for each rank")
-        lengths = [as_int(length, "every length in shape", 0) for length in shape]
-        for cut, axis in zip(self.cuts, resolve_axes(self.cuts, len(lengths)), strict=True):
-            length_of_unit(cut.axis, lengths[axis], cut.units // cut.source)
-            lengths[axis] = lengths[axis] * cut.source // cut.target
-        return tuple(lengths)
-
     # ---- inside -------------------------------------------------------------------------------
 
     def _sent_from(self, here: Cell, rank: int) -> Iterator[Message]:
@@ -954,3 +934,12 @@ def replicating(
         if dim not in roles
         and any(layout.size_of(dim, default=1) > 1 for layout in (source, target))
     )
+
+
+def check_mapping(mapping: object, size: int) -> None:
+    """Raise unless `mapping` is a RankMapping and a job of `size` ranks has all its ranks."""
+    if not isinstance(mapping, RankMapping):
+        raise LayoutError(f"mapping must be a RankMapping, got {short_repr(mapping)}")
+    last_rank = max(mapping.source.last_rank, mapping.target.last_rank)
+    if last_rank >= size:
+        raise world_too_small(f"the mapping {mapping}", last_rank, size)

@@ -1,8 +1,7 @@
 """Moves all parameters of a model to other ranks, for example from a trainer to inference.
 
-The parameters are sent in buckets. At most two buckets are in progress at a time. A bucket consists
-of segments. Each segment is one message, which contains either the contiguous bytes of a tensor or
-a packed copy with room for a checksum.
+The ranks describe their tensors, and compute the same plan from all descriptions. `buckets.py`
+makes the plan, and `mover.py` executes it.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -19,50 +18,46 @@ from weakref import WeakKeyDictionary
 import attrs
 import torch
 from torch import Tensor
-from torch.distributed import Work
 
 from hypercomm.errors import (
     CreationError,
     LayoutError,
     OutcomeUnknownError,
-    PlanMismatchError,
     StateTransferError,
 )
 from hypercomm.layout.checks import as_int, as_ordered
 from hypercomm.layout.text import did_you_mean, first_n, short_repr
 from hypercomm.process_groups.options import as_verified
 from hypercomm.process_groups.world import World, current
-from hypercomm.transfers.buckets import LEAST_BUCKET, BucketPlan, Segment, plan_of
+from hypercomm.transfers.buckets import LEAST_BUCKET, BucketPlan, plan_of, segments
 from hypercomm.transfers.exchange import (
-    as_bytes,
+    Exchange,
     checksum,
-    consent,
     details,
-    gather,
     only_one,
-    post,
     ranks_of,
+    read_json,
     tag_of,
 )
 from hypercomm.transfers.holdings import (
     Fused,
     Held,
-    assume,
     check_order,
     describe_dtensor,
     describe_plain,
     from_rows,
+    infer_remote_parts,
+    match_tensors,
     misfit,
     name_of,
-    put_together,
     replicas_of,
     to_rows,
 )
-from hypercomm.transfers.mapping import RankMapping, as_shards, format_ends
-from hypercomm.transfers.transfer import (
+from hypercomm.transfers.mapping import RankMapping, as_shards, check_mapping, format_ends
+from hypercomm.transfers.mover import Mover, advice_after_loss, first_line
+from hypercomm.transfers.tensors import (
     as_tensor,
     check_buffer,
-    check_mapping,
     mark_written,
     memory_span,
     share_memory,
@@ -71,11 +66,13 @@ from hypercomm.transfers.transfer import (
 
 BUCKET_BYTES = 64 << 20
 
-_KEPT = 8
+_CACHED_PLANS = 8
 """The number of plans that a rank keeps for each world."""
 
 _HEAD_BYTES = 64
+_SUM_BYTES = 22
 _DAMAGE_BYTES = 1024
+"""The sizes of exchanged JSON: a digest and a length, a checksum with its comma, an error."""
 
 Tensors = dict[str, Tensor]
 T = TypeVar("T")
@@ -112,7 +109,8 @@ def transfer_state(
         into: On a target rank, the DTensors or plain tensors to receive into, by name. A rank
             passes only the parameters that it needs. These tensors must not share memory with each
             other or with tensors of `state`. The only exception is a tensor that is in both
-            arguments, because the rank sends and needs exactly the same part.
+            arguments, because the rank sends and needs exactly the same part. Views of one memory
+            must have equal strides.
         shards: The dims that split the plain tensors of this rank, and the axis that each dim
             splits: {"*.qkv.weight": {"tp": 0}, "*": {}}. The keys are patterns as in `fnmatch`. The
             first pattern that matches a name applies. A dim without an axis replicates the tensor.
@@ -177,41 +175,49 @@ def transfer_state(
         )
     if world.rank not in ranks_of(mapping):
         return None
+    exchange = Exchange(world, mapping)
     with only_one(world, ("state", ranks_of(mapping)), mapping):
-        try:
+        with exchange.failing_together():
             start = as_int(start, "start", 0)
-            how = _How(
+            options = TransferOptions(
                 as_int(bucket_bytes, "bucket_bytes", LEAST_BUCKET), as_verified(verify), dtype
             )
-            own = read_tensors(mapping, {True: state, False: into}, world.rank)
-            key = (mapping, how, repr(shards), repr(fused), own.facts)
+            tensors = read_tensors(mapping, {True: state, False: into}, world.rank)
+            call = _StateTransfer(exchange, options, tensors, start)
+            key = (mapping, options, repr(shards), repr(fused), tensors.facts)
             plans = _plans.setdefault(world, {})
-            kept = plans.get(key)
-            about = (
-                kept.about if kept else describe_tensors(mapping, own, shards, fused or {}, world)
+            cached = plans.get(key)
+            mover = None if cached is None else call.mover(cached)
+            described = (
+                cached.described
+                if cached is not None
+                else describe_tensors(mapping, tensors, shards, fused or {}, world)
             )
-            ready = None if kept is None else _Mover(own, kept, world, how, start)
-            sums = {}
-            if how.is_verified:
-                sums = {name: checksum(one) for name, one in own.sent.items()}
-        except BaseException as error:  # the caller's dicts and torch may raise any error
-            consent(world, mapping, "", error)
-            raise
+            checked = tensors.sent if options.is_verified else {}
+            sums = {name: checksum(one) for name, one in checked.items()}
         what = f"a state {format_ends(mapping)}"
-        interrupt = consent(world, mapping, what, entries=[f"{how}, from bucket {start}"])
-        mover = _planned(world, mapping, own, about, how, start, ready)
-        if mover is not ready:
-            interrupt = consent(world, mapping, what, entries=[mover.kept.digest]) or interrupt
-            plans[key] = mover.kept
-            while len(plans) > _KEPT:
+        interrupt = exchange.agree(what, f"{options}, from bucket {start}")
+        with exchange.failing_together():
+            texts = call.exchange_descriptions(described, cached)
+            if cached is None or mover is None or texts is not None:
+                cached = call.plan(described, texts or {})
+                mover = call.mover(cached)
+        if plans.get(key) is not cached:
+            interrupt = exchange.agree(what, cached.digest) or interrupt
+            plans[key] = cached
+            while len(plans) > _CACHED_PLANS:
                 plans.pop(next(iter(plans)))
-        _compare_replicas(world, mapping, own, mover.kept, sums)
-        with torch.no_grad(), writing_to(own.received.values()):
-            mover.move(start)
-        for tensor in own.received.values():
+        call.compare_replicas(cached, sums)
+        with torch.no_grad(), writing_to(tensors.received.values()):
+            mover.copy()
+            try:
+                mover.move(start)
+            except RuntimeError as error:
+                raise mover.lost(error) from error
+        for tensor in tensors.received.values():
             mark_written(tensor)
-        if how.is_verified:
-            _share_damage(world, mapping, own, mover)
+        if options.is_verified:
+            call.share_damage(mover)
         if interrupt is not None:
             raise interrupt  # only now, because this rank had agreed to take part
         return mover.plan.buckets
@@ -221,7 +227,7 @@ def transfer_state(
 
 
 @attrs.frozen(str=False)
-class _How:
+class TransferOptions:
     """The arguments that must be equal on all ranks, in addition to the mapping."""
 
     limit: int
@@ -239,7 +245,7 @@ class _How:
 
 
 @attrs.frozen
-class _Own:
+class LocalTensors:
     """The tensors of this rank.
 
     Attributes:
@@ -260,19 +266,19 @@ class _Own:
 
 
 @attrs.frozen
-class _About:
+class Description:
     """The descriptions of the tensors of this rank.
 
     Attributes:
-        text: All descriptions as JSON, for the other ranks.
+        rows: All descriptions, for JSON.
         cuts: The mapping of each plain tensor.
     """
 
-    text: bytes
+    rows: list[Any]
     cuts: Mapping[str, RankMapping]
 
 
-def read_tensors(mapping: RankMapping, given: Mapping[bool, object], rank: int) -> _Own:
+def read_tensors(mapping: RankMapping, given: Mapping[bool, object], rank: int) -> LocalTensors:
     """Check the tensors of this rank. `given` maps True to `state`, and False to `into`."""
     ends = {True: mapping.source_ranks, False: mapping.target_ranks}
     values = {
@@ -298,7 +304,7 @@ def read_tensors(mapping: RankMapping, given: Mapping[bool, object], rank: int) 
     if len(devices) > 1:
         names = sorted(map(str, devices))
         raise LayoutError(f"all tensors of a rank must be on one device, found {names}")
-    return _Own(values, tensors[True], tensors[False], tuple(facts), devices.pop())
+    return LocalTensors(values, tensors[True], tensors[False], tuple(facts), devices.pop())
 
 
 def _with_name(what: str, function: Callable[..., T], *arguments: Any) -> T:
@@ -329,11 +335,11 @@ def _is_dtensor(tensor: object) -> bool:
 
 def describe_tensors(
     mapping: RankMapping,
-    own: _Own,
+    tensors: LocalTensors,
     shards: Mapping[str, Mapping[str, int]] | None,
     fused: Mapping[str, Sequence[str] | Fused],
     world: World,
-) -> _About:
+) -> Description:
     """Describe the tensors of this rank."""
     patterns = {"*": mapping}
     if shards is not None:
@@ -342,20 +348,20 @@ def describe_tensors(
             for cuts in map(as_shards, shards.values())
         }
         patterns = {name: known[as_shards(cuts)] for name, cuts in shards.items()}
-    matches = _match(patterns, sorted({*own.sent, *own.received}), "shards")
+    matches = _match(patterns, sorted({*tensors.sent, *tensors.received}), "shards")
     cuts = {name: patterns[pattern] for name, pattern in matches.items()}
-    rules = _match(fused, sorted(own.received), "fused") if own.received else {}
+    rules = _match(fused, sorted(tensors.received), "fused") if tensors.received else {}
     rows = []
-    for end, tensors in ((True, own.sent), (False, own.received)):
+    for end, some in ((True, tensors.sent), (False, tensors.received)):
         described = []
-        for name, local in tensors.items():
-            facts = name, own.given[end][name], local, mapping, cuts, world, end
+        for name, local in some.items():
+            facts = name, tensors.given[end][name], local, mapping, cuts, world, end
             held = _with_name(f"{_WHAT[end]}[{name!r}]", _held, *facts)
             if not end and name in rules:
                 held = _with_parts(held, rules[name], fused[rules[name]])
             described.append(held)
         rows.append(to_rows(described))
-    return _About(json.dumps(rows).encode(), cuts)
+    return Description(rows, cuts)
 
 
 def _held(
@@ -438,373 +444,167 @@ def _with_parts(held: Held, pattern: str, given: Sequence[str] | Fused) -> Held:
 
 
 @attrs.frozen
-class _Kept:
+class CachedPlan:
     """A plan that a rank keeps for later calls.
 
     Attributes:
         digest: A digest of the descriptions of all ranks.
         plan: The plan of this rank.
-        about: The descriptions of this rank.
+        described: The descriptions of this rank.
         replicas: With `verify`, the result of `replicas_of`.
     """
 
     digest: str
     plan: BucketPlan
-    about: _About
-    replicas: Sequence[tuple[str, tuple[int, ...]]] = ()
+    described: Description
+    replicas: Sequence[tuple[str, tuple[int, ...]]]
 
 
-_plans: WeakKeyDictionary[World, dict[tuple[object, ...], _Kept]] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[World, dict[tuple[object, ...], CachedPlan]] = WeakKeyDictionary()
 """The plans of each world. The keys consist of the arguments of this rank."""
 
 
-def _planned(
-    world: World,
-    mapping: RankMapping,
-    own: _Own,
-    about: _About,
-    how: _How,
-    start: int,
-    ready: _Mover | None,
-) -> _Mover:
-    """Return `ready` if all ranks have kept the same plan. Otherwise, return a new mover."""
-    try:
-        texts = _exchange_texts(
-            world, mapping, own, about, "" if ready is None else ready.kept.digest
-        )
-        if texts is None and ready is not None:
-            return ready
-        kept = _plan(world, mapping, about, texts or {world.rank: about.text}, how)
-        return _Mover(own, kept, world, how, start)
-    except PlanMismatchError:
-        raise  # all ranks raise it, because they have the same descriptions
-    except BaseException as error:
-        consent(world, mapping, "", error)
-        raise
-
-
-def _exchange_texts(
-    world: World, mapping: RankMapping, own: _Own, about: _About, digest: str
-) -> dict[int, bytes] | None:
-    """Return the descriptions of all ranks, or None if all ranks have a plan with this digest."""
-    if not world.has_store:
-        return None
-    head = json.dumps([digest, len(about.text)]).encode()
-    ends = world, mapping, own
-    heads = [read_json(one) for one in _gather(*ends, "plans", head, _HEAD_BYTES).values()]
-    if digest and all(other == digest for other, _ in heads):
-        return None
-    return _gather(*ends, "descriptions", about.text, max(size for _, size in heads))
-
-
-def _gather(
-    world: World, mapping: RankMapping, own: _Own, purpose: str, block: bytes, size: int
-) -> dict[int, bytes]:
-    try:
-        return gather(world, mapping, f"{purpose} of a state", block, size, own.device)
-    except RuntimeError as error:
-        raise StateTransferError(
-            f"{world.title(world.rank)} failed to exchange descriptions with the other ranks: "
-            f"{_reason(error)}; no parameter was sent; {_advice(world)}"
-        ) from error
-
-
-def read_json(block: bytes) -> Any:
-    """Return the value of a padded block of JSON."""
-    return json.loads(block.rstrip(b"\0"))
-
-
-def _plan(
-    world: World, mapping: RankMapping, about: _About, texts: Mapping[int, bytes], how: _How
-) -> _Kept:
-    """Make the plan of this rank. All ranks raise the same error, or none does."""
-    every = {rank: read_json(texts[rank]) for rank in sorted(texts)}
-    sent, received = (
-        {rank: from_rows(pair[end]) for rank, pair in every.items() if pair[end]} for end in (0, 1)
-    )
-    if not world.has_store:
-        sent, received = _assumed(world.rank, about, sent, received)
-    sources, targets = put_together(sent, received, how.dtype, mapping.before.stage)
-    replicas = replicas_of(sources) if how.is_verified and world.has_store else []
-    plan = plan_of(sources, targets, how.limit, world.rank)
-    digest = hashlib.sha256(json.dumps([f"{details(mapping)} {how}", every]).encode())
-    return _Kept(digest.hexdigest()[:32], plan, about, replicas)
-
-
-def _assumed(
-    rank: int, about: _About, sent: Mapping[int, list[Held]], received: Mapping[int, list[Held]]
-) -> tuple[dict[int, list[Held]], dict[int, list[Held]]]:
-    """Return the descriptions of all ranks of a fake world."""
-    is_source = rank in sent
-    both = assume((sent if is_source else received)[rank], about.cuts)
-    return {**both[0], **sent}, {**both[1], **received}
-
-
-def _compare_replicas(
-    world: World, mapping: RankMapping, own: _Own, kept: _Kept, sums: Mapping[str, int]
-) -> None:
-    """Raise on all ranks if source ranks that have the same part have different elements.
-
-    Args:
-        world: The world of the ranks.
-        mapping: The mapping of the transfer.
-        own: The tensors of this rank.
-        kept: The plan, with the replicas to compare.
-        sums: The checksum of each tensor that this rank sends.
-    """
-    counts = Counter(rank for _, ranks in kept.replicas for rank in ranks)
-    if not counts:
-        return
-    mine = [sums[name] for name, ranks in kept.replicas if world.rank in ranks]
-    block = b"".join(one.to_bytes(8, "big") for one in mine)
-    blocks = _gather(world, mapping, own, "checksums", block, 8 * max(counts.values()))
-    seen: Counter[int] = Counter()  # how many checksums of each rank have been read
-    wrong: dict[tuple[tuple[int, ...], ...], list[str]] = {}
-    for name, ranks in kept.replicas:
-        equal: dict[bytes, list[int]] = {}
-        for rank in ranks:
-            equal.setdefault(blocks[rank][8 * seen[rank] :][:8], []).append(rank)
-            seen[rank] += 1
-        if len(equal) > 1:
-            wrong.setdefault(tuple(map(tuple, equal.values())), []).append(repr(name))
-    if wrong:
-        (some, others, *_), names = next(iter(wrong.items()))
-        raise misfit(
-            f"{first_n(names, 4)} in state= should be the same on all ranks that have the same "
-            f"shard, but ranks {first_n(some, 8)} have other elements than ranks "
-            f"{first_n(others, 8)}; if these are different parameters, such as the experts of two "
-            f"ranks, give each one its own name"
-        )
-
-
-# ---- communication ------------------------------------------------------------------------------
-
-
 @attrs.frozen
-class _Piece:
-    """The data of a segment on this rank.
+class _StateTransfer:
+    """A call of `transfer_state` on this rank.
 
     Attributes:
-        segment: The segment.
-        tensor: The elements of the segment in a tensor of this rank.
-        buffer: The bytes that are sent or received: the memory of the tensor, or a part of a pool.
-        packed: A copy of the elements in the pool. None if the buffer is the tensor's memory.
+        exchange: The agreements and exchanges of the ranks.
+        options: The options of the call.
+        tensors: The tensors of this rank.
+        start: The index of the first bucket to move.
     """
 
-    segment: Segment
-    tensor: Tensor
-    buffer: Tensor
-    packed: Tensor | None = None
+    exchange: Exchange
+    options: TransferOptions
+    tensors: LocalTensors
+    start: int
 
+    def exchange_descriptions(
+        self, described: Description, cached: CachedPlan | None
+    ) -> dict[int, Any] | None:
+        """Return the descriptions of all ranks, or None if all ranks have cached the same plan."""
+        digest = "" if cached is None else cached.digest
+        blocks = self._gather("plans", [digest, len(json.dumps(described.rows))], _HEAD_BYTES)
+        heads = [*map(read_json, blocks.values())]
+        if digest and all(other == digest for other, _ in heads):
+            return None
+        blocks = self._gather("descriptions", described.rows, max(size for _, size in heads))
+        return {rank: read_json(blocks[rank]) for rank in sorted(blocks)}
 
-class _Mover:
-    """Executes the plan of a rank.
-
-    The constructor allocates all memory. If there is too little memory, the constructor raises
-    before data is sent.
-
-    Attributes:
-        damage: The error for the first segment with a wrong checksum, or None.
-    """
-
-    def __init__(self, own: _Own, kept: _Kept, world: World, how: _How, start: int) -> None:
-        self.own = own
-        self.world = world
-        self.is_verified = how.is_verified
-        self.kept = kept
-        self.plan = plan = kept.plan
-        self.tag = tag_of(f"state {kept.digest}") if world.has_store else 0
-        self.damage: StateTransferError | None = None
-        as_int(start, "start", 0, plan.buckets)
-        self._check_overlaps()
-        room = plan.room
-        self.pools = [torch.empty(room, dtype=torch.uint8, device=own.device) for _ in range(2)]
-        self.copies = [
-            (
-                own.received[one.name][one.target_slices],
-                own.sent[one.source_name][one.source_slices],
-            )
-            for one in plan.copies
-        ]
-        self.buckets = [self._pieces(number) for number in range(plan.buckets)]
-
-    def _check_overlaps(self) -> None:
-        """Raise if a buffer shares memory with another tensor, except for a part that stays."""
-        moved = {one.name for bucket in self.plan.receives for one in bucket}
-        for one in self.plan.copies:
-            if one.source_name != one.name or one.source_slices != one.target_slices:
-                moved.add(one.name)
-        ends = ((self.own.sent, True), (self.own.received, False))
-        tensors = [
-            (*memory_span(one), end, name, one) for some, end in ends for name, one in some.items()
-        ]
-        active: list[tuple[int, int, bool, str, Tensor]] = []
-        for item in sorted(tensors, key=lambda item: item[:2]):
-            active = [other for other in active if other[1] > item[0]]
-            for other in active:
-                pair = sorted((item, other), key=lambda each: each[2:4])
-                (_, _, is_sent, name, buffer), (_, _, is_other_sent, other_name, tensor) = pair
-                is_kept = is_other_sent and name == other_name and name not in moved
-                if (
-                    is_sent
-                    or not share_memory(buffer, tensor)
-                    or (is_kept and _place_of(buffer) == _place_of(tensor))
-                ):
-                    continue
-                raise LayoutError(
-                    f"into[{name!r}] shares memory with {_WHAT[is_other_sent]}[{other_name!r}], "
-                    f"which is {'sent' if is_other_sent else 'also received into'}; pass another "
-                    f"buffer"
-                )
-            active.append(item)
-
-    def _pieces(self, number: int) -> tuple[list[_Piece], list[_Piece]]:
-        """Return the pieces that this rank receives in a bucket, and the pieces that it sends."""
-        received = self.plan.receives[number]
-        sent = self.plan.sends[number]
-        pieces = []
-        at = 0
-        for is_sent, segment in (
-            *((False, one) for one in received),
-            *((True, one) for one in sent),
-        ):
-            if is_sent:
-                tensor = self.own.sent[segment.source_name][segment.source_slices]
-            else:
-                tensor = self.own.received[segment.name][segment.target_slices]
-            is_as_it_is = tensor.is_contiguous() and tensor.dtype == segment.dtype
-            if is_as_it_is and not self.is_verified:
-                pieces.append(_Piece(segment, tensor, as_bytes(tensor)))
-                continue
-            room = segment.room if self.is_verified else segment.nbytes
-            buffer = self.pools[number % 2][at : at + room]
-            packed = buffer[: segment.nbytes].view(segment.dtype).view(tensor.shape)
-            pieces.append(_Piece(segment, tensor, buffer, packed))
-            at += segment.room
-        return pieces[: len(received)], pieces[len(received) :]
-
-    def move(self, start: int) -> None:
-        """Copy the parts that stay on this rank, and move all buckets from `start` on."""
-        for there, here in self.copies:
-            if there.data_ptr() != here.data_ptr():
-                there.copy_(here)
-        done = start
-        in_progress: deque[list[Work]] = deque()
+    def _gather(self, purpose: str, value: object, size: int) -> dict[int, bytes]:
+        device = self.tensors.device
+        world = self.exchange.world
         try:
-            for number in range(start, self.plan.buckets):
-                in_progress.append(self._begin(number))
-                if len(in_progress) == 2:
-                    self._finish(done, in_progress.popleft())
-                    done += 1
-            for works in in_progress:
-                self._finish(done, works)
-                done += 1
+            return self.exchange.gather(f"{purpose} of a state", value, size, device)
         except RuntimeError as error:
-            raise self._lost(done, error) from error
+            raise StateTransferError(
+                f"{world.title(world.rank)} failed to exchange descriptions with the other ranks: "
+                f"{first_line(error)}; no parameter was sent; {advice_after_loss(world)}"
+            ) from error
 
-    def _begin(self, number: int) -> list[Work]:
-        """Start all messages of a bucket."""
-        incoming, outgoing = self.buckets[number]
-        for piece in outgoing:
-            if piece.packed is not None:
-                piece.packed.copy_(piece.tensor)
-            if self.is_verified:
-                piece.buffer[piece.segment.nbytes :].zero_()
-                words = piece.buffer.view(torch.int64)
-                words[-2] = words[:-2].sum()  # detects a change of any one byte
-        return post(
-            [(piece.segment.source, piece.buffer) for piece in incoming],
-            [(piece.segment.target, piece.buffer) for piece in outgoing],
-            self.world.pg,
-            self.tag,
+    def plan(self, described: Description, every: Mapping[int, Any]) -> CachedPlan:
+        """Make the plan of this rank. All ranks raise the same error, or none does."""
+        world, mapping = self.exchange.world, self.exchange.mapping
+        sent, received = (
+            {rank: from_rows(pair[end]) for rank, pair in every.items() if pair[end]}
+            for end in (0, 1)
         )
+        if not world.has_store:
+            held = (sent or received)[world.rank]
+            others = infer_remote_parts(held, described.cuts)
+            sent, received = {**others[0], **sent}, {**others[1], **received}
+        sources, targets = match_tensors(sent, received, self.options.dtype, mapping.before.stage)
+        plan = plan_of(segments(sources, targets, self.options.limit), world.rank)
+        digest = hashlib.sha256(json.dumps([f"{details(mapping)} {self.options}", every]).encode())
+        replicas = replicas_of(sources) if self.options.is_verified and world.has_store else []
+        return CachedPlan(digest.hexdigest()[:32], plan, described, replicas)
 
-    def _finish(self, number: int, works: Sequence[Work]) -> None:
-        """Wait for the messages of a bucket, and unpack the received ones."""
-        for work in works:
-            work.wait()
-        for piece in self.buckets[number][0]:
-            if self.is_verified:
-                self._compare(piece.segment, piece.buffer)
-            if piece.packed is not None:
-                piece.tensor.copy_(piece.packed)
+    def mover(self, cached: CachedPlan) -> Mover:
+        """Return the object that moves the tensors of this rank, after the last checks."""
+        as_int(self.start, "start", 0, cached.plan.buckets)
+        sent, received, world = self.tensors.sent, self.tensors.received, self.exchange.world
+        _check_overlaps(sent, received, cached.plan)
+        tag = tag_of(f"state {cached.digest}") if world.has_store else 0
+        is_verified = self.options.is_verified
+        return Mover(cached.plan, sent, received, world, tag, is_verified=is_verified)
 
-    def _lost(self, number: int, error: RuntimeError) -> StateTransferError:
-        """Return the error for a bucket whose communication failed."""
-        incoming, outgoing = self.buckets[number]
-        ends = [
-            (one.segment.nbytes, one.segment.name, "from", one.segment.source) for one in incoming
-        ]
-        ends += [
-            (one.segment.nbytes, one.segment.name, "to", one.segment.target) for one in outgoing
-        ]
-        messages = [
-            f"{nbytes} bytes of {name!r} {way} {self.world.title(rank)}"
-            for nbytes, name, way, rank in ends
-        ]
-        left = self.plan.receives[number:]
-        names = sorted({repr(segment.name) for bucket in left for segment in bucket})
-        partly = f"; perhaps partly written: {first_n(names, 8)}" if names else ""
-        return StateTransferError(
-            f"{self.world.title(self.world.rank)} lost bucket {number} of {self.plan.buckets}, "
-            f"with {first_n(messages, 4)}: {_reason(error)}; all earlier buckets have arrived on "
-            f"this rank{partly}; {_advice(self.world)}, and {_CONTINUE.format(number)}",
-            bucket=number,
-        )
+    def compare_replicas(self, cached: CachedPlan, sums: Mapping[str, int]) -> None:
+        """Raise on all ranks if source ranks that have the same part have different elements.
 
-    def _compare(self, segment: Segment, buffer: Tensor) -> None:
-        words = buffer.view(torch.int64)
-        found = words[:-2].sum().item()
-        expected = words[-2].item()
-        if found != expected and self.damage is None:
-            self.damage = StateTransferError(
-                f"parameter {segment.name!r} was damaged between "
-                f"{self.world.title(segment.source)} and {self.world.title(segment.target)} in "
-                f"bucket {segment.bucket} of {self.plan.buckets}: the checksum of "
-                f"{segment.nbytes} bytes is {found:#x}, expected {expected:#x}; "
-                f"{_CONTINUE.format(segment.bucket)}",
-                bucket=segment.bucket,
+        Args:
+            cached: The plan, with the replicas to compare.
+            sums: The checksum of each tensor that this rank sends.
+        """
+        counts = Counter(rank for _, ranks in cached.replicas for rank in ranks)
+        if not counts:
+            return
+        here = self.exchange.world.rank
+        mine = [sums[name] for name, ranks in cached.replicas if here in ranks]
+        blocks = self._gather("checksums", mine, _SUM_BYTES * max(counts.values()) + 2)
+        left = {rank: iter(read_json(block)) for rank, block in blocks.items()}
+        wrong: dict[tuple[tuple[int, ...], ...], list[str]] = {}
+        for name, ranks in cached.replicas:
+            equal: dict[int, list[int]] = {}
+            for rank in ranks:
+                equal.setdefault(next(left[rank]), []).append(rank)
+            if len(equal) > 1:
+                wrong.setdefault(tuple(map(tuple, equal.values())), []).append(repr(name))
+        if wrong:
+            (some, others, *_), names = next(iter(wrong.items()))
+            raise misfit(
+                f"{first_n(names, 4)} in state= should be the same on all ranks that have the same "
+                f"shard, but ranks {first_n(some, 8)} have other elements than ranks "
+                f"{first_n(others, 8)}; if these are different parameters, such as the experts of "
+                f"two ranks, give each one its own name"
             )
 
+    def share_damage(self, mover: Mover) -> None:
+        """Raise on all ranks if a rank received damaged data, naming the first damaged bucket."""
+        damage = mover.damage
+        found = None if damage is None else [damage.bucket, str(damage)[:800]]
+        with self.exchange.failing_together():
+            blocks = self._gather("damage", found, _DAMAGE_BYTES)
+        what = f"the end of a state {format_ends(self.exchange.mapping)}"
+        try:
+            self.exchange.agree(what, effect="the received data may be incomplete")
+        except OutcomeUnknownError:
+            raise
+        except CreationError as error:
+            raise StateTransferError(str(error), bucket=mover.plan.buckets) from error
+        damages = [one for one in map(read_json, blocks.values()) if one is not None]
+        if damages:
+            bucket, text = min(damages)
+            raise StateTransferError(text, bucket=bucket)
 
-_CONTINUE = "continue on all ranks with the smallest start= that any rank reports (here start={})"
+
+def _check_overlaps(sent: Tensors, received: Tensors, plan: BucketPlan) -> None:
+    """Raise if a buffer shares memory with another tensor, except for a part that stays."""
+    moved = {one.name for bucket in plan.receives for one in bucket}
+    for one in plan.copies:
+        if one.source_name != one.name or one.source_slices != one.target_slices:
+            moved.add(one.name)
+    items = [(*memory_span(one), True, name, one) for name, one in sent.items()]
+    items += [(*memory_span(one), False, name, one) for name, one in received.items()]
+    active: list[tuple[int, int, bool, str, Tensor]] = []
+    for item in sorted(items, key=lambda item: item[:2]):
+        active = [other for other in active if other[1] > item[0]]
+        for other in active:
+            pair = sorted((item, other), key=lambda each: each[2:4])
+            (_, _, is_sent, name, buffer), (_, _, is_other_sent, other_name, tensor) = pair
+            stays = is_other_sent and name == other_name and name not in moved
+            if (
+                is_sent
+                or not share_memory(buffer, tensor)
+                or (stays and _place_of(buffer) == _place_of(tensor))
+            ):
+                continue
+            raise LayoutError(
+                f"into[{name!r}] shares memory with {_WHAT[is_other_sent]}[{other_name!r}], "
+                f"which is {'sent' if is_other_sent else 'also received into'}; pass another buffer"
+            )
+        active.append(item)
 
 
 def _place_of(tensor: Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _reason(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0]
-
-
-def _advice(world: World) -> str:
-    """Return the advice for all ranks after a communication failure."""
-    if world.parts:
-        return "call world.rejoin() on all ranks"
-    return "initialise torch.distributed again"
-
-
-def _share_damage(world: World, mapping: RankMapping, own: _Own, mover: _Mover) -> None:
-    """Raise on all ranks if a rank received damaged data, naming the first damaged bucket."""
-    damage = mover.damage
-    found = None if damage is None else [damage.bucket, str(damage)[:800]]
-    blocks = {world.rank: json.dumps(found).encode()}
-    what = f"the end of a state {format_ends(mapping)}"
-    effect = "the received data may be incomplete"
-    try:
-        if world.has_store:
-            blocks = _gather(world, mapping, own, "damage", blocks[world.rank], _DAMAGE_BYTES)
-    except BaseException as error:
-        consent(world, mapping, what, error)
-        raise
-    try:
-        consent(world, mapping, what, effect=effect)
-    except OutcomeUnknownError:
-        raise
-    except CreationError as error:
-        raise StateTransferError(str(error), bucket=mover.plan.buckets) from error
-    damages = [one for one in map(read_json, blocks.values()) if one is not None]
-    if damages:
-        bucket, text = min(damages)
-        raise StateTransferError(text, bucket=bucket)

@@ -1,6 +1,6 @@
 """Moves a tensor between the ranks of the running job, as a RankMapping specifies.
 
-The ranks exchange the shapes of their tensors, so each rank knows the size of every message. All
+The ranks exchange descriptions of their tensors, so each rank knows the size of every message. All
 checks precede the first message. Then each rank posts all its receives and sends together, so ranks
 cannot deadlock.
 """
@@ -8,88 +8,64 @@ cannot deadlock.
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
+from math import prod
 
 import attrs
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from hypercomm.errors import CreationError, LayoutError
-from hypercomm.layout.checks import as_int, as_ordered, world_too_small
+from hypercomm.layout.checks import as_int, as_ordered
 from hypercomm.layout.text import first_n, short_repr
 from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.options import as_verified
 from hypercomm.process_groups.world import World, current
-from hypercomm.transfers.exchange import as_bytes, consent, details, gather, only_one, post, tag_of
-from hypercomm.transfers.holdings import Held, describe_plain, lengths_of, misfit, name_of
-from hypercomm.transfers.mapping import Message, RankMapping, chunk_sizes, resolve_axes
+from hypercomm.transfers.buckets import BucketPlan, Segment, plan_of
+from hypercomm.transfers.exchange import (
+    Exchange,
+    as_bytes,
+    details,
+    only_one,
+    ranks_of,
+    read_json,
+    tag_of,
+)
+from hypercomm.transfers.holdings import (
+    Held,
+    Shape,
+    describe_plain,
+    from_rows,
+    lengths_of,
+    misfit,
+    name_of,
+    to_rows,
+)
+from hypercomm.transfers.mapping import (
+    RankMapping,
+    check_mapping,
+    chunk_sizes,
+    length_of_unit,
+    resolve_axes,
+)
+from hypercomm.transfers.mover import Mover
+from hypercomm.transfers.tensors import (
+    as_tensor,
+    check_buffer,
+    mark_written,
+    share_memory,
+    writing_to,
+)
 
-Shape = tuple[int, ...]
-
-Pieces = list[tuple[int, Tensor]]
-"""Views of parts of a tensor, each with the rank that sends or receives it.
-
-The sender and the receiver have the pieces in the same order.
-"""
-
-_OFFER_BYTES = 512
+_BLOCK_BYTES = 1024
 """The size of the description that each rank sends to all others."""
 
-
-@attrs.frozen
-class _Offer:
-    """The description that a rank sends to all others before a transfer.
-
-    Attributes:
-        dtype: The type of the elements of the rank's tensors.
-        sent: The shape of the part that the rank sends, or None if it is not a source.
-        buffer: The shape of the rank's buffer, or None if it has no buffer.
-        refusal: The error that keeps the rank from taking part, or "".
-    """
-
-    dtype: str = ""
-    sent: Shape | None = None
-    buffer: Shape | None = None
-    refusal: str = ""
-
-    def block(self) -> bytes:
-        """Return the description as JSON of at most `_OFFER_BYTES` bytes."""
-        refusal = self.refusal.encode("ascii", "replace").decode()
-        return json.dumps([self.dtype, self.sent, self.buffer, refusal[:200]]).encode()
-
-
-@lru_cache(maxsize=1024)
-def _read(block: bytes) -> _Offer:
-    dtype, *shapes, refusal = json.loads(block)
-    sent, buffer = (None if shape is None else tuple(shape) for shape in shapes)
-    return _Offer(dtype, sent, buffer, refusal)
-
-
-@attrs.frozen
-class _Role:
-    """The role of one rank in a mapping, for tensors of any shape.
-
-    Attributes:
-        is_source: Whether the rank is in the sending stage.
-        siblings: The target ranks that receive the same part, including this rank. Empty if this
-            rank does not receive.
-        sends: The messages from this rank to other ranks and to itself.
-        receives: The messages to this rank from other ranks and from itself.
-    """
-
-    is_source: bool
-    siblings: tuple[int, ...]
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
+_NAME = "tensor"
+"""The name of the tensor in descriptions and plans."""
 
 
 def transfer(
@@ -170,32 +146,39 @@ def transfer(
     world = world or current()
     check_mapping(mapping, world.size)
     is_verified = as_verified(verify)
-    role = _role(mapping, world.rank)
-    if not role.is_source and not role.siblings:
+    if world.rank not in ranks_of(mapping):
         return None
-    with only_one(world, details(mapping), mapping):
+    exchange = Exchange(world, mapping)
+    with only_one(world, ("tensor", details(mapping)), mapping):
         is_exchanged = world.has_store and rows is None and not mapping.sizes
         try:
-            offer, given, buffer = _check(mapping, role, tensor, out)
-            group = _check_group(groups, role, leaders=mapping.leaders)
-            known = None if is_exchanged else _sizes_from_own(mapping, world.rank, offer, rows)
-        except BaseException as error:
-            if is_verified:
-                consent(world, mapping, "", error)
-            elif is_exchanged and isinstance(error, LayoutError):
-                _exchange_shapes(world, mapping, _Offer(refusal=f"{type(error).__name__}: {error}"))
+            with exchange.failing_together() if is_verified else contextlib.nullcontext():
+                own = _read(mapping, world.rank, tensor, out)
+                siblings = _role(mapping, world.rank)[1]
+                group = _check_group(groups, siblings if mapping.leaders else ())
+                known = None if is_exchanged else _sizes_from_own(mapping, own, world.rank, rows)
+        except LayoutError as error:
+            if is_exchanged and not is_verified:
+                text = f"{type(error).__name__}: {error}".encode("ascii", "replace").decode()
+                device = torchdist.device_type(world.pg or torchdist.world_group())
+                _gather(exchange, torch.device(device), refusal=text[:200])
             raise
-        entries = [f"{known[1]} of {offer.dtype}, {known[0].sizes}" if known else "any shape"]
         interrupt = None
         if is_verified:
-            interrupt = consent(world, mapping, f"a tensor by {mapping}", entries=entries)
+            dtype = name_of(own.given.dtype)
+            sizes = f"{known[1]} of {dtype}, {known[0].sizes}" if known else "any shape"
+            interrupt = exchange.agree(f"a tensor by {mapping}", sizes)
         if known is None:
-            known = _fit(mapping, _exchange_shapes(world, mapping, offer, given.device))
+            rows_of_own = to_rows(own.sent), to_rows(own.received)
+            known = _fit(mapping, _gather(exchange, own.given.device, *rows_of_own))
         exact, whole = known
-        with torch.no_grad(), writing_to([] if buffer is None else [buffer]):
-            received = _move(world, exact, whole, given.detach(), buffer)
+        received = own.buffer
+        if received is None and siblings:
+            received = own.given.new_empty(exact.shape_at(world.rank, whole, is_source=False))
+        with torch.no_grad(), writing_to([] if received is None else [received]):
+            _move(world, exact, whole, own.given, received)
             if group is not None and received is not None:
-                _broadcast(received.detach(), role.siblings[0], group)
+                _broadcast(received.detach(), siblings[0], group)
         if received is not None:
             mark_written(received)
         if interrupt is not None:
@@ -203,50 +186,57 @@ def transfer(
         return received
 
 
-@lru_cache(maxsize=128)
-def _role(mapping: RankMapping, rank: int) -> _Role:
-    is_source = rank in mapping.source_ranks
-    is_target = rank in mapping.target_ranks
-    siblings = mapping.broadcast_siblings(rank) if is_target else ()
-    sends = mapping.sends(rank) if is_source else ()
-    return _Role(is_source, siblings, sends, mapping.receives(rank) if is_target else ())
-
-
 # ---- checks before anything is sent -------------------------------------------------------------
 
 
-def check_mapping(mapping: object, size: int) -> None:
-    """Raise unless `mapping` is a RankMapping and a job of `size` ranks has all its ranks."""
-    if not isinstance(mapping, RankMapping):
-        raise LayoutError(f"mapping must be a RankMapping, got {short_repr(mapping)}")
-    last_rank = max(mapping.source.last_rank, mapping.target.last_rank)
-    if last_rank >= size:
-        raise world_too_small(f"the mapping {mapping}", last_rank, size)
+@attrs.frozen
+class _Own:
+    """The tensors of this rank.
 
-
-def _check(
-    mapping: RankMapping, role: _Role, tensor: object, out: object
-) -> tuple[_Offer, Tensor, Tensor | None]:
-    """Check the tensors of this rank.
-
-    Returns:
-        The description of these tensors, the given tensor, and the buffer to receive into or None.
+    Attributes:
+        given: The given tensor.
+        buffer: The buffer to receive into, or None if a new tensor is needed or nothing arrives.
+        sent: The description of the part that the rank sends. Empty if the rank is not a source.
+        received: The description of the buffer. Empty if there is no buffer.
     """
+
+    given: Tensor
+    buffer: Tensor | None
+    sent: Sequence[Held]
+    received: Sequence[Held]
+
+
+@lru_cache(maxsize=128)
+def _role(mapping: RankMapping, rank: int) -> tuple[bool, tuple[int, ...]]:
+    """Return whether a rank is a source, and the target ranks that receive the same part."""
+    is_target = rank in mapping.target_ranks
+    return rank in mapping.source_ranks, mapping.broadcast_siblings(rank) if is_target else ()
+
+
+def _read(mapping: RankMapping, rank: int, tensor: object, out: object) -> _Own:
+    """Check and describe the tensors of this rank."""
     given = as_tensor(tensor, "tensor")
-    resolve_axes(mapping.cuts, given.ndim)
+    is_source, siblings = _role(mapping, rank)
     buffer = None
-    if role.is_source and role.siblings:
+    if is_source and siblings:
         buffer = None if out is None else _check_out(out, given)
     elif out is not None:
         raise LayoutError(
             "out= is only for ranks in both stages; on other ranks, pass the buffer as tensor="
         )
-    elif role.siblings:
+    elif siblings:
         buffer = given
         check_buffer(given, "tensor")
-    sent = tuple(given.shape) if role.is_source else None
-    into = None if buffer is None else tuple(buffer.shape)
-    return _Offer(name_of(given.dtype), sent, into), given, buffer
+    sent, received = (
+        [] if one is None else [_describe(one, mapping, rank, is_source=end)]
+        for one, end in ((given if is_source else None, True), (buffer, False))
+    )
+    return _Own(given, buffer, sent, received)
+
+
+def _describe(tensor: Tensor, mapping: RankMapping, rank: int, *, is_source: bool) -> Held:
+    facts = name_of(tensor.dtype), tuple(tensor.shape), mapping, rank
+    return describe_plain(_NAME, *facts, is_source=is_source)
 
 
 def _check_out(out: object, tensor: Tensor) -> Tensor:
@@ -258,104 +248,37 @@ def _check_out(out: object, tensor: Tensor) -> Tensor:
             f"tensor=; got {buffer.ndim} axes, {buffer.dtype} and device {buffer.device}"
         )
     check_buffer(buffer, "out=")
-    begin, end = memory_span(tensor)
-    out_begin, out_end = memory_span(buffer)
-    if begin < out_end and out_begin < end:
+    if share_memory(buffer, tensor):
         raise LayoutError("out= must not share memory with tensor=, because tensor= is being sent")
     return buffer
 
 
-def _check_group(groups: object, role: _Role, *, leaders: bool) -> ProcessGroup | None:
+def _check_group(groups: object, siblings: tuple[int, ...]) -> ProcessGroup | None:
     """Return the group in which this rank's leader broadcasts, or None if no rank broadcasts."""
-    if not leaders or len(role.siblings) < 2:
+    if len(siblings) < 2:
         return None
     members = dist.get_process_group_ranks(groups) if isinstance(groups, ProcessGroup) else []
-    if not isinstance(groups, ProcessGroup) or sorted(members) != sorted(role.siblings):
+    if not isinstance(groups, ProcessGroup) or sorted(members) != sorted(siblings):
         raise LayoutError(
-            f"groups= must be the process group of this rank's broadcast_siblings "
-            f"{role.siblings}, got {tuple(members) or short_repr(groups)}"
+            f"groups= must be the process group of this rank's broadcast_siblings {siblings}, got "
+            f"{tuple(members) or short_repr(groups)}"
         )
     return groups
-
-
-def as_tensor(value: object, what: str) -> Tensor:
-    """Return a value that is a dense tensor with data, or raise LayoutError."""
-    if not isinstance(value, Tensor):
-        raise LayoutError(f"{what} must be a torch.Tensor, got {short_repr(value)}")
-    if value.layout is not torch.strided or value.device.type == "meta":
-        raise LayoutError(
-            f"{what} must be a dense tensor with data, got {value.layout} on {value.device}"
-        )
-    if hasattr(value, "to_local"):
-        raise LayoutError(f"{what} must be a plain tensor, got a DTensor; pass its to_local()")
-    if value.is_conj() or value.is_neg():
-        raise LayoutError(f"{what} must be resolved; pass its resolve_conj().resolve_neg()")
-    return value
-
-
-def check_buffer(buffer: Tensor, what: str) -> None:
-    """Raise if elements of a buffer share memory, because data cannot be received into it."""
-    if share_memory(buffer):
-        raise LayoutError(
-            f"{what} is expanded: its shape {tuple(buffer.shape)} has strides {buffer.stride()}, "
-            f"so elements share memory; pass a contiguous tensor"
-        )
-
-
-def memory_span(tensor: Tensor) -> tuple[int, int]:
-    """Return the address of the first byte of a tensor, and the address after its last byte."""
-    if not tensor.numel():
-        return 0, 0
-    begin = tensor.data_ptr()
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + (last + 1) * tensor.element_size()
-
-
-def share_memory(tensor: Tensor, other: Tensor | None = None) -> bool:
-    """Return whether elements of two tensors, or two elements of one tensor, share memory."""
-    if not tensor.numel():
-        return False
-    begin, end = memory_span(tensor)
-    if other is None:
-        reach = 0
-        for step, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-            if n > 1 and step <= reach:
-                break  # elements may share memory
-            reach += (n - 1) * step
-        else:
-            return False
-        marks = np.zeros(end - begin, dtype=bool)
-        _bytes_of(tensor, marks, begin)[...] = True
-        return int(marks.sum()) < tensor.numel() * tensor.element_size()
-    other_begin, other_end = memory_span(other)
-    if begin >= other_end or other_begin >= end:
-        return False
-    if tensor.is_contiguous() and other.is_contiguous():
-        return True
-    first = min(begin, other_begin)
-    marks = np.zeros(max(end, other_end) - first, dtype=bool)
-    _bytes_of(tensor, marks, first)[...] = True
-    return bool(_bytes_of(other, marks, first).any())
-
-
-def _bytes_of(tensor: Tensor, marks: NDArray[np.bool_], first: int) -> NDArray[np.bool_]:
-    """Return the bytes of a tensor as a view of `marks`, whose first byte has address `first`."""
-    size = tensor.element_size()
-    steps = [step * size for step in tensor.stride()]
-    start = marks[tensor.data_ptr() - first :]
-    return np.lib.stride_tricks.as_strided(start, (*tensor.shape, size), (*steps, 1))
 
 
 # ---- the length of every shard -------------------------------------------------------------------
 
 
-def _exchange_shapes(
-    world: World, mapping: RankMapping, offer: _Offer, device: torch.device | None = None
+def _gather(
+    exchange: Exchange,
+    device: torch.device,
+    sent: Sequence[object] = (),
+    received: Sequence[object] = (),
+    refusal: str = "",
 ) -> tuple[tuple[int, bytes], ...]:
     """Return the descriptions of all ranks of a transfer, by rank."""
-    device = device or torch.device(torchdist.device_type(world.pg or torchdist.world_group()))
-    blocks = gather(world, mapping, "shapes", offer.block(), _OFFER_BYTES, device)
-    return tuple((rank, blocks[rank].rstrip(b"\0")) for rank in sorted(blocks))
+    blocks = exchange.gather("shapes", [sent, received, refusal], _BLOCK_BYTES, device)
+    return tuple((rank, blocks[rank]) for rank in sorted(blocks))
 
 
 @lru_cache(maxsize=128)
@@ -366,12 +289,14 @@ def _fit(mapping: RankMapping, blocks: tuple[tuple[int, bytes], ...]) -> tuple[R
         PlanMismatchError: The tensors of two ranks do not fit.
         CreationError: A rank rejected its arguments.
     """
-    offers = {rank: _read(block) for rank, block in blocks}
-    for rank, offer in offers.items():
-        if offer.refusal:
-            raise CreationError(f"nothing was sent: rank {rank} failed: {offer.refusal}")
-    sent = _described(mapping, offers, is_source=True)
-    into = _described(mapping, offers, is_source=False)
+    sent: dict[int, Held] = {}
+    into: dict[int, Held] = {}
+    for rank, block in blocks:
+        rows, buffers, refusal = read_json(block)
+        if refusal:
+            raise CreationError(f"nothing was sent: rank {rank} failed: {refusal}")
+        sent.update((rank, one) for one in from_rows(rows))
+        into.update((rank, one) for one in from_rows(buffers))
     first, one = next(iter(sent.items()))
     for rank, other in chain(sent.items(), into.items()):
         if (len(other.shape), other.dtype) != (len(one.shape), one.dtype):
@@ -379,8 +304,8 @@ def _fit(mapping: RankMapping, blocks: tuple[tuple[int, bytes], ...]) -> tuple[R
                 f"rank {first} has {one.shape} of torch.{one.dtype}, and rank {rank} has "
                 f"{other.shape} of torch.{other.dtype}"
             )
-    here = lengths_of("tensor", sent)
-    there = lengths_of("tensor", into) if into else None
+    here = lengths_of(_NAME, sent)
+    there = lengths_of(_NAME, into) if into else None
     axes = resolve_axes(mapping.cuts, len(one.shape))
     counts = {axis: cut.target for axis, cut in zip(axes, mapping.cuts, strict=True)}
     whole = []
@@ -403,21 +328,6 @@ def _fit(mapping: RankMapping, blocks: tuple[tuple[int, bytes], ...]) -> tuple[R
     return attrs.evolve(mapping, sizes=[sizes[axis] for axis in axes]), tuple(whole)
 
 
-def _described(
-    mapping: RankMapping, offers: Mapping[int, _Offer], *, is_source: bool
-) -> dict[int, Held]:
-    """Describe the part of each source rank, or the buffer of each target rank with a buffer."""
-    found = {}
-    for rank in mapping.source_ranks if is_source else mapping.target_ranks:
-        offer = offers[rank]
-        shape = offer.sent if is_source else offer.buffer
-        if shape is not None:
-            found[rank] = describe_plain(
-                "tensor", offer.dtype, shape, mapping, rank, is_source=is_source
-            )
-    return found
-
-
 def _by_rule(sizes: Sequence[int], count: int) -> tuple[int, ...]:
     """Return the default lengths of the target's shards, from the lengths of the source's shards.
 
@@ -433,38 +343,34 @@ def _by_rule(sizes: Sequence[int], count: int) -> tuple[int, ...]:
 
 
 def _sizes_from_own(
-    mapping: RankMapping, rank: int, offer: _Offer, rows: Sequence[int] | None
+    mapping: RankMapping, own: _Own, rank: int, rows: Sequence[int] | None
 ) -> tuple[RankMapping, Shape]:
     """Return the same as `_fit`, but computed from the tensors of this rank alone.
 
     Raises:
         LayoutError: The tensors of this rank have the wrong shapes.
     """
-    is_source = offer.sent is not None
-    shape = offer.sent if offer.sent is not None else offer.buffer
-    if shape is None:
-        raise LayoutError("a rank of neither stage has no shapes")
-    exact = mapping
-    whole = list(shape)
-    axes = resolve_axes(mapping.cuts, len(shape))
-    for number, (axis, cut) in enumerate(zip(axes, mapping.cuts, strict=True)):
-        if mapping.sizes:
-            whole[axis] = sum(mapping.sizes[number][0])
-        else:
-            whole[axis] *= cut.source if is_source else cut.target
+    whole = list((*own.sent, *own.received)[0].shape)
+    for axis, cut in zip(resolve_axes(mapping.cuts, len(whole)), mapping.cuts, strict=True):
+        if cut.sizes is not None:
+            whole[axis] = sum(cut.sizes[0])
+            continue
+        count = cut.source if own.sent else cut.target
+        if rows is None:
+            length_of_unit(cut.axis, whole[axis], cut.units // count)  # raises if it is uneven
+        whole[axis] *= count
     if rows is not None:
         exact = _with_rows(mapping, rows, whole)
-    elif not mapping.sizes:
-        # This call raises unless the shards of the other layout are even, too.
-        (mapping if is_source else mapping.inverse()).received_shape(shape)
-        exact = mapping.of_shape(whole)
-    for found, end in ((offer.sent, True), (offer.buffer, False)):
-        due = exact.shape_at(rank, whole, is_source=end) if found is not None else None
-        if found != due:
-            raise LayoutError(
-                f"rank {rank} must {'send' if end else 'receive into'} a tensor of shape {due}, "
-                f"got {found}"
-            )
+    else:
+        exact = mapping if mapping.sizes else mapping.of_shape(whole)
+    for some, end in ((own.sent, True), (own.received, False)):
+        for one in some:
+            due = exact.shape_at(rank, whole, is_source=end)
+            if one.shape != due:
+                raise LayoutError(
+                    f"rank {rank} must {'send' if end else 'receive into'} a tensor of shape "
+                    f"{due}, got {one.shape}"
+                )
     return exact, tuple(whole)
 
 
@@ -494,57 +400,39 @@ def _with_rows(mapping: RankMapping, rows: Sequence[int], whole: list[int]) -> R
 # ---- communication ------------------------------------------------------------------------------
 
 
-def mark_written(tensor: Tensor) -> None:
-    """Increment the version of a received tensor, because autograd did not record the write."""
-    if not tensor.is_inference():
-        increment_version(tensor)
-
-
-def writing_to(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
-    """Return a context in which the tensors may be written, also tensors of inference mode."""
-    is_needed = any(one.is_inference() for one in tensors)
-    return torch.inference_mode() if is_needed else contextlib.nullcontext()
-
-
 def _move(
-    world: World, exact: RankMapping, whole: Shape, given: Tensor, buffer: Tensor | None
-) -> Tensor | None:
-    """Send this rank's parts of a tensor, and return the tensor that it receives."""
-    role = _role(exact, world.rank)
-    received = buffer
-    receiving: Pieces = []
-    sending: Pieces = []
-    if role.siblings:
-        shape = exact.shape_at(world.rank, whole, is_source=False)
-        received = given.new_empty(shape) if buffer is None else buffer
-        into = received.detach()
-        receiving = [(one.source, into[one.target_slices(shape)]) for one in role.receives]
-    if role.is_source:
-        sending = [(one.target, given[one.source_slices(given.shape)]) for one in role.sends]
-    tag = tag_of(f"{details(exact)} {whole} {given.dtype}") if world.has_store else 0
-    _exchange(receiving, sending, world, tag)
-    return received
+    world: World, exact: RankMapping, whole: Shape, given: Tensor, received: Tensor | None
+) -> None:
+    """Send this rank's parts of a tensor, and receive into a tensor."""
+    dtype = given.dtype
+    sent = {_NAME: given.detach()}
+    into = {} if received is None else {_NAME: received.detach()}
+    tag = tag_of(f"{details(exact)} {whole} {dtype}") if world.has_store else 0
+    mover = Mover(_plan(exact, whole, dtype, world.rank), sent, into, world, tag)
+    mover.copy()
+    mover.move()
 
 
-def _exchange(receiving: Pieces, sending: Pieces, world: World, tag: int) -> None:
-    """Receive and send everything, and copy the pieces that stay on this rank."""
-    kept = (piece for target, piece in sending if target == world.rank)
-    receives: Pieces = []
-    copies: list[tuple[Tensor, Tensor]] = []
-    for source, piece in receiving:
-        if source == world.rank:
-            piece.copy_(next(kept))
-            continue
-        packed = piece
-        if not piece.is_contiguous():
-            packed = torch.empty_like(piece, memory_format=torch.contiguous_format)
-            copies.append((piece, packed))
-        receives.append((source, packed))
-    sends = [(target, piece.contiguous()) for target, piece in sending if target != world.rank]
-    for work in post(receives, sends, world.pg, tag):
-        work.wait()
-    for piece, packed in copies:
-        piece.copy_(packed)
+@lru_cache(maxsize=128)
+def _plan(exact: RankMapping, whole: Shape, dtype: torch.dtype, rank: int) -> BucketPlan:
+    """Return the plan of a rank: the messages of the mapping in one bucket."""
+    return plan_of(_segments(exact, whole, dtype, rank), rank)
+
+
+def _segments(exact: RankMapping, whole: Shape, dtype: torch.dtype, rank: int) -> Iterator[Segment]:
+    """Yield the messages that a rank sends or receives, as segments."""
+    sends = exact.sends(rank) if rank in exact.source_ranks else ()
+    receives = exact.receives(rank) if rank in exact.target_ranks else ()
+    for one in dict.fromkeys((*sends, *receives)):
+        here = one.source_slices(exact.shape_at(one.source, whole, is_source=True))
+        there = one.target_slices(exact.shape_at(one.target, whole, is_source=False))
+        size = dtype.itemsize * prod(
+            some.indices(length)[1] - some.indices(length)[0]
+            for some, length in zip(one.global_slices(whole), whole, strict=True)
+        )
+        bucket = -1 if one.source == one.target else 0
+        ends = one.source, one.target, here, there
+        yield Segment(_NAME, _NAME, dtype, *ends, size, bucket)
 
 
 def _broadcast(received: Tensor, leader: int, group: ProcessGroup) -> None:

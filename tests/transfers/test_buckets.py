@@ -14,7 +14,7 @@ from numpy_oracle import held
 from hypercomm import RankLayout, RankMapping
 from hypercomm.testing import layouts
 from hypercomm.transfers.buckets import segments
-from hypercomm.transfers.holdings import describe_plain, name_of, put_together
+from hypercomm.transfers.holdings import describe_plain, match_tensors, name_of
 
 some = settings(max_examples=examples(200), deadline=None)
 
@@ -37,7 +37,7 @@ def planned(parameters, limit):
                 held = describe_plain(*facts, is_source=is_source)
                 described.setdefault(rank, []).append(held)
         ends.append(described)
-    return list(segments(*put_together(*ends), limit))
+    return list(segments(*match_tensors(*ends), limit))
 
 
 @st.composite

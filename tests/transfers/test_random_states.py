@@ -1,6 +1,7 @@
 """Test transfers of random states, with DTensors, uneven, empty and fused tensors."""
 
 import itertools
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +18,7 @@ from hypercomm import transfer_state
 from hypercomm.testing import fake_world
 from hypercomm.transfers import state as module
 from hypercomm.transfers.buckets import segments
-from hypercomm.transfers.holdings import from_rows, put_together, spans_of
+from hypercomm.transfers.holdings import from_rows, match_tensors, spans_of
 
 WORLD = 6
 
@@ -46,10 +47,10 @@ def test_plans_match_torch_chunks(count):
             own = module.read_tensors(case.mapping, ends, rank)
             more = given["shards"], given.get("fused", {}), world
             about = module.describe_tensors(case.mapping, own, *more)
-            for end, rows in zip(described, module.read_json(about.text), strict=True):
+            for end, rows in zip(described, json.loads(json.dumps(about.rows)), strict=True):
                 if rows:
                     end[rank] = from_rows(rows)
-        plan = put_together(*described, case.dtype)
+        plan = match_tensors(*described, case.dtype)
         for one in segments(*plan, case.options["bucket_bytes"]):
             sent = every[one.source][0]["state"][one.source_name]
             sent = sent.to_local() if hasattr(sent, "to_local") else sent

@@ -1,6 +1,5 @@
 """Test refits: the weights of a trainer are sent to an engine that shards them differently."""
 
-import math
 import signal
 import time
 from unittest import mock
@@ -22,7 +21,9 @@ from torch.distributed.tensor.parallel import (
 
 from hypercomm import Fused, RankLayout, RankMapping, transfer_state
 from hypercomm.errors import CreationError, LayoutError, PlanMismatchError
+from hypercomm.transfers import mover
 from hypercomm.transfers import state as module
+from hypercomm.transfers.exchange import Exchange
 
 
 class Model(nn.Module):
@@ -340,7 +341,7 @@ def test_sender_converts_dtype():
     whole = torch.randn(64, 64, generator=torch.Generator().manual_seed(5))
     mapping = RankMapping.weights("dp=1", RankLayout([2], ["dp"], 1))
     sizes = []
-    post = module.post
+    post = mover.post
 
     def counting(receives, sends, *more):
         sizes.extend(buffer.numel() for _, buffer in sends)
@@ -348,7 +349,7 @@ def test_sender_converts_dtype():
 
     state = {"w": whole, "steps": torch.tensor(7)}
     into = {"w": torch.zeros(64, 64).bfloat16(), "steps": torch.tensor(0)}
-    with mock.patch.object(module, "post", counting):
+    with mock.patch.object(mover, "post", counting):
         given = {"state": state} if rank == 0 else {"into": into}
         transfer_state(mapping, **given, dtype=torch.bfloat16)
     assert sum(sizes) == (2 * (64 * 64 * 2 + 8) if rank == 0 else 0)
@@ -365,14 +366,14 @@ def test_plan_is_cached():
     mapping = RankMapping.weights("tp=2", RankLayout([1], ["dp"], 2))
     calls = []
 
-    def counted(name):
-        real = getattr(module, name)
+    def counted(owner, name):
+        real = getattr(owner, name)
 
         def wrapper(*args, **more):
             calls.append(name)
             return real(*args, **more)
 
-        return mock.patch.object(module, name, wrapper)
+        return mock.patch.object(owner, name, wrapper)
 
     def move(rows, number):
         """Transfer `rows` rows. The first rank has four rows, and the second has the rest."""
@@ -380,20 +381,24 @@ def test_plan_is_cached():
         whole = torch.arange(float(rows)) + number
         into = {"w": torch.zeros(rows)}
         given = {"into": into} if rank == 2 else {"state": {"w": [whole[:4], whole[4:]][rank]}}
-        with counted("plan_of"), counted("consent"), counted("put_together"):
+        with (
+            counted(module, "plan_of"),
+            counted(module, "match_tensors"),
+            counted(Exchange, "agree"),
+        ):
             shards = {"w": {"tp": 0}}
             transfer_state(mapping, **given, shards=shards)
         assert rank < 2 or torch.equal(into["w"], whole)
         return sorted(calls)
 
-    again = ["consent", "consent", "plan_of", "put_together"]
+    again = ["agree", "agree", "match_tensors", "plan_of"]
     assert move(8, 0) == again
-    assert move(8, 1) == ["consent"]
+    assert move(8, 1) == ["agree"]
     if rank == 1:
         module._plans.clear()
     assert move(8, 2) == again
     assert move(7, 3) == again  # the first rank passes the same shapes as before
-    assert move(7, 4) == ["consent"]
+    assert move(7, 4) == ["agree"]
     assert move(8, 5) == again
 
 
@@ -408,7 +413,7 @@ def refit_with_a_victim(rank, how, number):
     for one in (into or {}).values():
         one.zero_()
     posted = []
-    post = module.post
+    post = mover.post
 
     def dying(*args):
         posted.append(1)
@@ -417,7 +422,7 @@ def refit_with_a_victim(rank, how, number):
         return post(*args)
 
     begin = time.monotonic()
-    with mock.patch.object(module, "post", dying):
+    with mock.patch.object(mover, "post", dying):
         try:
             transfer_state(mapping, state, into=into, **given)
         except Exception as error:  # noqa: BLE001 - the test checks it
@@ -449,31 +454,3 @@ def test_lost_rank_is_reported(how, number, tmp_path):
         for name in {f"{layer}.w" for layer in range(6)} - {*complete} if rank > 1 else ():
             assert repr(name) in text.partition("perhaps partly written: ")[2]
     assert {found[2][0], found[3][0]} == {"StateTransferError"}
-
-
-# If there are fewer KV heads than ranks, several ranks receive a copy of the same head.
-@pytest.mark.full
-@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
-@pytest.mark.ranks(6, timeout=60)
-def test_kv_heads_are_copied(kv_heads):
-    rank = dist.get_rank()
-    size = 2
-    mapping = RankMapping.weights(RankLayout([2], ["fsdp"]), RankLayout([4], ["tp"], 2))
-    q = torch.arange(8.0 * size * 3).reshape(8 * size, 3)
-    k = 1000 + torch.arange(kv_heads * size * 3.0).reshape(-1, 3)
-    whole = {"1.q_proj.weight": q, "1.k_proj.weight": k, "1.v_proj.weight": -k}
-    if rank < 2:
-        parts = {name: tensor.chunk(2)[rank] for name, tensor in whole.items()}
-        transfer_state(mapping, parts, shards={"*": {"fsdp": 0}})
-        return
-    at = rank - 2
-    each = max(1, kv_heads // 4)
-    first = at * kv_heads // 4 // each * each if kv_heads >= 4 else at * kv_heads // 4
-    own = slice(first * size, (first + each) * size)
-    due = torch.cat([q.chunk(4)[at], k[own], -k[own]])
-    into = {"1.qkv_proj.weight": torch.zeros_like(due)}
-    rule = Fused(["*.q_proj.*", "*.k_proj.*", "*.v_proj.*"], (8, kv_heads, kv_heads))
-    shards = {"*": {"tp": 0}}
-    transfer_state(mapping, into=into, shards=shards, fused={"*.qkv_proj.*": rule})
-    assert torch.equal(into["1.qkv_proj.weight"], due)
-    assert math.isclose(due.shape[0], (8 / 4 + 2 * each) * size)

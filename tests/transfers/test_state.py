@@ -13,7 +13,7 @@ from time_limits import scaled_s
 from hypercomm import RankLayout, RankMapping, transfer, transfer_state
 from hypercomm.errors import CreationError, LayoutError, PlanMismatchError, StateTransferError
 from hypercomm.testing import fake_world
-from hypercomm.transfers import state as module
+from hypercomm.transfers import mover
 
 SHARDS = {"*.qkv.weight": {"tp": 0}, "*.proj.weight": {"tp": 1}, "embedding": {"tp": 0}, "*": {}}
 
@@ -48,50 +48,6 @@ def parts(whole, layout, rank):
     return found
 
 
-def strided(tensor):
-    """Return an equal tensor that is not contiguous."""
-    if tensor.ndim < 2:
-        return torch.stack([tensor, tensor], -1)[..., 0]
-    return tensor.t().contiguous().t()
-
-
-# Each rank receives torch's chunks of scalars, empty tensors and strided tensors of several dtypes.
-# The buckets have different sizes, with and without checksums, and the names are in any order.
-@pytest.mark.full
-@pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.ranks(6, timeout=120)
-def test_parts_match_torch_chunks(verify):
-    rank = dist.get_rank()
-    whole = whole_state()
-    for text, other, offset, bucket_bytes, is_one_bucket in (
-        ("tp=2,dp=2", "tp=2", 4, 1 << 20, True),
-        ("tp=2,dp=2", "tp=2", 4, 1024, False),  # segments of a few elements
-        ("tp=2,dp=2", "dp=2,tp=2", 0, 4096, False),  # all ranks are in both layouts
-        ("tp=2,dp=2", "tp=4", 2, 4096, False),  # some ranks are in both
-        ("tp=3", "tp=2,dp=2", 2, 4096, False),
-    ):
-        source, target = RankLayout(text), RankLayout(other, rank_offset=offset)
-        state, wanted = parts(whole, source, rank), parts(whole, target, rank)
-        into = wanted and {
-            name: zeros if "1" in name else strided(zeros)
-            for name, zeros in ((k, torch.zeros_like(v)) for k, v in reversed(wanted.items()))
-        }
-        buckets = transfer_state(
-            RankMapping(source, target, along=None),
-            state and {k: v if "0" in k else strided(v) for k, v in state.items()},
-            into=into,
-            shards=SHARDS,
-            bucket_bytes=bucket_bytes,
-            verify=verify,
-        )
-        if state is None and wanted is None:
-            assert buckets is None
-        else:
-            assert (buckets == 1) == is_one_bucket
-        for name, tensor in (wanted or {}).items():
-            assert torch.equal(into[name], tensor), name
-
-
 def small_move():
     """Return a function that transfers a state, the buffers, and a function that checks them."""
     rank = dist.get_rank()
@@ -116,7 +72,7 @@ def small_move():
 @contextlib.contextmanager
 def at_post(number, act):
     """Call `act` with the sends of the bucket `number`, before the bucket is posted."""
-    post = module.post
+    post = mover.post
     calls = []
 
     def acting(receives, sends, *more):
@@ -125,7 +81,7 @@ def at_post(number, act):
             act(sends)
         return post(receives, sends, *more)
 
-    with mock.patch.object(module, "post", acting):
+    with mock.patch.object(mover, "post", acting):
         yield
 
 
@@ -369,7 +325,7 @@ def test_error_of_a_lost_message():
         with fake_world(2, rank=1, **world) as joined:
             mapping = RankMapping("tp=1", RankLayout([1], ["tp"], 1), along=None)
             with (
-                mock.patch.object(module, "post", side_effect=RuntimeError("no link")),
+                mock.patch.object(mover, "post", side_effect=RuntimeError("no link")),
                 pytest.raises(StateTransferError) as caught,
             ):
                 transfer_state(mapping, into={"w": torch.zeros(3)}, world=joined)

@@ -29,8 +29,7 @@ from hypercomm.errors import (
 )
 from hypercomm.process_groups.world import current
 from hypercomm.testing import fake_world
-from hypercomm.transfers import transfer as module
-from hypercomm.transfers.exchange import gather
+from hypercomm.transfers.exchange import Exchange, read_json
 
 WORLD = 8
 
@@ -159,9 +158,9 @@ def test_threads_gather_for_two_purposes():
     found = {}
 
     def ask(purpose):
-        block = f"{purpose} of rank {rank}".encode()
-        blocks = gather(current(), mapping, purpose, block, 512, torch.device("cpu"))
-        found[purpose] = [blocks[other].rstrip(b"\0").decode() for other in (0, 1)]
+        exchange = Exchange(current(), mapping)
+        blocks = exchange.gather(purpose, [purpose, rank], 512, torch.device("cpu"))
+        found[purpose] = [read_json(blocks[other]) for other in (0, 1)]
 
     threads = [Thread(target=ask, args=[purpose]) for purpose in ("shapes", "plans")]
     for thread in threads if rank == 0 else threads[::-1]:
@@ -170,7 +169,7 @@ def test_threads_gather_for_two_purposes():
     for thread in threads:
         thread.join()
     for purpose in ("shapes", "plans"):
-        assert found[purpose] == [f"{purpose} of rank 0", f"{purpose} of rank 1"]
+        assert found[purpose] == [[purpose, 0], [purpose, 1]]
 
 
 # If the arguments of one rank are rejected, all ranks raise, and nothing is sent. The next transfer
@@ -260,7 +259,7 @@ def test_rows_must_match(verify):
 @pytest.mark.ranks(3)
 def test_rows_are_given():
     rank = dist.get_rank()
-    with GridSet.tile(encoder="dp=2", llm="dp=1") as grids, mock.patch.object(module, "gather"):
+    with GridSet.tile(encoder="dp=2", llm="dp=1") as grids, mock.patch.object(Exchange, "gather"):
         given = torch.full((3 - rank, 2), rank + 1.0) if rank < 2 else torch.zeros(5, 2)
         for verify in (False, True):
             got = grids.transfer("encoder", "llm", given, rows=[3, 2], verify=verify)
@@ -393,7 +392,7 @@ def test_verify_finds_different_mappings():
 def test_default_of_verify(monkeypatch):
     mapping = RankMapping("dp=1", "dp=1")
     asked = []
-    monkeypatch.setattr(module, "consent", lambda *_, **__: asked.append(1))
+    monkeypatch.setattr(Exchange, "agree", lambda *_, **__: asked.append(1))
     with fake_world(1):
         for text, verify, times in (
             ("1", None, 1),
