@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -113,9 +113,10 @@ def transfer_state(
             must have equal strides.
         shards: The dims that split the plain tensors of this rank, and the axis that each dim
             splits: {"*.qkv.weight": {"tp": 0}, "*": {}}. The keys are patterns as in `fnmatch`. The
-            first pattern that matches a name applies. A dim without an axis replicates the tensor.
-            Shards are in the order of the coordinates, and may have any lengths.
-            Default: the shards of the mapping, for all parameters.
+            first pattern that matches a name applies. Each pattern must match a parameter of some
+            rank, so all ranks may pass the same patterns. A dim without an axis replicates the
+            tensor. Shards are in the order of the coordinates, and may have any lengths. Default:
+            the shards of the mapping, for all parameters.
         fused: On a target rank, the parameters whose parts are several parameters of the source:
             {"*.gate_up.weight": ["*.gate.weight", "*.up.weight"]}. Each rank receives its shards of
             all parts, concatenated in this order. Pass a `hypercomm.Fused` instead of a list to
@@ -270,7 +271,8 @@ class Description:
     """The descriptions of the tensors of this rank.
 
     Attributes:
-        rows: All descriptions, for JSON.
+        rows: The descriptions of the sent and the received tensors, for JSON, and the patterns
+            that match no tensor of this rank, each with the name of its argument.
         cuts: The mapping of each plain tensor.
     """
 
@@ -348,10 +350,10 @@ def describe_tensors(
             for cuts in map(as_shards, shards.values())
         }
         patterns = {name: known[as_shards(cuts)] for name, cuts in shards.items()}
-    matches = _match(patterns, sorted({*tensors.sent, *tensors.received}), "shards")
+    matches = _match(patterns, {*tensors.sent, *tensors.received})
     cuts = {name: patterns[pattern] for name, pattern in matches.items()}
-    rules = _match(fused, sorted(tensors.received), "fused") if tensors.received else {}
-    rows = []
+    rules = _match(fused, tensors.received)
+    rows: list[Any] = []
     for end, some in ((True, tensors.sent), (False, tensors.received)):
         described = []
         for name, local in some.items():
@@ -361,7 +363,11 @@ def describe_tensors(
                 held = _with_parts(held, rules[name], fused[rules[name]])
             described.append(held)
         rows.append(to_rows(described))
-    return Description(rows, cuts)
+    used = {"*", *matches.values(), *rules.values()}
+    unused = [("shards", one) for one in patterns if one not in used]
+    if tensors.received:
+        unused += [("fused", one) for one in fused if one not in used]
+    return Description([*rows, unused], cuts)
 
 
 def _held(
@@ -389,23 +395,25 @@ def _held(
 _WHAT = {True: "state", False: "into"}
 
 
-def _match(patterns: Mapping[str, object], names: Sequence[str], what: str) -> dict[str, str]:
+def _match(patterns: Iterable[str], names: Iterable[str]) -> dict[str, str]:
     """Map each name to the first pattern that matches it. Names without a match are omitted."""
-    unused = {pattern for pattern in patterns if pattern != "*"}
-    found: dict[str, str] = {}
-    for name in names:
-        pattern = next((one for one in patterns if fnmatchcase(name, one)), None)
-        if pattern is not None:
-            found[name] = pattern
-            unused.discard(pattern)
-    if unused:
-        near = f", such as {names[0]!r}" if names else ""
-        raise LayoutError(
-            f"the pattern {min(unused)!r} of {what}= matches no parameter, or only parameters that "
-            f"an earlier pattern also matches; there are {len(names)} parameters{near}"
-            f"{did_you_mean(min(unused), names)}"
-        )
-    return found
+    firsts = {
+        name: next((one for one in patterns if fnmatchcase(name, one)), None) for name in names
+    }
+    return {name: pattern for name, pattern in firsts.items() if pattern is not None}
+
+
+def _check_patterns(every: Mapping[int, Any], names: Sequence[str]) -> None:
+    """Raise if a pattern matches no parameter of any rank, because it may be misspelled."""
+    for rank, (sent, received, unused) in every.items():
+        own = {row[0] for row in (*sent, *received)}
+        for what, pattern in unused:
+            if not any(fnmatchcase(name, pattern) for name in names if name not in own):
+                raise misfit(
+                    f"the pattern {pattern!r} of {what}= on rank {rank} matches no parameter, or "
+                    f"only parameters that an earlier pattern also matches; there are {len(names)} "
+                    f"parameters, such as {names[0]!r}{did_you_mean(pattern, names)}"
+                )
 
 
 def _with_parts(held: Held, pattern: str, given: Sequence[str] | Fused) -> Held:
@@ -514,6 +522,8 @@ class _StateTransfer:
             held = (sent or received)[world.rank]
             others = infer_remote_parts(held, described.cuts)
             sent, received = {**others[0], **sent}, {**others[1], **received}
+        names = {one.name for some in (*sent.values(), *received.values()) for one in some}
+        _check_patterns(every, sorted(names))
         sources, targets = match_tensors(sent, received, self.options.dtype, mapping.before.stage)
         plan = plan_of(segments(sources, targets, self.options.limit), world.rank)
         digest = hashlib.sha256(json.dumps([f"{details(mapping)} {self.options}", every]).encode())
