@@ -63,11 +63,11 @@ def draw_tensor(random, whole, meshes):
 def check_random_programs(count, seed):
     """Transfer random DTensors. Return how many programs were rejected.
 
-    In each program, the received tensor equals full_tensor() of the sent one, or all ranks raise an
-    error that names ranks.
+    In each program, the received tensor equals full_tensor() of the sent one, or a mesh is permuted
+    and all ranks raise an error that names its ranks.
     """
     random = np.random.default_rng(seed)
-    meshes = Meshes(random, count=max(4, count // 100))
+    meshes = Meshes(random, count=max(2, count // 100))
     mapping = RankMapping("x=4", "x=4", along=None)
     rejected = 0
     for number in range(count):
@@ -87,6 +87,9 @@ def check_random_programs(count, seed):
         assert errors.item() in (0, 4), number  # all ranks raise, or none
         if error is not None:
             assert "on a mesh of ranks " in str(error), (number, str(error))
+            used = [sent] if is_plain else [sent, into]
+            orders = [one.device_mesh.mesh.flatten().tolist() for one in used]
+            assert any(order != sorted(order) for order in orders), number
             rejected += 1
             continue
         found = received if is_plain else received.full_tensor()
@@ -96,8 +99,8 @@ def check_random_programs(count, seed):
 
 # DTensors on permuted meshes of one to three dims, with uneven shards and replicas. Nothing arrives
 # that differs from full_tensor(). On a permuted mesh, torch itself loses parts of uneven shards.
-@pytest.mark.parametrize("count", [40, pytest.param(2000, marks=pytest.mark.slow)])
-@pytest.mark.ranks(4, timeout=300)
+@pytest.mark.parametrize("count", [20, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.ranks(4, timeout=600)
 def test_dtensors_on_any_mesh_match_full_tensor(count):
     assert 0.2 * count < check_random_programs(count, seed=5) < 0.6 * count
 
