@@ -1,9 +1,9 @@
-"""Count the requests that the store of a large job gets when all ranks create five groups.
+"""Count the requests that the store of a large job gets when all ranks meet once.
 
     python benchmarks/store.py [--ranks 64 16384 131072] [--processes 4096]
 
-Every rank runs the generator of the agreement protocol. `--ranks` simulates this many ranks on a
-counted store in this process. The store performs one request after the other, in 14 us each. In one
+`--ranks` simulates this many ranks on a counted store in this process, which performs one request
+after the other, in 14 us each. The ranks make the requests of `Meeting`, on a virtual clock. In one
 run, all ranks start at the same time. In another run, they start within 30 s. `--processes` runs
 this many ranks in four real processes. Each of these ranks has a connection to a TCPStore. For
 comparison, the requests of the barrier at the end of torch's `new_group` are counted.
@@ -17,30 +17,21 @@ import os
 import random
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing import get_context
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise each connection logs a warning
 
+import attrs
 import torch.distributed as dist
-from hypercomm.process_groups.agreement.driver import perform
-from hypercomm.process_groups.agreement.protocol import Member
-from hypercomm.process_groups.agreement.records import (
-    Add,
-    Delete,
-    Exchange,
-    Moment,
-    Now,
-    Read,
-    Wait,
-    Work,
-    Write,
-)
-from hypercomm.process_groups.agreement.scope import Memory, Scope
 
+from hypercomm.process_groups.meeting import Call, Meeting, meet
+from hypercomm.process_groups.scope import Scope, digest_of
+from hypercomm.process_groups.system import system
 from hypercomm.process_groups.world import World
 
 REQUEST_S = 14e-6
@@ -48,13 +39,24 @@ REQUEST_S = 14e-6
 
 LIMIT_S = 600.0
 SKEW_S = 30.0
-GROUPS = [f"group {number} over 16384 groups of 8 ranks\nbackend: nccl" for number in range(5)]
+CALL = Call.of("create_pgs()", [f"group {number} over 16384 groups of 8" for number in range(5)])
 
 
-def member_of(rank: int, size: int, memory: Memory, began: float = 0.0) -> Member:
-    """Return one rank's side of the protocol, in a call that all ranks make."""
-    scope = Scope(World(rank, size, "nccl", has_store=True), "calls", range(size), memory=memory)
-    return Member(scope, "create_pgs()", lambda: GROUPS, began, began + LIMIT_S)
+@attrs.frozen(eq=False, slots=False)
+class StoreWorld(World):
+    """A world with a given store."""
+
+    client: Any = None
+
+    @property
+    def store(self) -> Any:
+        return self.client
+
+
+def scope_of(rank: int, size: int, store: Any) -> Scope:
+    world = StoreWorld(rank, size, "nccl", has_store=True, client=store)
+    world.memory.namespace = f"hypercomm/{size}/0123abcd"
+    return Scope(world, "calls", range(size))
 
 
 # ---- a counted store ----------------------------------------------------------------------------
@@ -64,147 +66,95 @@ class CountedStore:
     """A store in this process that performs one request after the other.
 
     Attributes:
-        requests: The number of requests.
-        sent: The number of bytes of all keys and values that the store has received and sent.
-        free: The time in seconds at which the store has performed all requests so far.
+        now: The time in seconds.
+        requests: The number of requests of each rank.
+        sent: The number of bytes of all keys and values that each rank has sent and received.
+        rank: The rank whose requests are counted now.
     """
 
     def __init__(self) -> None:
-        self.held: dict[str, str] = {}
-        self.waiting: dict[str, list[int]] = defaultdict(list)
-        self.requests = self.sent = 0
+        self.held: dict[str, bytes] = {}
+        self.now = 0.0
         self.free = 0.0
+        self.requests = Counter[int]()
+        self.sent = Counter[int]()
+        self.rank = 0
 
-    def count(self, at: float, *texts: str) -> float:
-        """Count one request, and return the time at which it is done."""
-        self.requests += 1
-        self.sent += sum(map(len, texts))
-        self.free = max(self.free, at) + REQUEST_S
-        return self.free
+    def time(self) -> float:
+        return self.now
 
-    def perform(self, operation: Any, at: float) -> tuple[float, Any]:
-        """Perform an operation at a time. Return the time at which it is done, and the reply."""
-        held = self.held
-        match operation:
-            case Exchange(key, expected, text):
-                if held.get(key, "") == expected:
-                    held[key] = text
-                reply = held.get(key, expected)
-                return self.count(at, key, expected, text, reply), reply
-            case Read(key):
-                return self.count(at, key, held.get(key, "")), held.get(key)
-            case Add(key, amount):
-                held[key] = str(int(held.get(key, "0")) + amount)
-                return self.count(at, key, str(amount), held[key]), int(held[key])
-            case Write(key, text):
-                held[key] = text
-                return self.count(at, key, text), None
-            case Delete(keys):
-                for key in keys:
-                    held.pop(key, None)
-                    at = self.count(at, key)
-                return at, None
-        raise TypeError(operation)
+    def count(self, *texts: str | bytes) -> None:
+        """Count one request. The time is then when the store has performed it."""
+        self.requests[self.rank] += 1
+        self.sent[self.rank] += sum(map(len, texts))
+        self.free = self.now = max(self.free, self.now) + REQUEST_S
+
+    def add(self, key: str, amount: int) -> int:
+        self.held[key] = text = b"%d" % (int(self.held.get(key, b"0")) + amount)
+        self.count(key, str(amount), text)
+        return int(text)
+
+    def set(self, key: str, text: str) -> None:
+        self.held[key] = text.encode()
+        self.count(key, text)
+
+    def compare_set(self, key: str, expected: str, text: str) -> bytes:
+        found = self.held.get(key, b"")
+        if found.decode() == expected:
+            self.held[key] = found = text.encode()
+        self.count(key, expected, text, found)
+        return found or expected.encode()
+
+    def check(self, keys: list[str]) -> bool:
+        self.count(*keys)
+        return keys[0] in self.held
 
 
-class Job:
-    """A job whose ranks run their generators on a virtual clock."""
+class Never:
+    """Stands for the event that the wait of a rank has ended, which it has not."""
 
-    def __init__(self, size: int, seed: int = 0) -> None:
-        drawn = random.Random(seed)  # noqa: S311
-        self.store = CountedStore()
-        self.ended: dict[int, float] = {}
-        self.busiest = Counter[int]()
-        self.bytes = Counter[int]()
-        self.last_start = 0.0
-        self._events: list[tuple[float, int, Any, int]] = []
-        self._waits: dict[int, tuple[Wait, int]] = {}
-        self._turns = Counter[int]()
-        self._memories = [Memory(namespace=f"hypercomm/{size}/0123abcd") for _ in range(size)]
-        self._size = size
-        self._drawn = drawn
-        self._steps: dict[int, Any] = {}
-
-    def call(self, skew_s: float) -> None:
-        """Make one call on all ranks, which start within `skew_s`."""
-        begin = self.store.free
-        self.ended.clear()
-        for rank in range(self._size):
-            start = begin + self._drawn.uniform(0.0, skew_s)
-            self.last_start = max(self.last_start, start)
-            member = member_of(rank, self._size, self._memories[rank], start)
-            self._steps[rank] = member.call()
-            self._push(start, rank, None)
-        while self._events:
-            at, rank, reply, turn = heapq.heappop(self._events)
-            if self._turns[rank] == turn:
-                self._advance(at, rank, reply)
-
-    def _push(self, at: float, rank: int, reply: Any) -> None:
-        heapq.heappush(self._events, (at, rank, reply, self._turns[rank]))
-
-    def _advance(self, at: float, rank: int, reply: Any) -> None:
-        self._turns[rank] += 1
-        self._waits.pop(rank, None)
-        while True:
-            try:
-                operation = self._steps[rank].send(reply)
-            except StopIteration as end:
-                if end.value.kind != "agreed":
-                    raise RuntimeError(f"rank {rank}: {end.value}") from None
-                self.ended[rank] = at
-                del self._steps[rank]
-                return
-            if isinstance(operation, Now):
-                reply = Moment(at)
-            elif isinstance(operation, Work):
-                reply = True
-            else:
-                break
-        before = self.store.requests, self.store.sent
-        if isinstance(operation, Wait):
-            self.store.count(at, operation.key)
-            self._waits[rank] = operation, self._turns[rank]
-            self.store.waiting[operation.key].append(rank)
-            self._push(operation.until, rank, None)
-        else:
-            done, reply = self.store.perform(operation, at)
-            self._push(done, rank, reply)
-        self._note(rank, before)
-        if isinstance(operation, (Wait, Write)):
-            self._wake(operation.key, self.store.free)
-
-    def _note(self, rank: int, before: tuple[int, int]) -> None:
-        """Record the requests and bytes of a rank since `before`."""
-        self.busiest[rank] += self.store.requests - before[0]
-        self.bytes[rank] += self.store.sent - before[1]
-
-    def _wake(self, key: str, at: float) -> None:
-        """Make the ranks that wait for a key read the key."""
-        if key not in self.store.held:
-            return
-        for rank in self.store.waiting.pop(key, []):
-            wait, turn = self._waits.get(rank, (None, -1))
-            if wait is None or wait.key != key or turn != self._turns[rank]:
-                continue
-            before = self.store.requests, self.store.sent
-            done, reply = self.store.perform(Read(key), at)
-            self._note(rank, before)
-            self._turns[rank] += 1
-            self._push(done, rank, reply)
+    def is_set(self) -> bool:
+        return False
 
 
 def modelled(size: int, skew_s: float) -> str:
     """Return the report line for `size` simulated ranks that all start within `skew_s` seconds."""
-    job = Job(size)
-    job.call(skew_s)
-    seconds = job.store.requests * REQUEST_S
-    late = max(job.ended.values()) - job.last_start
-    mean, most = job.store.requests / size, max(job.busiest.values())
+    store = CountedStore()
+    drawn = random.Random(0)  # noqa: S311
+    starts = [drawn.uniform(0.0, skew_s) for _ in range(size)]
+    meetings: dict[int, Meeting] = {}
+    events = [(start, rank, 0.0) for rank, start in enumerate(starts)]
+    heapq.heapify(events)
+    with mock.patch.object(system, "now", store.time):
+        while events:
+            at, rank, pause_s = heapq.heappop(events)
+            store.now, store.rank = max(at, store.now), rank
+            if not pause_s:
+                meeting = Meeting(scope_of(rank, size, store), CALL, LIMIT_S, store, store.now)
+                meeting._base = f"hypercomm/{size}/0123abcd/calls"
+                meeting._digest = digest_of(CALL.facts)
+                meeting._second = store
+                meetings[rank] = meeting
+                if meeting._set_bits():  # the last rank writes the outcome
+                    store.compare_set(meeting._go, "", meeting._agreed)
+                    store.set(meeting._go, meeting._agreed)
+                    break
+                store.count(meeting._go)  # the request that waits
+                heapq.heappush(events, (store.now + meeting._slow_s, rank, meeting._slow_s))
+            else:
+                meeting = meetings[rank]
+                own, searches = meeting._publish(Never())
+                if searches and not meeting._is_hopeless(own):
+                    heapq.heappush(events, (store.now + 2 * pause_s, rank, 2 * pause_s))
+    for rank in range(size - 1):
+        store.rank = rank
+        store.count(meetings[0]._go, meetings[0]._agreed)  # the outcome is read
+    total = sum(store.requests.values())
     return (
-        f"{size} ranks: {mean:.2f} requests, {job.store.sent / size:.0f} bytes, {seconds:.2f} s of "
-        f"the store; at most {most} requests and {max(job.bytes.values())} bytes of a rank; starts "
-        f"within {skew_s:.0f} s, the last rank ends {late:.2f} s after the last start"
+        f"{size} ranks: {total / size:.2f} requests, {sum(store.sent.values()) / size:.0f} bytes, "
+        f"{total * REQUEST_S:.2f} s of the store; at most {max(store.requests.values())} requests "
+        f"and {max(store.sent.values())} bytes of a rank; starts within {skew_s:.0f} s, the last "
+        f"rank ends {store.free - max(starts):.2f} s after the last start"
     )
 
 
@@ -248,30 +198,13 @@ def torch_requests(size: int = 8) -> float:
 
 
 def run_rank(port: int, rank: int, size: int, start: float, ends: dict[int, float]) -> None:
-    """Run the generator of one rank over a separate connection to the store."""
+    """Meet as one rank, over a separate connection to the store."""
     store = dist.TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
     store.add("connected", 1)
     store.wait(["all are connected"], timedelta(seconds=LIMIT_S))
     time.sleep(start)
-    steps = member_of(rank, size, Memory(namespace="hypercomm/real"), time.monotonic()).call()
-    reply: Any = None
-    while True:
-        try:
-            operation = steps.send(reply)
-        except StopIteration as end:
-            if end.value.kind == "agreed":
-                ends[rank] = time.monotonic()
-            return
-        match operation:
-            case Now():
-                reply = Moment(time.monotonic())
-            case Work():
-                reply = True
-            case Wait(key):
-                store.wait([key], timedelta(seconds=LIMIT_S))
-                reply = perform(Read(key), store)
-            case _:
-                reply = perform(operation, store)
+    with meet(scope_of(rank, size, store), CALL, LIMIT_S):
+        ends[rank] = time.monotonic()
 
 
 def run_part(port: int, ranks: range, size: int, starts: list[float], results: Any) -> None:

@@ -413,7 +413,7 @@ class Meeting:
                     self.store.wait([self._go], timedelta(seconds=limit_s))
                 text = torchdist.read_bytes(self.store, self._go)
                 if text is None:  # only in a lobby, whose keys other processes delete
-                    raise WorldRestartedError(f"{self.call.title()} has ended without this process")
+                    text = _encode(Outcome("restarted", "the call has ended without it")).encode()
                 replies.append(text.decode(errors="replace"))
         except BaseException as error:  # noqa: BLE001 - raised in the calling thread
             replies.append(error)

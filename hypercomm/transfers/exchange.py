@@ -53,9 +53,7 @@ class Exchange:
         self.mapping = mapping
         self._ranks = ranks_of(mapping)
 
-    def agree(
-        self, what: str, *entries: str, effect: str = "nothing was sent"
-    ) -> None:
+    def agree(self, what: str, *entries: str, effect: str = "nothing was sent") -> None:
         """Wait until all ranks of the transfer have joined and have proposed the same transfer.
 
         Args:

@@ -163,11 +163,10 @@ def transfer(
                 device = torchdist.device_type(world.pg or torchdist.world_group())
                 _gather(exchange, torch.device(device), refusal=text[:200])
             raise
-        interrupt = None
         if is_verified:
             dtype = name_of(own.given.dtype)
             sizes = f"{known[1]} of {dtype}, {known[0].sizes}" if known else "any shape"
-            interrupt = exchange.agree(f"a tensor by {mapping}", sizes)
+            exchange.agree(f"a tensor by {mapping}", sizes)
         if known is None:
             rows_of_own = to_rows(own.sent), to_rows(own.received)
             known = _fit(mapping, _gather(exchange, own.given.device, *rows_of_own))
@@ -181,8 +180,6 @@ def transfer(
                 _broadcast(received.detach(), siblings[0], group)
         if received is not None:
             mark_written(received)
-        if interrupt is not None:
-            raise interrupt  # only now, because this rank had agreed to take part
         return received
 
 

@@ -261,8 +261,8 @@ def rank_in_newer(join):
     return join().rank
 
 
-# All processes raise on a difference, apart from a process that arrives after the others have raised.
-# It waits for their next attempt. (tests/meetings tests all possible differences.)
+# All processes raise on a difference. A process that arrives after the others have raised waits for
+# their next attempt. (tests/meetings tests all possible differences.)
 def test_difference_fails_all_processes(crew):
     limit = timedelta(seconds=scaled_s(3))
     crew.start(rank_in, "trainer", 0, 1, timeout=limit)

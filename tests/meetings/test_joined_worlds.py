@@ -44,7 +44,7 @@ def meet(process, world, path="calls"):
 
 
 def work(process, world, turns=8):
-    """Make calls in a world. After an error, rejoin and begin again. Return whether this ended well."""
+    """Make calls in a world, and rejoin after an error. Return whether all calls succeeded."""
     turn = 0
     while turn < turns:
         process.sleep(0.5 if process.number == turn % 2 else 0.0)

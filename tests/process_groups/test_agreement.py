@@ -1,4 +1,4 @@
-"""Test that real gloo processes agree on creations. tests/simulated_job covers all other faults."""
+"""Test that real gloo processes agree on creations. tests/meetings covers all other faults."""
 
 import gc
 import os

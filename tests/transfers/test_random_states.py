@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from random_states import Case, chunk, without_group
-from simulated_job.job import simulate_job
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -60,26 +59,6 @@ def test_plans_match_torch_chunks(count):
         for given, due in every.values():
             assert missing(case, given, due) == [], number
     assert moved > 500 * count
-
-
-# transfer_state() transfers random states on the ranks of a simulated job.
-@pytest.mark.full
-@pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.slow)])
-def test_transfers_on_simulated_ranks(count):
-    random = np.random.default_rng(2)
-    for number in range(count):
-        case = Case(random, WORLD, without_group)
-        wrong = []
-
-        def program(case=case, wrong=wrong):
-            given, due = case.arguments(dist.get_rank())
-            for _ in range(2):  # the second call uses the cached plan
-                transfer_state(case.mapping, **given)
-                wrong.append(missing(case, given, due))
-
-        simulate_job(program, WORLD, seed=number)
-        assert not any(wrong), number
-        assert len(wrong) == 2 * WORLD
 
 
 # transfer_state() transfers random states as DTensors on real ranks.

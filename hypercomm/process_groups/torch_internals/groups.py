@@ -301,7 +301,8 @@ def _may_connect(group: ProcessGroup) -> bool:
     _, key, created = _kept.get(group, ([], "", 0.0))
     if not key or time.monotonic() - created > _CONNECTS_S or group.size() < 2:
         return False
-    return bool(group._get_sequence_number_for_group() == 0)
+    count_calls = getattr(group, "_get_sequence_number_for_group", None)
+    return count_calls is None or count_calls() == 0
 
 
 def _destroy(group: ProcessGroup) -> None:
