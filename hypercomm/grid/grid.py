@@ -255,7 +255,7 @@ class HyperCommGrid(GridView):
         of a loss, or more ranks than before. Only these ranks must call this. A spare rank may call
         this too, and is then outside the grid. No group is kept, because a loss may have broken
         any group, and the old groups are aborted. With `enable_reconfigure`, however, the groups
-        stay and get other members. The ranks agree through the job's store. If the process that
+        stay and get other members. The ranks meet through the job's store. If the process that
         serves the store is lost, usually rank 0, the job must be restarted.
 
         Args:

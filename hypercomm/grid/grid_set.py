@@ -429,13 +429,13 @@ class GridSet(Mapping[str, HyperCommGrid]):
         timeout: timedelta | None = None,
         share: Share | None = None,
     ) -> dict[str, list[ProcessGroup | None]]:
-        """Create process groups of several grids in one call: all of them or none.
+        """Create process groups of several grids in one call.
 
         Every rank of these grids must call this with the same requests. If one of the grids has
         creation "split" or "enumerate", every rank of the world must call it. Grids are processed
         in the order of the set, whatever the order of `requests`, and the groups of each grid are
-        created in the order given. The ranks of these grids agree once, at the end. If one rank
-        fails, all ranks destroy the groups that the call has created, and raise. All may retry.
+        created in the order given. The ranks of these grids meet once, before any group is created.
+        If they differ, or ranks are missing, all ranks raise, and all may retry.
 
         Args:
             requests: Maps the name of each grid to the requests for its `create_pgs`.

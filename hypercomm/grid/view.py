@@ -456,12 +456,12 @@ class GridView:
         timeout: timedelta | None = None,
         share: Share | None = None,
     ) -> list[ProcessGroup | None]:
-        """Create several process groups in one call, in the order given: all of them or none.
+        """Create several process groups in one call, in the order given.
 
         Every rank of the grid must call this with the same list. Ranks outside the grid may call
         this too. With the strategies "split" and "enumerate", every rank of the world must call
-        this. The lists are compared before any group is created. If the creation of one group
-        fails, all ranks of the grid destroy the groups that the call has created.
+        this. The lists are compared before any group is created. If torch fails to create one of
+        the groups, this rank destroys the groups that the call has created, and raises.
 
         Args:
             requests: For each group, its dims, a `GroupRequest`, or a mapping with the same names:

@@ -1,1 +1,1 @@
-"""Creates the process groups of grids: chooses strategies, lets ranks agree, and calls torch."""
+"""Creates the process groups of grids: chooses strategies, lets ranks meet, and calls torch."""

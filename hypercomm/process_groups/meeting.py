@@ -407,9 +407,8 @@ class Meeting:
                 for key in self.scope.memory.take_stale(_LEAST_STALE):
                     self.store.delete_key(key)
                 limit_s = max(0.0, self.left_s) + 3 * _SPARE_S
-                with contextlib.suppress(
-                    dist.DistStoreError
-                ):  # only in a process that was suspended
+                # Only in a process that was suspended does the wait end by its limit.
+                with contextlib.suppress(dist.DistStoreError):
                     self.store.wait([self._go], timedelta(seconds=limit_s))
                 text = torchdist.read_bytes(self.store, self._go)
                 if text is None:  # only in a lobby, whose keys other processes delete
@@ -449,10 +448,16 @@ class Meeting:
         return min(self.limit_s / 4, max(_SLOW_S, self.scope.world.size / _SLOW_RANKS))
 
     def _give_up(self, why: str) -> None:
-        """End the round with a connection of its own, because the first one may be occupied."""
+        """End the round over another connection, because the first one may be occupied."""
         outcome = _encode(Outcome("failed", f"{self.scope.name} {why}"))
+
+        def end() -> None:
+            store = clone(self.store)
+            self._base = self.scope.read_key(store)
+            _end(store, self._go, outcome)
+
         with contextlib.suppress(Exception):  # the store may be gone
-            in_time(lambda: _end(clone(self.store), self._go, outcome), _LAST_S)
+            in_time(end, _LAST_S)
 
     # ---- a long wait ----------------------------------------------------------------------------
 
@@ -596,9 +601,8 @@ class Meeting:
                     return True
             elif len(path) > 1:
                 circle = [status, *path[1:]]
-                if not any(
-                    self._second.check([one.go]) for one in circle
-                ):  # all of them still wait
+                have_left = [self._second.check([one.go]) for one in circle]
+                if not any(have_left):
                     self._end(Outcome("differs", explain_circle(circle)), *path[1:])
                     return True
         return False

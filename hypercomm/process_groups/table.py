@@ -361,7 +361,7 @@ class GroupTable:
     # ---- scopes ---------------------------------------------------------------------------------
 
     def scope_of(self, spec: GroupSpec) -> Scope | None:
-        """Return the ranks that must agree to create a group, or None if this rank need not."""
+        """Return the ranks that must meet to create a group, or None if this rank need not."""
         world = spec.world
         if spec.strategy != "local":
             return self.identity.scope(world, f"{spec.title}/all", range(world.size))
@@ -385,7 +385,7 @@ class GroupTable:
         """Return the scope of a reshape: all ranks of the grid, or the ranks that continue."""
         if ranks is None:
             return self.grid_scope(world)
-        # All lists of ranks use the same record, so an agreement on one list excludes other ranks.
+        # All lists of ranks use the same scope, so a meeting of one list excludes other ranks.
         return self.identity.scope(world, "continues", tuple(sorted(ranks)), is_fenced=True)
 
     # ---- changes --------------------------------------------------------------------------------

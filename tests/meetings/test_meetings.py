@@ -147,7 +147,7 @@ def test_namespace(address):
 # ---- differences --------------------------------------------------------------------------------
 
 
-# If one rank makes another call, all ranks raise immediately, in any order of arrival, and the error
+# If one rank makes another call, all ranks raise immediately, in any order of arrival. The error
 # shows both calls. Then all meet at the first try.
 @seeds
 @pytest.mark.parametrize("size", [2, 4, 70])
@@ -305,8 +305,8 @@ def test_missing(size, absent):
     assert {rank.calls[-1].kind for rank in made.ranks} == {""}, str(made)
 
 
-# Ranks wait for a rank that arrives in time, and name one that is late. If they call again, the late
-# rank meets them. If they do not, its error says that they timed out.
+# Ranks wait for a rank that arrives in time, and name one that is late. If they call again, the
+# late rank meets them. If they do not, its error says that they timed out.
 @seeds
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("late_s", [0.1, 0.5, T - 0.1, T + 0.5, 2 * T + 5])
