@@ -133,6 +133,7 @@ def modelled(size: int, skew_s: float) -> str:
                 meeting = Meeting(scope_of(rank, size, store), CALL, LIMIT_S, store, store.now)
                 meeting._base = f"hypercomm/{size}/0123abcd/calls"
                 meeting._digest = digest_of(CALL.facts)
+                meeting._agreed = f"agreed {meeting._digest}"
                 meeting._second = store
                 meetings[rank] = meeting
                 if meeting._set_bits():  # the last rank writes the outcome

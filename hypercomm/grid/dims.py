@@ -32,8 +32,8 @@ from hypercomm.layout.parsing import Dims
 from hypercomm.layout.text import short_repr
 from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.options import Share, StrategyName
-from hypercomm.process_groups.spec import Derive
-from hypercomm.process_groups.table import GroupTable
+from hypercomm.process_groups.spec import Derive, GroupKey
+from hypercomm.process_groups.table import LIVE, Entry, GroupTable
 
 
 class HasGroups(Protocol):
@@ -42,6 +42,9 @@ class HasGroups(Protocol):
     @property
     def layout(self) -> RankLayout:
         """The numbering of the ranks, which a reshape replaces."""
+
+    def key_of(self, dims: Dims, *, name: str | None = None) -> GroupKey:
+        """Return the key of a process group."""
 
     def get_pg(self, dims: Dims, *, name: str | None = None) -> ProcessGroup | None:
         """Return a process group that was created before."""
@@ -94,7 +97,7 @@ class GridDims:
         4 (4, 5, 6, 7)
     """
 
-    __slots__ = ("_known", "_table", "_view", "dims")
+    __slots__ = ("_entry", "_known", "_table", "_view", "dims")
 
     def __init__(
         self, view: HasGroups, table: Callable[[], GroupTable], dims: tuple[str, ...]
@@ -104,6 +107,8 @@ class GridDims:
         self.dims = dims
         self._known: tuple[RankLayout, int, Membership] | None = None
         """The layout and the rank of the last lookup, and the result."""
+        self._entry: Entry | None = None
+        """The entry of the group in the table, after the first lookup."""
 
     # ---- the calling rank -----------------------------------------------------------------------
 
@@ -178,7 +183,13 @@ class GridDims:
             NotInitializedError: torch.distributed is not initialised, or was destroyed.
             HyperCommError: See `HyperCommGrid.create_pg`.
         """
-        if self._table().world is None:
+        table = self._table()
+        if self._entry is not None and table.entries.get(self._entry.spec.key) is self._entry:
+            table.check_usable()
+            group = self._entry.communicator.pg
+            if group is not None and self._entry.state == LIVE:
+                return group
+        if table.world is None:
             torchdist.world_group()  # raises an error, because WORLD was destroyed
         _ = self._place  # raises an error on a rank outside of the grid
         dims = "+".join(self.dims)  # a string is looked up faster than a tuple
@@ -189,6 +200,7 @@ class GridDims:
             pass  # a call in this clause would show this error before its own
         if group is None:
             group = self._view.ensure_pg(dims)
+        self._entry = table.entries.get(self._view.key_of(dims))
         return group  # type: ignore[return-value]  # a rank of the grid is in one of the groups
 
     def get_group(self) -> ProcessGroup:

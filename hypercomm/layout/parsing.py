@@ -331,7 +331,7 @@ def as_size(name: str, size: object) -> int:
     """Return the size of one dim as an int. It may be `UNSPECIFIED`."""
     what = f"the size of dim {name!r}"
     number = as_int(size, what)
-    return UNSPECIFIED if number == UNSPECIFIED else positive(number, what)
+    return number if number >= 1 or number == UNSPECIFIED else positive(number, what)
 
 
 def nearest_multiples(number: int, factor: int) -> str:

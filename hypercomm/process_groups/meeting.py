@@ -265,6 +265,7 @@ class Meeting:
     round: int = 0
     _base: str = ""
     _digest: str = ""
+    _agreed: str = ""
     _missed: Outcome | None = None
     _has_arrived: bool = False
     _keys_if_agreed: list[str] = attrs.field(factory=list)
@@ -296,10 +297,6 @@ class Meeting:
     def _go(self) -> str:
         return f"{self._base}/{self.round}/go"
 
-    @property
-    def _agreed(self) -> str:
-        return f"agreed {self._digest}"
-
     def arrive(self) -> None:
         """Wait until all ranks of the scope have arrived.
 
@@ -318,6 +315,7 @@ class Meeting:
             self.round = memory.next_number(scope.path)
             return
         self._digest = digest_of(self.call.facts)
+        self._agreed = f"agreed {self._digest}"
         while True:
             self.round = memory.left.get(scope.path, -1) + 1
             reply = self._wait()
@@ -372,11 +370,10 @@ class Meeting:
         self._has_arrived = False
         self._keys_if_agreed.clear()
         self._keys_if_failed.clear()
-        memory.count_waiting(1)
         _active.add(self)
         try:
             system.start(partial(self._ask, replies), done.set)
-            if not done.wait(self._at_most(self._slow_s)):
+            if not done.wait(self._slow_s):
                 system.start(partial(self._watch, done), _nothing)
                 if not done.wait(max(0.0, self.left_s) + _SPARE_S):
                     done.wait(_AGAIN_S)
@@ -385,7 +382,6 @@ class Meeting:
             raise
         finally:
             _active.discard(self)
-            memory.count_waiting(-1)
             memory.leave(self.scope.path, self.round)
         reply = replies[0] if replies else LateError(f"not done within {self.limit_s:.1f} s")
         if isinstance(reply, HyperCommError) or not isinstance(reply, (str, RuntimeError)):
@@ -536,7 +532,7 @@ class Meeting:
             grid="" if scope.identity is None else scope.identity.text,
             go=self._go,
             waits_for=waits_for,
-            threads=scope.memory.waiting,
+            threads=sum(one.scope.memory is scope.memory for one in list(_active)),
         )
 
     def _bits(self, block: str) -> int:

@@ -156,7 +156,6 @@ class GroupTable:
         self.given_world = None if world is None or world.is_default else world
         self.origin = self.world
         self._checked_world: World | None = None
-        self._usual_plan: Plan | None = None
         self._process = os.getpid()
         self._warned: set[str] = set()
         if self.given_world is not None:
@@ -211,7 +210,6 @@ class GroupTable:
         if last >= world.size:
             raise world_too_small(f"the grid {self.layout}", last, world.size)
         self._checked_world = world
-        self._usual_plan = None
 
     # ---- requests -------------------------------------------------------------------------------
 
@@ -249,12 +247,13 @@ class GroupTable:
         given = request.options(usual)
         world = self.live_world(key)
         groups = request.find_groups(key, layout)
-        known = self._usual_plan if given is usual else None
+        creation = self.options.creation
+        by_all = self.layout.size == world.size
+        known: Plan | None = world.plans.get((given, creation, by_all)) if given is usual else None
         if known is None:
-            by_all = self.layout.size == world.size
-            known = plan(world, groups, given, self.options.creation, by_all=by_all)
+            known = plan(world, groups, given, creation, by_all=by_all)
             if given is usual and known.is_general:
-                self._usual_plan = known
+                world.plans[given, creation, by_all] = known
         return GroupSpec(
             request,
             key,

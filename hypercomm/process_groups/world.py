@@ -33,14 +33,12 @@ class Memory:
     Attributes:
         namespace: The prefix of all keys, or None before the first meeting.
         left: Maps the path of each scope to the last round that this rank has left.
-        waiting: The number of threads that wait for other ranks.
         has_status: Whether the store holds a status of this rank.
         stale: Keys that no rank needs any more. A later meeting deletes them.
     """
 
     namespace: str | None = None
     left: dict[str, int] = attrs.field(factory=dict)
-    waiting: int = 0
     has_status: bool = False
     stale: list[str] = attrs.field(factory=list)
     _agreed: list[tuple[Sequence[int], list[str]]] = attrs.field(factory=list)
@@ -64,11 +62,6 @@ class Memory:
     def leave(self, path: str, number: int) -> None:
         """Note that this rank has left a round."""
         self.left[path] = max(self.left.get(path, -1), number)
-
-    def count_waiting(self, change: int) -> None:
-        """Add to the number of threads that wait."""
-        with self._lock:
-            self.waiting += change
 
     def note_failed(self, path: str, keys: Sequence[str]) -> None:
         """Note the keys of a failed round. A rank that is late to the round still needs them."""
@@ -130,10 +123,10 @@ class World:
         timeout: The default limit for calls to wait for other ranks, or None for torch's default.
         before: The world from which `renew_world` made this one, or None.
         numbers: For each rank of this world, its rank in the world `before`.
-        choices: The results that `strategies.plan` has cached for this world.
         store_name: The words that errors use for the store and for the process that serves it.
         advice_if_store_lost: The advice in errors about a lost store.
         owners: The tables of process groups in a joined world.
+        plans: The plans of `GroupTable` that hold for all groups of a grid's default options.
     """
 
     rank: int
@@ -145,10 +138,10 @@ class World:
     timeout: timedelta | None = None
     before: World | None = None
     numbers: tuple[int, ...] = ()
-    choices: dict[tuple[object, ...], Any] = attrs.field(factory=dict)
     store_name: str = "the job's store, which rank 0 usually serves,"
     advice_if_store_lost: str = "restart the job"
     owners: WeakSet[Any] = attrs.field(factory=WeakSet)
+    plans: dict[object, Any] = attrs.field(factory=dict)
     _options: dict[str, Any] = attrs.field(factory=dict)
     _memory: Memory = attrs.field(factory=Memory)
 
