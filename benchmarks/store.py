@@ -67,6 +67,8 @@ class CountedStore:
 
     Attributes:
         now: The time in seconds.
+        free: The time in seconds at which the store has performed all requests so far.
+        last_start: The time in seconds at which the last rank has started.
         requests: The number of requests of each rank.
         sent: The number of bytes of all keys and values that each rank has sent and received.
         rank: The rank whose requests are counted now.
@@ -76,6 +78,7 @@ class CountedStore:
         self.held: dict[str, bytes] = {}
         self.now = 0.0
         self.free = 0.0
+        self.last_start = 0.0
         self.requests = Counter[int]()
         self.sent = Counter[int]()
         self.rank = 0
@@ -117,11 +120,12 @@ class Never:
         return False
 
 
-def modelled(size: int, skew_s: float) -> str:
-    """Return the report line for `size` simulated ranks that all start within `skew_s` seconds."""
+def met(size: int, skew_s: float) -> CountedStore:
+    """Return the store after `size` simulated ranks, which start within `skew_s` seconds, met."""
     store = CountedStore()
     drawn = random.Random(0)  # noqa: S311
     starts = [drawn.uniform(0.0, skew_s) for _ in range(size)]
+    store.last_start = max(starts)
     meetings: dict[int, Meeting] = {}
     events = [(start, rank, 0.0) for rank, start in enumerate(starts)]
     heapq.heapify(events)
@@ -150,12 +154,18 @@ def modelled(size: int, skew_s: float) -> str:
     for rank in range(size - 1):
         store.rank = rank
         store.count(meetings[0]._go, meetings[0]._agreed)  # the outcome is read
+    return store
+
+
+def modelled(size: int, skew_s: float) -> str:
+    """Return the report line for `size` simulated ranks that all start within `skew_s` seconds."""
+    store = met(size, skew_s)
     total = sum(store.requests.values())
     return (
         f"{size} ranks: {total / size:.2f} requests, {sum(store.sent.values()) / size:.0f} bytes, "
         f"{total * REQUEST_S:.2f} s of the store; at most {max(store.requests.values())} requests "
         f"and {max(store.sent.values())} bytes of a rank; starts within {skew_s:.0f} s, the last "
-        f"rank ends {store.free - max(starts):.2f} s after the last start"
+        f"rank ends {store.free - store.last_start:.2f} s after the last start"
     )
 
 

@@ -476,7 +476,11 @@ CREATED = [
             (RankGroups([[0, 9]]), ["rank 9"]),
         )
     ),
-    (lambda grid: grid.ensure_pg("tp", timout=3), TypeError, "Did you mean 'timeout'?"),
+    (
+        lambda grid: grid.ensure_pg("tp", timout=3),
+        TypeError,
+        "unexpected keyword argument 'timout'",
+    ),
     *(
         (lambda grid, wrong=wrong: grid.create_pgs(wrong), LayoutError, "a list of requests", text)
         for wrong, text in (

@@ -228,8 +228,8 @@ def test_options_are_parameters(call):
         thing = getattr(thing, name)
     parameters = inspect.signature(thing).parameters
     options = {name: one for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY}
-    view = set() if call.startswith("GridView") else {"view"}
-    assert {*options} == view | {
+    assert {*options} == {
+        "view",
         "name",
         "backend",
         "timeout",

@@ -19,7 +19,7 @@ def git(root, *arguments):
 def release(root, changelog=CHANGELOG, wheel="1.2.3", tag="v1.2.3"):
     """Make a repository of three files, and run the release check on it."""
     for name, text in {
-        "hypercomm/__init__.py": '__version__ = "1.2.3"\n',
+        "hypercomm/version.py": '__version__ = "1.2.3"\n',
         "CHANGELOG.md": changelog,
         ".ci/release": SCRIPT.read_text(),
     }.items():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import json
 import logging
@@ -84,7 +85,7 @@ _CALLS = {
 
 _ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 _LIBRARIES = (
-    f"{Path(torch.__file__).parent}/",
+    f"{Path(inspect.getfile(torch)).parent}/",
     f"{Path(__file__).parents[1]}/",
     *(module.__file__ or "" for module in (contextlib, typing_extensions)),
 )

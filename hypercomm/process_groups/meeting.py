@@ -140,6 +140,7 @@ class Outcome:
         missing: The ranks that caused a timeout.
         absent: The ranks that had not arrived.
         data: What the failed rank adds to the errors of the others.
+        event: The name of an event that has ended rounds of several scopes, or "".
     """
 
     kind: str
@@ -147,6 +148,7 @@ class Outcome:
     missing: tuple[int, ...] = attrs.field(default=(), converter=_ranks)
     absent: tuple[int, ...] = attrs.field(default=(), converter=_ranks)
     data: str = ""
+    event: str = ""
 
 
 @attrs.frozen
@@ -599,7 +601,8 @@ class Meeting:
                 circle = [status, *path[1:]]
                 have_left = [self._second.check([one.go]) for one in circle]
                 if not any(have_left):
-                    self._end(Outcome("differs", explain_circle(circle)), *path[1:])
+                    outcome = Outcome("differs", explain_circle(circle), event=self._go)
+                    self._end(outcome, *path[1:])
                     return True
         return False
 
@@ -672,7 +675,12 @@ class Meeting:
         return _decode(Outcome, self._go, reply.encode())
 
     def _is_late(self, outcome: Outcome) -> bool:
-        """Return whether the round has ended because this rank had not arrived."""
+        """Return whether the round has ended because this rank had not arrived.
+
+        If a circle of waits has ended the round, this rank may have raised the error elsewhere.
+        """
+        if outcome.event in self.scope.memory.raised:
+            return True
         return outcome.kind == "missing" and self.scope.world.rank in outcome.absent
 
     def _error_of(self, outcome: Outcome) -> CreationError:
@@ -680,7 +688,9 @@ class Meeting:
         world = self.scope.world
         name = world.title(world.rank)
         title = self.call.title()
-        if self._is_late(outcome):
+        if outcome.event:
+            self.scope.memory.raised.add(outcome.event)
+        elif self._is_late(outcome):
             return LateRankError(f"{title}: the other ranks have continued without {name}")
         if outcome.kind == "missing":
             waited = timedelta(seconds=system.now() - self.began)

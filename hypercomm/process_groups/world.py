@@ -34,12 +34,14 @@ class Memory:
         namespace: The prefix of all keys, or None before the first meeting.
         left: Maps the path of each scope to the last round that this rank has left.
         has_status: Whether the store holds a status of this rank.
+        raised: The events of other scopes whose error this rank has raised.
         stale: Keys that no rank needs any more. A later meeting deletes them.
     """
 
     namespace: str | None = None
     left: dict[str, int] = attrs.field(factory=dict)
     has_status: bool = False
+    raised: set[str] = attrs.field(factory=set)
     stale: list[str] = attrs.field(factory=list)
     _agreed: list[tuple[Sequence[int], list[str]]] = attrs.field(factory=list)
     _failed: dict[str, list[str]] = attrs.field(factory=dict)

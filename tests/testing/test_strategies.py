@@ -191,6 +191,7 @@ print(hypothesis.find(hypothesis.strategies.from_type(RankLayout), lambda one: o
     done = run_python("-c", program)
     packages, modules, drawn = done.stdout.splitlines()
     assert packages in ("['hypercomm']", "[]"), done.stdout + done.stderr
-    own = [f"hypercomm.{name}" for name in ("errors", "lazy", "testing", "testing.pytest_plugin")]
+    names = ("errors", "lazy", "testing", "testing.pytest_plugin", "version")
+    own = [f"hypercomm.{name}" for name in names]
     assert modules == str(own)
     assert drawn == "tp=2"
