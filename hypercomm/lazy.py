@@ -21,6 +21,8 @@ _EXTRAS = {
     "rich": "'hypercomm[cli]'",
     "tomli": "'hypercomm[cli]'",
     "torch": "torch",
+    "tree_sitter": "'hypercomm[cli]'",
+    "tree_sitter_bash": "'hypercomm[cli]'",
     "yaml": "'hypercomm[place]'",
 }
 """The argument of `pip install` for each package that only some programs need."""

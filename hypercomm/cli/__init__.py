@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -174,13 +175,11 @@ def _option_hint(given: str, parameters: Sequence[click.Parameter]) -> str:
         given: The option that does not exist.
         parameters: The parameters of the command.
     """
-    from hypercomm.compat.launch_options import PARALLEL, SIZES
-
     usual = _USUAL_NAMES.get(given, "")
     if any(usual.split()[:1] == [option] for one in parameters for option in one.opts):
         return f"; did you mean {usual!r}?"
     arguments = {one.name for one in parameters if isinstance(one, click.Argument)}
-    is_size = SIZES.get(given.strip("-").replace("-", "_")) in PARALLEL
+    is_size = re.fullmatch(r"--?([a-z-_]*parallel[-_]size|[tpced]p([-_]size)?)", given)
     if is_size and arguments & {"sizes", "before"}:
         return "; write sizes as tp=2,dp=4"
     if given == "--on":  # click would suggest --json

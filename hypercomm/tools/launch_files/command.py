@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,27 @@ from click.core import ParameterSource
 from hypercomm.cli.diff import diff as diff_sizes
 from hypercomm.cli.options import format_views, read_sizes
 from hypercomm.cli.printing import print_json, write
-from hypercomm.errors import UnknownDimError
+from hypercomm.errors import LayoutError, UnknownDimError
 from hypercomm.layout.text import format_sizes
 from hypercomm.tools.launch_files.config import LaunchConfig, is_launch_file, read_config
+from hypercomm.tools.launch_files.source import printable
 
 _WORLD_SIZE = click.Option(
     ["--world-size"],
     type=click.IntRange(min=1),
     help="The number of ranks. The one size that is -1 is inferred from it, also in a launch file.",
+)
+_SET = click.Option(
+    ["--set", "variables"],
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A variable of a launch script, or an argument by its number, as in --set 1=70b.",
+)
+_INCLUDE = click.Option(
+    ["--include"],
+    multiple=True,
+    metavar="PATH",
+    help="A file or folder, outside the folder of the launch file, that may be read.",
 )
 _HELP = (
     "Instead of sizes, a launch file of Megatron, torchtitan, verl, DeepSpeed, vLLM or others can "
@@ -39,24 +53,31 @@ def with_files(*arguments: str) -> Callable[[click.Command], click.Command]:
         run = command.callback
         assert run is not None  # noqa: S101 - every decorated command has a callback
         names = {parameter.name for parameter in command.params}
-        own = [] if "world_size" in names else [_WORLD_SIZE]
+        own = [*([] if "world_size" in names else [_WORLD_SIZE]), _SET, _INCLUDE]
 
         @functools.wraps(run)
         def read(**given: Any) -> int:
-            world_size = given["world_size"] if not own else given.pop("world_size")
+            variables = _variables(given.pop("variables"))
+            include = given.pop("include")
+            world_size = given["world_size"] if "world_size" in names else given.pop("world_size")
             files = [name for name in arguments if given[name] and is_launch_file(given[name])]
             if not files:
-                if own and world_size is not None:
+                if "world_size" not in names and world_size is not None:
                     for name in arguments:
                         given[name] = given[name] and _filled(given[name], world_size)
                 return run(**given) or 0
-            configs = {name: read_config(Path(given[name]), world_size) for name in files}
+            configs = {
+                name: read_config(
+                    Path(given[name]), world_size, variables=variables, include=include
+                )
+                for name in files
+            }
             if given.get("as_json"):
                 found = [config.to_dict() for config in configs.values()]
                 print_json(found if len(found) > 1 else found[0])
                 return int(any(config.problems for config in configs.values()))
             for name, config in configs.items():
-                write(f"{given[name]}: {config}\n")
+                write(f"{printable(given[name])}: {config}\n")
             first = configs[files[0]]
             shared = [
                 module
@@ -73,7 +94,7 @@ def with_files(*arguments: str) -> Callable[[click.Command], click.Command]:
             command.name,
             callback=read,
             params=[*command.params, *own],
-            help=f"{command.help}\n\n{_HELP}",
+            help=f"{inspect.cleandoc(command.help or '')}\n\n{_HELP}",
             short_help=command.short_help,
         )
 
@@ -100,6 +121,19 @@ def _run_for(
         raise unknown[modules[0]]
     for module, reason in unknown.items():
         write(f"\n{module}: {reason}\n")
+
+
+def _variables(texts: tuple[str, ...]) -> dict[str, str]:
+    """Return the values of `--set NAME=VALUE`."""
+    found = {}
+    for text in texts:
+        name, sign, value = text.partition("=")
+        if not name or not sign:
+            raise LayoutError(
+                f"--set is {text!r}; write NAME=VALUE, as in --set TP=8 or --set 1=70b"
+            )
+        found[name] = value
+    return found
 
 
 def _filled(text: str, world_size: int) -> str:

@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
-import io
+import math
 import os
 import re
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from hypercomm.compat import launch_options as known
-from hypercomm.compat.layouts import ENGINES, MESH, framework_layouts
 from hypercomm.errors import HyperCommError, LayoutError, UnknownDimError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_world_size
 from hypercomm.layout.text import aligned, pluralize, short_repr
 from hypercomm.layout.views import Views
-from hypercomm.tools.launch_files.reading import Source, read_settings, resolved
+from hypercomm.tools.launch_files.layouts import MESH, framework_layouts
+from hypercomm.tools.launch_files.reading import Files, Launch, load_text, read_launches
+from hypercomm.tools.launch_files.source import Source, printable
+from hypercomm.tools.launch_files.tables import (
+    Module,
+    frameworks,
+    holds,
+    is_key,
+    rules_for,
+    similar,
+)
 
 if TYPE_CHECKING:
     from hypercomm.grid.grid_set import GridSet
 
-_MOST_BASES = 8
-"""The longest chain of files that name each other in `defaults`."""
+_SWITCHES = ("pp_before_dp", "sequence_parallel", "dp_attention", "expert_parallel")
+"""The choices that are either true or false."""
 
-_GIVE = "give the path of a launch file, or sizes, as in tp=8,dp=4"
-
-_LARGEST = 2**18
-"""The most bytes of a launch file."""
+_TEXTS = {
+    "order": r"[a-z]+(-[a-z]+)+",
+    "mesh": r"[\d,\s()\[\]]+",
+    "mesh_names": r".+",
+    "sharding": r"fsdp",
+}
+"""The pattern of each choice whose value is a text."""
 
 
 @attrs.frozen(repr=False)
@@ -38,11 +48,13 @@ class LaunchConfig:
     """The layouts that a launch file asks for, as `read_config` returns them. `str()` is a table.
 
     Attributes:
-        framework: The name of the framework.
+        framework: The name of the framework. If the file starts several programs, all names.
         world_size: The number of ranks, or None if unknown.
         gpus_per_node: The number of ranks on each host, or None if unknown.
         views: The layout of each module, by names such as "training", "actor" and "rollout". Other
-            factorisations of the same ranks, such as "expert", are its views.
+            factorisations of the same ranks, such as "expert", are its views. If a script starts
+            several programs with different layouts, the names have lines, as in "training@12", and
+            "training@12#2" for the second program of a loop.
         sources: The setting that each size was read from, by names such as "training.tp" and
             "world.nodes".
         problems: The problems, as sentences with file and line if known.
@@ -165,7 +177,11 @@ class LaunchConfig:
 
 
 def read_config(
-    path_or_text: str | os.PathLike[str], world_size: int | None = None
+    path_or_text: str | os.PathLike[str],
+    world_size: int | None = None,
+    *,
+    variables: Mapping[str, str] | None = None,
+    include: Iterable[str | os.PathLike[str]] = (),
 ) -> LaunchConfig:
     """Read the layouts of a launch file: a script, a configuration or a command line.
 
@@ -175,14 +191,19 @@ def read_config(
     Args:
         path_or_text: The path or the text of a shell script, or of a YAML, TOML or JSON file.
         world_size: The number of ranks. Default: from the file.
+        variables: The values of variables of a script, and of its arguments by their numbers, such
+            as {"1": "70b"}. The script cannot change them.
+        include: Files and folders outside the folder of the file that may be read if the file names
+            them.
 
     Returns:
         The framework, the layouts, the setting that each size was read from, and the problems.
 
     Raises:
-        LayoutError: The file cannot be read, is binary or larger than 256 KiB, or belongs to an
-            unknown framework.
-        MissingPackageError: YAML and JSON need pyyaml, and TOML needs tomli before Python 3.11.
+        LayoutError: The file cannot be read, is binary or larger than 256 KiB, names more than 64
+            files or 2 MiB, or belongs to an unknown framework.
+        MissingPackageError: Scripts need tree-sitter-bash, YAML and JSON need pyyaml, and TOML
+            needs tomli before Python 3.11.
 
     Example:
         >>> config = read_config("vllm serve model --tensor-parallel-size 4 --data-parallel-size 2")
@@ -191,27 +212,36 @@ def read_config(
     """
     if world_size is not None:
         as_world_size(world_size, "world_size")
-    text, path = _load(path_or_text)
-    file = path.name
-    texts: list[str] = []
-    settings = _settings(text, path, texts)
-    framework = _framework_of(texts)
-    if framework is None:
-        names = ", ".join(dict.fromkeys(one.name for one in known.FRAMEWORKS))
-        near = next(filter(None, map(_similar_key, settings)), "")
-        hint = f"; did you mean {near}?" if near else ""
-        raise LayoutError(
-            f"{file or 'the text'} belongs to an unknown framework: it has no flag, key or command "
-            f"of {names}, such as --tensor-model-parallel-size; give the sizes, as in tp=8,dp=4"
-            f"{hint}"
-        )
-    reading = _Reading(framework)
-    for found in re.finditer(r"(?m)^[ \t]*eval[ \t]+\"?(?:\$\{?(\w+))?", text):
-        if not found[1] or not re.search(rf"\b{found[1]}\+?=", text):  # assigned text is read
-            here = Source("", "eval", "...", file, 1 + text.count("\n", 0, found.start()))
-            reading.problem(here, "runs a text that is not read")
-            break
-    return reading.config(settings, world_size)
+    if not isinstance(path_or_text, (str, os.PathLike)):
+        kind = type(path_or_text).__name__
+        raise LayoutError(f"expected a path or a text, got a value of type {kind}")
+    is_text = isinstance(path_or_text, str) and not is_launch_file(path_or_text)
+    path = Path() if is_text else Path(path_or_text)
+    files = Files(path, include)
+    text = load_text(path_or_text, files, is_text=is_text)
+    given = {name: str(value) for name, value in (variables or {}).items()}
+    launches, settings = read_launches(text, path, files, given)
+    if not launches:
+        raise _unknown(path.name, settings)
+    configs = _distinct([_Reading(launch).config(world_size) for launch in launches])
+    if len(configs) == 1:
+        return configs[0][1]
+    return _joined(configs)
+
+
+def _unknown(file: str, settings: Sequence[Source]) -> LayoutError:
+    """Return the error about a file whose framework is unknown."""
+    names = ", ".join(sorted({one.name for one in frameworks()[:-1]}, key=str.lower))
+    keys = [key for one in frameworks() for key in one.known_keys()]
+    hint = ""
+    for one in settings:
+        if one.path and (near := similar(one.path[-1], keys)):
+            flag = f"--{near.replace('_', '-')}"
+            hint = f"; did you mean {flag if one.key.startswith('--') else near}?"
+    return LayoutError(
+        f"{printable(file) or 'the text'} belongs to an unknown framework: it starts no program "
+        f"and has no key of {names}; give the sizes, as in tp=8,dp=4{hint}"
+    )
 
 
 def is_launch_file(text: str) -> bool:
@@ -229,220 +259,248 @@ def is_launch_file(text: str) -> bool:
     return os.path.isdir(text) and not text.isidentifier()  # noqa: PTH112
 
 
-def _load(given: str | os.PathLike[str]) -> tuple[str, Path]:
-    """Return the text and the path of a file. If the text itself is given, the path is empty."""
-    if not isinstance(given, (str, os.PathLike)):
-        raise LayoutError(f"expected a path or a text, got a value of type {type(given).__name__}")
-    is_text = isinstance(given, str) and not is_launch_file(given)
-    try:
-        with io.BytesIO(str(given).encode()) if is_text else Path(given).open("rb") as file:
-            content = file.read(_LARGEST + 1)
-        text = content.decode("utf-8-sig")
-    except IsADirectoryError as error:
-        raise LayoutError(f"{short_repr(str(given))} is a folder; {_GIVE}") from error
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise LayoutError(
-            f"{short_repr(str(given))} cannot be read as text: {why}; {_GIVE}"
-        ) from error
-    if len(content) > _LARGEST or "\0" in text:
-        raise LayoutError(
-            f"{short_repr(str(given))} is not a launch file: it is binary, or has more than "
-            f"{_LARGEST:,} bytes"
-        )
-    return text, Path() if is_text else Path(given)
+def _distinct(configs: Sequence[tuple[int, LaunchConfig]]) -> list[tuple[int, LaunchConfig]]:
+    """Return the configurations of all programs, one for those that are equal."""
+    found: dict[Any, tuple[int, LaunchConfig]] = {}
+    for line, config in configs:
+        layouts = tuple((name, str(layout)) for name, layout in config.layouts.items())
+        texts = tuple(text.partition(" ")[2] for text in config.problems)
+        found.setdefault((config.framework, layouts, config.world_size, texts), (line, config))
+    return list(found.values())
 
 
-def _framework_of(texts: list[str]) -> known.Framework | None:
-    """Return the framework of a file and of the files in its `defaults`, or None if unknown."""
-    code = [re.sub(r"(?m)(^|[ \t])#(?!SBATCH|!)[^\n]*", "", text) for text in texts]
-    for framework in known.FRAMEWORKS:
-        if any(re.search(framework.mark, text) for text in code):
-            return framework
-    return None
-
-
-def _settings(text: str, path: Path, texts: list[str], depth: int = 0) -> list[Source]:
-    """Return the settings of a file, after the settings of the files in its `defaults`.
-
-    Args:
-        text: The text of the file.
-        path: The path of the file.
-        texts: Receives the texts of all files, this file first.
-        depth: The number of files that lead to this file.
-    """
-    texts.append(text)
-    settings = read_settings(text, path.name, os.environ)
-    for one in [one for one in settings if one.path == ("defaults",)]:
-        base = path.parent / one.value
-        if path.name and base.is_file() and depth < _MOST_BASES:
-            own = {one.path for one in settings}
-            before = _settings(_load(base)[0], base, texts, depth + 1)
-            settings = [one for one in before if one.path not in own] + settings
-            settings.remove(one)
-    return resolved(settings, {}, path.name) if depth == 0 else settings
-
-
-def _similar_key(one: Source) -> str:
-    """Return the key of a size that a key resembles, as the file would write it, or "".
-
-    >>> _similar_key(Source(8, "--data-paralel-size", path=("data_paralel_size",)))
-    '--data-parallel-size'
-    """
-    name = known.similar_size(one.path) if one.path else ""
-    if not name:
-        return ""
-    begin = one.key[: len(one.key) - len(one.path[-1])]
-    return begin + (name.replace("_", "-") if "-" in one.key[len(begin) :] else name)
+def _joined(configs: Sequence[tuple[int, LaunchConfig]]) -> LaunchConfig:
+    """Return one configuration of several programs. The names of the modules have their lines."""
+    views: dict[str, Views] = {}
+    sources: dict[str, Source] = {}
+    problems: list[str] = []
+    lines: list[int] = []
+    for line, config in configs:
+        lines.append(line)
+        place = f"@{line}" if lines.count(line) == 1 else f"@{line}#{lines.count(line)}"
+        views |= {f"{name}{place}": one for name, one in config.views.items()}
+        for name, source in config.sources.items():
+            module, _, size = name.rpartition(".")
+            sources[f"{module}{place}.{size}"] = source
+        problems += config.problems
+    sizes = {config.world_size for _, config in configs}
+    per_node = {config.gpus_per_node for _, config in configs}
+    names = dict.fromkeys(config.framework for _, config in configs)
+    return LaunchConfig(
+        " and ".join(names),
+        sizes.pop() if len(sizes) == 1 else None,
+        per_node.pop() if len(per_node) == 1 else None,
+        views,
+        sources,
+        tuple(dict.fromkeys(problems)),
+    )
 
 
 # ---- from settings to layouts -------------------------------------------------------------------
 
 
 @attrs.define
-class _Module:
-    """The settings of one module.
-
-    Attributes:
-        sizes: The settings of each size, in the order of the file.
-        words: The parts of all keys.
-    """
-
-    sizes: dict[str, list[Source]] = attrs.field(factory=lambda: defaultdict(list))
-    words: set[str] = attrs.field(factory=set)
-
-
-@attrs.define
 class _Reading:
-    """Converts the settings of a file to a LaunchConfig, and collects sources and problems.
+    """Converts the settings of a program to a LaunchConfig, and collects sources and problems.
 
     Attributes:
-        framework: The framework of the file.
+        launch: The program.
         sources: The setting that each size was read from.
         problems: The problems so far.
-        unknown: The modules with a size whose value is not a number.
+        unknown: The modules with a size whose value is not known.
     """
 
-    framework: known.Framework
+    launch: Launch
     sources: dict[str, Source] = attrs.field(factory=dict)
     problems: list[str] = attrs.field(factory=list)
     unknown: set[str] = attrs.field(factory=set)
 
-    def problem(self, one: Source, text: str) -> None:
-        """Add a problem with a setting."""
-        self.problems.append(f"{one} {text}")
-
-    def config(self, settings: list[Source], asked: int | None) -> LaunchConfig:
-        """Return the layouts of all modules."""
-        modules = self._modules(settings)
-        world, per_node = self._world("world", modules[""])
+    def config(self, asked: int | None) -> tuple[int, LaunchConfig]:
+        """Return the line of the program, and the layouts of all its modules."""
+        framework = self.launch.framework
+        complaints = [(one, framework.complaint(one)) for one in self.launch.settings]
+        self.problems += self.launch.problems
+        self.problems += [f"{one} {text}" for one, text in complaints if text]
+        world, per_node = self._world()
         total = asked or world
-        trained = total
-        if total and self._has_own_engines(settings):
-            trained = self._without_engines(total, per_node, modules) or total
-        is_engine = self.framework.kind in ENGINES
+        modules = self._modules()
+        ranks = {one.name: self._ranks_of(one, per_node) for one in modules}
+        apart = sum(ranks[one.name] or 0 for one in modules if one.is_apart)
+        shared = total - apart if total and 0 < apart < total else total
+        views = self._layouts(modules, ranks, shared, total)
+        if not views and not self.problems:
+            self.problems.append(
+                f"no size of {framework.name} was found; give the file that sets them, or sizes, "
+                f"as in tp=8,dp=4"
+            )
+        needed = self._total(modules, views)
+        if total is not None and needed > total > 0 and any(one.is_apart for one in modules):
+            self.problems.append(f"the modules need {needed} ranks; there are {total}")
+        if total is None and views and "world" not in self.unknown:
+            total = needed
+        problems = tuple(dict.fromkeys(self.problems))
+        config = LaunchConfig(framework.name, total, per_node, views, self.sources, problems)
+        return self.launch.line, config
+
+    def _layouts(
+        self,
+        modules: Sequence[Module],
+        ranks: Mapping[str, int | None],
+        shared: int | None,
+        total: int | None,
+    ) -> dict[str, Views]:
+        """Return the layouts of the modules whose sizes are known.
+
+        Args:
+            modules: The modules.
+            ranks: The numbers of ranks that modules have of their own.
+            shared: The number of ranks of all other modules.
+            total: The number of ranks of the file.
+        """
         views: dict[str, Views] = {}
         sizes: dict[str, dict[str, Any]] = {}
-        for name, module in modules.items():
-            label = name or ("inference" if is_engine else "training")
-            if not known.PARALLEL & {*module.sizes} and label not in self.framework.modules:
+        for module in modules:
+            own = self._sizes(module.name, module.sizes)
+            if not own and not module.always and not module.problem:
                 continue
-            own = self._world(label, module, per_node)[0] if name else None
-            parent = self.framework.parents.get(label, "")
-            own_sizes = self._sizes(label, module, is_world=False)
-            taken = {n: size for n, size in sizes.get(parent, {}).items() if n not in known.OWN}
-            given = {**self.framework.defaults, **taken, **own_sizes}
-            sizes[label] = given
-            kind = self._kind(module)
-            try:
-                if label not in self.unknown:
-                    rules = known.apply_rules(kind, given)
-                    self.problems += [f"{label}: {text}" for text in rules]
-                    views[label] = framework_layouts(kind, given, own or trained)
-                    self._add_defaults(label, views[label], f"as {parent}" if parent else "default")
-            except HyperCommError as error:
-                self.problems.append(f"{label}: {error}")
-        if total is None and is_engine and views:
-            total = max(one.base.size for one in views.values())
-        problems = tuple(dict.fromkeys(self.problems))
-        return LaunchConfig(self.framework.name, total, per_node, views, self.sources, problems)
+            if module.zero_is_one:
+                own = {name: size or 1 for name, size in own.items()}
+            taken = sizes.get(module.inherits, {})
+            taken = {name: size for name, size in taken.items() if name not in module.own}
+            given = sizes[module.name] = {**module.defaults, **taken, **own}
+            if module.problem:
+                self.problems.append(f"{module.name}: {module.problem}")
+            elif not self.unknown & {module.name, "world"}:
+                try:
+                    there = ranks[module.name] or shared
+                    views[module.name] = self._views(module, given, there, total)
+                except HyperCommError as error:
+                    self.problems.append(f"{module.name}: {printable(str(error))}")
+        return views
 
-    @staticmethod
-    def _has_own_engines(settings: list[Source]) -> bool:
-        """Return whether inference engines run on GPUs of their own, which are not trained on."""
-        return any(
-            one.path[-2:] == ("colocated", "enabled") and one.value.lower() == "false"
-            for one in settings
-        )
+    def _modules(self) -> list[Module]:
+        """Return the first row of each module whose condition holds."""
+        found: dict[str, Module] = {}
+        for module in self.launch.framework.module:
+            if module.name not in found and holds(module.when, self.launch.settings):
+                found[module.name] = module
+        return list(found.values())
 
-    def _without_engines(
-        self, total: int, per_node: int | None, modules: Mapping[str, _Module]
-    ) -> int:
-        """Return the number of ranks that are trained on."""
-        for name, module in modules.items():
-            if name and known.SERVING.search(name):
-                total -= self._world(name, module, per_node)[0] or 0
-        return total
-
-    def _add_defaults(self, label: str, views: Views, default: str) -> None:
+    def _views(
+        self, module: Module, given: dict[str, Any], ranks: int | None, total: int | None
+    ) -> Views:
+        """Return the layouts of a module, and add the sources of sizes that are not given."""
+        kind = MESH if "mesh" in given else module.layout
+        if module.product:
+            ranks = math.prod(given.get(size, 1) for size in module.product)
+            if kind == "megatron":
+                given = {name: size for name, size in given.items() if name != "dp"}
+            if total is not None and ranks > total:
+                self.problems.append(
+                    f"{module.name}: its sizes need {ranks} ranks; there are {total}"
+                )
+        self._apply_rules(module.name, kind, given)
+        views = framework_layouts(kind, given, ranks)
         for layout in (views.base, *(view.layout for view in views.values())):
             for dim, size in layout.sizes.items():
+                default = f"as {module.inherits}" if module.inherits else "default"
                 key = default if size == 1 else "follows from the other sizes"
-                self.sources.setdefault(f"{label}.{dim}", Source(size, key))
+                if size == ranks and dim in ("dp", "dp_shard"):
+                    key = "all ranks"
+                self.sources.setdefault(f"{module.name}.{dim}", Source(size, key))
+        return views
 
-    def _modules(self, settings: list[Source]) -> dict[str, _Module]:
-        """Return the settings by module. Keys without a module belong to ""."""
-        found: dict[str, _Module] = defaultdict(_Module)
-        off = [
-            one.path[:-1]
-            for one in settings
-            if one.path[-1:] == ("enabled",) and one.value.lower() == "false"
-            if one.path[-2:-1] not in ((), ("colocated",))
-        ]
-        live = [one for one in settings if not any(one.path[: len(key)] == key for key in off)]
-        split = [(one, *known.module_and_size(one.path)) for one in live]
-        written = {size for one, _, size in split if not one.is_variable}
-        for one, module, size in split:
-            name = "" if module == "training" else module  # the label of keys without a module
-            if not size and not one.is_variable and (near := _similar_key(one)):
-                self.problem(one, f"is an unknown option; did you mean {near}?")
-            found[name].words |= {*one.path[:-1], name}
-            if one.path[-2:] == ("rollout", "name"):
-                found[name].words.add(one.value)
-            others = {size} if size in known.WORLD else known.PARALLEL
-            if size and not (one.is_variable and others & written):
-                found[name].sizes[size].append(one)
-            if one.path[:1] == ("defaults",) and one.value != "_self_":
-                self.problem(one, "is not read; sizes that only this file sets count as 1")
-        for name in ("", *self.framework.modules):
-            found["" if name in ("training", "inference") else name]
-        return dict(sorted(found.items(), key=lambda pair: pair[0] in self.framework.parents))
+    def _apply_rules(self, label: str, kind: str, given: dict[str, Any]) -> None:
+        """Remove the sizes that a layout ignores, and add problems about them."""
+        for rule in rules_for(kind):
+            if rule.applies(given):
+                numbers = {name: given.get(name, 1) for name in (*rule.when, *rule.drops)}
+                if rule.says:
+                    self.problems.append(f"{label}: {rule.says.format_map(numbers)}")
+                for size in rule.drops:
+                    given.pop(size, None)
 
-    def _kind(self, module: _Module) -> str:
-        """Return the kind of a module, which selects its rules and its layouts."""
-        kind = self.framework.kind
-        words = " ".join(module.words - {"actor_rollout_ref"})
-        if kind in ENGINES or known.SERVING.search(words):
-            return "sglang" if "sglang" in words else self.framework.serving
-        if MESH in module.sizes:
-            return MESH
-        return "megatron" if "megatron" in words else kind
+    @staticmethod
+    def _total(modules: Sequence[Module], views: Mapping[str, Views]) -> int:
+        """Return the number of ranks of modules that have ranks of their own."""
+        sizes = {one.name: views[one.name].base.size for one in modules if one.name in views}
+        apart = sum(sizes.get(one.name, 0) for one in modules if one.is_apart)
+        shared = max((sizes.get(one.name, 0) for one in modules if not one.is_apart), default=0)
+        return shared + apart
 
-    def _sizes(self, label: str, module: _Module, is_world: bool) -> dict[str, Any]:
-        """Return the sizes of a module, or of its world. The last of several values counts."""
-        given: dict[str, Any] = {}
-        own = {
-            size: all_ for size, all_ in module.sizes.items() if (size in known.WORLD) is is_world
+    # ---- numbers of ranks ---------------------------------------------------------------------
+
+    def _world(self) -> tuple[int | None, int | None]:
+        """Return the number of ranks of the file, and the number of ranks per node, if known."""
+        launcher = frameworks()[-1]
+        keys = {
+            role: (*self.launch.framework.world.get(role, ()), *launcher.world.get(role, ()))
+            for role in launcher.world
         }
-        for size, settings in own.items():
-            last = settings[-1]
-            if len({one.value for one in settings}) > 1:
-                others = ", ".join(f"{one.value} in line {one.line}" for one in settings[-4:-1])
-                self.problem(last, f"replaces another value of {size} ({others})")
+        own = self._sizes("world", keys)
+        sources = dict(self.sources)
+        job = self._sizes("world", keys, self.launch.job)
+        for role, size in own.items():
+            if job.get(role, size) != size and role in ("nodes", "gpus_per_node"):
+                there = self.sources[f"world.{role}"]
+                one = sources[f"world.{role}"]
+                self.problems.append(f"{one} contradicts {there}; give --world-size")
+        self.sources |= sources
+        given = {name: size for name, size in {**job, **own}.items() if size > 0}
+        if "ranks" not in given and not (job and "gpus_per_node" not in own):
+            given = {**self.launch.framework.world_defaults, **given}
+        per_node = given.get("gpus_per_node") or given.get("gpus")
+        if per_node is None and given.get("tasks_per_node", 1) > 1:  # one task may start all ranks
+            per_node = given["tasks_per_node"]
+        total = given.get("ranks")
+        if per_node is not None and ("nodes" in given or total is None):
+            product = per_node * given.get("nodes", 1)
+            if total is not None and total != product:
+                self.problems.append(
+                    f"{self.sources['world.ranks']} contradicts {product} ranks = "
+                    f"{given.get('nodes', 1)} nodes of {per_node}; give --world-size"
+                )
+            total = total or product
+        total = total or given.get("tasks")
+        return (as_world_size(total, "the number of ranks") if total else None), per_node
+
+    def _ranks_of(self, module: Module, per_node: int | None) -> int | None:
+        """Return the number of ranks that a module has of its own, or None."""
+        given = self._sizes(module.name, module.world)
+        if not given and not module.world_defaults:
+            return None
+        given = {**module.world_defaults, **given}
+        if "ranks" in given:
+            return given["ranks"] or None
+        each = given.get("gpus_per_node", per_node)
+        return each * given.get("nodes", 1) * given.get("replicas", 1) if each else None
+
+    # ---- values -------------------------------------------------------------------------------
+
+    def _sizes(
+        self,
+        label: str,
+        keys: Mapping[str, Sequence[str]],
+        settings: Sequence[Source] | None = None,
+    ) -> dict[str, Any]:
+        """Return the sizes or choices that settings set. The last of several values counts."""
+        given: dict[str, Any] = {}
+        settings = self.launch.settings if settings is None else settings
+        for size, names in keys.items():
+            for key in names:  # the keys are in the order of their precedence
+                found = [one for one in settings if is_key(one.path, key)]
+                if found:
+                    break
+            if not found:
+                continue
+            last = found[-1]
+            if len({one.value for one in found}) > 1:
+                others = ", ".join(f"{one.value} in line {one.line}" for one in found[-4:-1])
+                self.problems.append(f"{last} replaces another value of {size} ({others})")
             value = self._value(label, size, last)
             if value is not None:
                 given[size] = value
-                self.sources[f"{label}.{size}"] = attrs.evolve(last, value=value)
+                self.sources[f"{label}.{size}"] = last.with_value(value)
         return given
 
     def _value(self, label: str, size: str, one: Source) -> int | str | None:
@@ -450,45 +508,37 @@ class _Reading:
 
         A value that is not a number adds a problem, unless it is a word such as "auto" or "none".
         """
-        text = one.value.strip().lower()
-        if size in known.SWITCHES:
-            return 1 if text in ("true", "1", "yes", "on") else None
-        if size in known.TEXTS:
-            return text if re.fullmatch(known.TEXTS[size], text) else None
+        text = str(one.value).strip().lower()
+        if one.others:
+            values = " or ".join(one.others)
+            names = self.launch.tested
+            hint = f", as in --set {names[0]}=VALUE" if names else ""
+            self.problems.append(f"{one} differs between branches: {values}; set one{hint}")
+            self.unknown.add(label)
+            return None
+        if size in _SWITCHES:
+            return None if text in ("false", "0", "no", "off", "none", "null") else 1
+        if size in _TEXTS:
+            return text if re.fullmatch(_TEXTS[size], text) else None
         number = text.rpartition(":")[2] if size == "gpus" else text  # such as gpu:8
         if re.fullmatch(r"-?[0-9]{1,9}", number):
             return int(number)
-        if text in ("", "null", "none", "~", "auto") or (size in known.WEAK and "$" not in text):
+        if text in ("", "null", "none", "~", "auto", "gpu") or (
+            size == "stage" and "$" not in text
+        ):
             return None
-        names = re.findall(r"\$[{(]?([A-Z]\w*|(?<!\()[A-Za-z_]\w*|(?<!\()\d+)", one.value)
+        names = re.findall(r"\$[{(]*([A-Za-z_]\w*)|\$\{?(\d+)", str(one.value))
+        name = next((name or number for name, number in names), "")
         why = f"is not a number: {short_repr(one.value)}"
-        if names and names[0].isdecimal():
-            why = f"is argument {names[0]} of the script, which is not known; write its value"
-        elif names:
-            why = f"needs {names[0]}, which is not set; set it, as in {names[0]}=8 hypercomm plan"
-        elif "$(" in text or "`" in text:
+        if "$(...)" in text or ("$((" in text and not name):
             why = "is computed by a command, which is not run; write its value"
-        self.problem(one, why)
+        elif name.isdecimal():
+            why = (
+                f"is argument {name} of the script, which is not known; give it, as in "
+                f"--set {name}=8"
+            )
+        elif name:
+            why = f"needs {name}, which is not set; set it, as in --set {name}=8"
+        self.problems.append(f"{one} {why}")
         self.unknown.add(label)
         return None
-
-    def _world(
-        self, label: str, module: _Module, default: int | None = None
-    ) -> tuple[int | None, int | None]:
-        """Return the number of ranks, and the number of ranks per node. None means unknown.
-
-        Args:
-            label: The name of the module, or "world".
-            module: The settings of the module.
-            default: The number of ranks per node of a module that only gives its nodes.
-        """
-        sizes = self._sizes(label, module, is_world=True)
-        given = {name: size for name, size in sizes.items() if size > 0}
-        per_node = given.get("gpus_per_node") or given.get("gpus") or given.get("tasks_per_node")
-        if "nodes" in given:
-            per_node = per_node or default
-        nodes = given.get("nodes") or given.get("slurm_nodes") or 1
-        total = given.get("ranks") or (per_node and per_node * nodes) or given.get("tasks")
-        if total and label not in self.unknown:
-            return as_world_size(total, "the number of ranks"), per_node
-        return None, per_node

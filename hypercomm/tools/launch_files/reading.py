@@ -1,32 +1,41 @@
-"""Read the settings of a file: flags, overrides and variables of a script, keys of a tree.
+"""Find the programs that a launch file starts, and the settings of each.
 
-The file is not run, and nothing in it is imported. A script is split into words, and its variables
-and products of integers are substituted. YAML is composed into nodes, without constructing objects.
+Nothing is run or imported. Files that a file names are read only if they are in its folder, or if
+the user includes them.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import os
 import re
 import shlex
-import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import attrs
 
-from hypercomm.compat.launch_options import SLURM
 from hypercomm.errors import LayoutError
-from hypercomm.lazy import required
+from hypercomm.layout.text import short_repr
+from hypercomm.tools.launch_files import shell
+from hypercomm.tools.launch_files.source import Source, as_path, printable
+from hypercomm.tools.launch_files.tables import Framework, frameworks
+from hypercomm.tools.launch_files.trees import read_tree, resolved
 
-_MOST_NODES = 20_000
-"""The most values of a tree. Aliases of YAML can expand to billions of values."""
+_LARGEST = 2**18
+"""The most bytes of a launch file."""
 
-_MOST_PASSES = 6
-"""The most levels of references between values, and of commands quoted in commands."""
+_MOST_FILES = 64
+"""The most files that are read for one launch file."""
 
-_LONGEST = 400
-"""The most characters of a value with substitutions."""
+_MOST_BYTES = 2 * 2**20
+"""The most bytes of these files together."""
 
+_MOST_COMMANDS = 64
+"""The most commands in a tree that are read."""
+
+_TREES = ("json", "toml", "yaml", "yml")
 _SIGNS = {
     "sh": r"\A\s*#!",
     "json": r"\A\s*\{",
@@ -36,280 +45,451 @@ _SIGNS = {
 }
 """Patterns that select the format of a text without a known suffix. The first match counts."""
 
+_FLAG = re.compile(r"(--?[A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
+_OVERRIDE = re.compile(r"([+~]{0,2}[A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
+
+_SLURM = {
+    "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "gres": ("SLURM_GPUS_ON_NODE",),
+    "gpus_per_node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
+    "ntasks_per_node": ("SLURM_NTASKS_PER_NODE",),
+    "ntasks": ("SLURM_NTASKS",),
+}
+"""The environment variables that SLURM sets from each of its options."""
+
+_GIVE = "give the path of a launch file, or sizes, as in tp=8,dp=4"
+
 
 @attrs.frozen
-class Source:
-    """One setting in a launch file, with its file and line.
+class Launch:
+    """One program that a launch file starts.
 
     Attributes:
-        value: The value: a number, or a text in which the known variables are substituted.
-        key: The key or flag as written. "" for a default.
-        raw: The value as written, such as "${TP:-8}".
-        file: The name of the file. "" for a text.
-        line: The number of the line, starting at 1. 0 for a default.
-        path: The parts of the key, in lower case, with underscores.
-        is_variable: Whether a script assigns the value to a variable.
+        framework: The framework of the program.
+        line: The line that starts it. 0 for the keys of a tree.
+        settings: Its settings, in the order of the file.
+        job: The settings of the job that runs it, such as `#SBATCH` options.
+        problems: What could not be read.
+        tested: The variables that conditions of the script test.
     """
 
-    value: Any
-    key: str = ""
-    raw: str = ""
-    file: str = ""
-    line: int = 0
-    path: tuple[str, ...] = ()
-    is_variable: bool = False
-
-    def __str__(self) -> str:
-        """Return the file, the line and the setting, as reports show them.
-
-        >>> str(Source(8, "--tp", "$TP", "run.sh", 12)), str(Source(1))
-        ('run.sh:12 --tp $TP', 'default')
-        """
-        where = f"{self.file}:{self.line}" if self.file else f"line {self.line}"
-        return f"{where} {self.key} {self.raw}" if self.line else self.key or "default"
+    framework: Framework
+    line: int
+    settings: Sequence[Source]
+    job: Sequence[Source] = ()
+    problems: Sequence[str] = ()
+    tested: Sequence[str] = ()
 
 
-def read_settings(text: str, file: str, environment: Mapping[str, str]) -> list[Source]:
-    r"""Return the settings of a text, in the order of the file.
+class Files:
+    """The files that may be read for a launch file.
 
     Args:
-        text: The text.
-        file: The name of the file. Its suffix selects the format. "" for a text.
-        environment: The values of variables that a script does not set.
+        file: The path of the launch file. Empty for a text.
+        included: Further files and folders that may be read.
+    """
 
-    Raises:
-        LayoutError: The text is not valid YAML, JSON or TOML, or has too many values.
-        MissingPackageError: YAML and JSON need pyyaml; TOML needs tomli before Python 3.11.
+    def __init__(self, file: Path, included: Iterable[str | os.PathLike[str]]) -> None:
+        self._folder = file.parent
+        self._allowed = [Path(one).resolve() for one in included]
+        if file.name:
+            self._allowed.append(file.parent.resolve())
+        self._texts: dict[Path, str] = {}
+        self._count = 0
+        self._bytes = 0
 
-    Example:
-        >>> [one.value for one in read_settings("TP=4\nrun.py --tp $TP", "", {})]
-        ['4', '4']
+    def find(self, name: str, beside: Path) -> Path | str:
+        """Return the path of a file that another file names, or why it must not be read."""
+        for suffix in ("", ".yaml", ".yml"):
+            path = beside / (name + suffix)
+            try:
+                is_file = bool(name) and path.is_file()
+            except (OSError, ValueError):
+                is_file = False
+            if is_file:
+                real = path.resolve()
+                if any(real == one or one in real.parents for one in self._allowed):
+                    return path
+                return f"is outside the folder of the file; pass it, as in --include {path}"
+        return "is not read; pass it, as in --include PATH"
+
+    def find_end(self, name: str) -> Path | None:
+        """Return the file that may be read and whose path ends as a name does, if there is one.
+
+        The begin of a name, such as "/root/job/", may not exist on this machine.
+        """
+        parts = [part for part in name.split("/") if part not in ("", ".", "..")]
+        folders = [one if one.is_dir() else one.parent for one in self._allowed]
+        ends = ["/".join(parts[at:]) for at in range(len(parts))]
+        for end, folder in [(name, self._folder), *itertools.product(ends, folders)]:
+            found = self.find(end, folder)
+            if isinstance(found, Path):
+                return found
+        return None
+
+    def load(self, path: Path) -> str:
+        """Return the text of a file.
+
+        Raises:
+            LayoutError: It is no text, it is too large, or too many files have been read.
+        """
+        if path in self._texts:
+            return self._texts[path]
+        try:
+            with path.open("rb") as file:
+                self._texts[path] = self.decode(file.read(_LARGEST + 1), str(path))
+        except LayoutError:
+            raise
+        except IsADirectoryError as error:
+            raise LayoutError(f"{_name(path)} is a folder; {_GIVE}") from error
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise LayoutError(f"{_name(path)} cannot be read as text: {why}; {_GIVE}") from error
+        return self._texts[path]
+
+    def decode(self, content: bytes, name: str) -> str:
+        """Return the text of a file's content, and count it."""
+        self._count += 1
+        self._bytes += len(content)
+        text = content.decode("utf-8-sig")
+        if len(content) > _LARGEST or "\0" in text:
+            raise LayoutError(
+                f"{_name(name)} is not a launch file: it is binary, or has more than "
+                f"{_LARGEST:,} bytes"
+            )
+        if self._count > _MOST_FILES or self._bytes > _MOST_BYTES:
+            raise LayoutError(
+                f"{_name(name)} is one of more than {_MOST_FILES} files, or of "
+                f"{_MOST_BYTES:,} bytes, that the launch file names"
+            )
+        return text
+
+
+def _name(path: str | Path) -> str:
+    return short_repr(printable(str(path)))
+
+
+def format_of(text: str, file: str) -> str:
+    r"""Return the suffix of the format of a text: of its name, else of how it looks.
+
+    >>> format_of("", "a.toml"), format_of("a:\n  b: 1", ""), format_of("run --tp 2", "")
+    ('toml', 'yaml', 'bash')
     """
     suffix = file.rpartition(".")[2].lower()
-    if suffix not in ("json", "toml", "yaml", "yml", "sh", "bash", "sbatch", "slurm"):
-        suffix = next((one for one, sign in _SIGNS.items() if re.search(sign, text)), "sh")
-    script = _Script(dict(environment))
-    try:
-        if suffix == "toml":
-            script.settings += _of_toml(text)
-        elif suffix in ("json", "yaml", "yml"):
-            script.settings += _of_tree(text)
-        else:
-            script.read(text, 1)
-    except (ValueError, RecursionError) as error:
-        raise LayoutError(
-            f"{file or 'the text'} is not valid {suffix}: {' '.join(str(error).split())}"
-        ) from error
-    return resolved(script.settings, script.variables, file)
+    if suffix in (*_TREES, "sh", "bash", "sbatch", "slurm"):
+        return suffix
+    return next((one for one, sign in _SIGNS.items() if re.search(sign, text)), "sh")
 
 
-def resolved(settings: list[Source], variables: Mapping[str, str], file: str) -> list[Source]:
-    """Return settings in which references to variables and keys are substituted."""
-    keys = {".".join(one.path): one.value for one in settings if not one.is_variable}
-    values = keys | dict(variables)
-    return [
-        attrs.evolve(one, value=fill(one.value, values), file=one.file or file) for one in settings
-    ]
+def read_launches(
+    text: str, path: Path, files: Files, given: Mapping[str, str]
+) -> tuple[list[Launch], list[Source]]:
+    """Return the programs that a text starts, and all settings in it.
 
+    Args:
+        text: The text of the launch file.
+        path: Its path. Empty for a text.
+        files: The files that may be read.
+        given: The values of variables and arguments that the user sets.
 
-def as_path(key: str) -> tuple[str, ...]:
-    """Return the parts of a key, in lower case and with underscores.
-
-    >>> as_path("+actor.Megatron.tensor-model-parallel-size")
-    ('actor', 'megatron', 'tensor_model_parallel_size')
+    Raises:
+        LayoutError: The text, or a file that it names, is not valid.
+        MissingPackageError: A package for the format is not installed.
     """
-    return tuple(key.strip("-+~ ").replace("-", "_").lower().split("."))
+    suffix = format_of(text, path.name)
+    try:
+        if suffix not in _TREES:
+            return _of_script(text, path, files, given)
+        problems: list[str] = []
+        tree = _with_bases(text, suffix, path, files, problems, {})
+        tree = resolved(tree, {**os.environ, **given})
+        found = _launch_of_tree(tree, problems)
+        if not found or found[0].framework.level:  # other programs have such keys, too
+            found = list(_of_commands(tree, path, files, given)) or found
+    except RecursionError as error:
+        raise LayoutError(f"{_name(path) or 'the text'} is nested too deeply") from error
+    return found, tree
 
 
 # ---- trees --------------------------------------------------------------------------------------
 
 
-def _of_tree(text: str) -> Iterator[Source]:
-    """Yield the values of YAML or JSON, and the arguments of commands in them."""
-    yaml = required("yaml", "a launch file in YAML or JSON")
-    # JSON allows tabs between values, YAML does not.
-    documents = yaml.compose_all(text.replace("\t", "  "), yaml.SafeLoader)
-    left = _MOST_NODES
-
-    def walk(node: Any, path: tuple[str, ...], key: str) -> Iterator[Source]:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise ValueError(f"it has more than {_MOST_NODES:,} values, with aliases expanded")
-        line = node.start_mark.line + 1
-        if isinstance(node, yaml.MappingNode):
-            for name, inner in node.value:
-                own = () if name.value == "<<" else as_path(str(name.value))
-                yield from walk(inner, path + own, str(name.value))
-            return
-        nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        words = [one.value for one in nodes if isinstance(one, yaml.ScalarNode)]
-        if re.search(r"(^|\s)--[a-z]", " ".join(words)):
-            script = _Script({})
-            script.read(" ".join(words), line)
-            yield from script.settings
-        elif len(words) == len(nodes):
-            yield Source(",".join(words), key, ",".join(words), "", line, path)
-        else:
-            for one in nodes:
-                yield from walk(one, path, key)
-
+def _tree(text: str, suffix: str, file: str) -> list[Source]:
     try:
-        for document in documents:
-            yield from walk(document, (), "")
-    except yaml.YAMLError as error:
-        raise ValueError(error) from error
+        return [attrs.evolve(one, file=file) for one in read_tree(text, suffix)]
+    except (ValueError, RecursionError) as error:
+        why = printable(" ".join(str(error).split()))
+        raise LayoutError(
+            f"{printable(file) or 'the text'} is not valid {suffix}: {why}"
+        ) from error
 
 
-def _of_toml(text: str) -> Iterator[Source]:
-    """Yield the values of TOML. The parser reports no lines, so the keys are searched for."""
-    name = "tomllib" if sys.version_info >= (3, 11) else "tomli"
-    at = 0
+def _with_bases(
+    text: str,
+    suffix: str,
+    path: Path,
+    files: Files,
+    problems: list[str],
+    cache: dict[Path, list[Source]],
+) -> list[Source]:
+    """Return the values of a tree, after those of the files in its `defaults`.
 
-    def walk(
-        content: Mapping[str, Any], path: tuple[str, ...], names: tuple[str, ...] = ()
-    ) -> Iterator[Source]:
-        nonlocal at
-        for key, value in content.items():
-            if isinstance(value, dict):
-                header = re.escape(".".join((*names, key)))
-                found = re.search(rf"(?m)^[ \t]*\[[ \t]*{header}[ \t]*\]", text)
-                at = found.end() if found else at
-                yield from walk(value, path + as_path(key), (*names, key))
+    Args:
+        text: The text of the tree.
+        suffix: Its format.
+        path: Its path.
+        files: The files that may be read.
+        problems: Receives the names that are not read.
+        cache: The values of the files that have been read. A file that is being read has none.
+    """
+    cache[path.resolve()] = []
+    own = _tree(text, suffix, path.name)
+    bases: list[Source] = []
+    for one in [one for one in own if one.path[:1] == ("defaults",)]:
+        for name in one.words or (one.value,) if len(one.path) == 1 else ("",):
+            if name == "_self_" or not path.name:
                 continue
-            found = re.compile(rf"(?m)^.*\b{re.escape(key)}\s*=").search(text, at)
-            at = found.end() if found else at
-            written = str(value).strip("[]")
-            line = 1 + text.count("\n", 0, at)
-            yield Source(written, key, written, "", line, path + as_path(key))
+            base = files.find(name, path.parent)
+            if isinstance(base, str):
+                problems.append(f"{one} {base}")
+            elif base.resolve() not in cache:
+                there = files.load(base)
+                bases += _with_bases(
+                    there, format_of(there, base.name), base, files, problems, cache
+                )
+            elif not cache[base.resolve()]:
+                problems.append(f"{one} leads back to this file")
+            else:
+                bases += cache[base.resolve()]
+    keys = {one.path for one in own}
+    found = [one for one in bases if one.path not in keys] + [
+        one for one in own if one.path[:1] != ("defaults",)
+    ]
+    cache[path.resolve()] = found
+    return found
 
-    return walk(required(name, "a launch file in TOML").loads(text), ())
+
+def _launch_of_tree(tree: Sequence[Source], problems: Sequence[str]) -> list[Launch]:
+    off = [
+        one.path[:-1]
+        for one in tree
+        if one.path[-1:] == ("enabled",) and str(one.value).lower() == "false"
+        if one.path[-2:-1] not in ((), ("colocated",))
+    ]
+    live = [one for one in tree if not any(one.path[: len(key)] == key for key in off)]
+    framework = _framework("", tree)
+    if framework is None:
+        return []
+    return [Launch(framework, 0, framework.rewritten(live), (), problems)]
+
+
+def _of_commands(
+    tree: Sequence[Source], path: Path, files: Files, given: Mapping[str, str]
+) -> Iterator[Launch]:
+    """Yield the programs that commands in a tree start, as in a manifest of Kubernetes."""
+    texts: dict[tuple[str, ...], list[tuple[str, int]]] = {}
+    for one in tree:
+        words = " ".join(map(shlex.quote, one.words)) if one.words else str(one.value)
+        if re.search(r"(^|\s)'?--?[A-Za-z]", words) or one.path[-1:] == ("command",):
+            texts.setdefault(one.path[:-1], []).append((words, one.line))
+    for place, parts in list(texts.items())[:_MOST_COMMANDS]:
+        context = [one for one in tree if one.path[:-1] == place]
+        is_one = len(parts) == 2 and not any("\n" in text for text, _ in parts)
+        for words, line in (
+            [(" ".join(text for text, _ in parts), parts[0][1])] if is_one else parts
+        ):
+            text = "\n" * (line - 1) + words
+            yield from _of_script(text, path, files, given, context)[0]
 
 
 # ---- scripts ------------------------------------------------------------------------------------
 
-# Repetitions are bounded, because many opening brackets would take quadratic time.
-_TOKEN = re.compile(
-    r"""(?P<space>[ \t\r]+|\\\r?\n) | (?P<comment>\#[^\n]*) | (?P<end>\n|[;&|()<>])
-    | (?P<word>(?: \\. | '[^']*' | "(?:\\.|[^"\\])*" | `[^`\n]{0,400}`
-        | \$\((?:[^()]|\((?:[^()]|\([^()]{0,99}\)){0,400}\)){0,400}\)
-        | \$\{(?:[^{}]|\{(?:[^{}]|\{[^{}]{0,99}\}){0,99}\}){0,99}\} | [^\s;&|()<>] )+)""",
-    re.VERBOSE | re.DOTALL,
-)
-_FLAG = re.compile(r"(--?[A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
-_OVERRIDE = re.compile(r"([+~]{0,2}\w+(?:\.[\w-]+)+)=(.*)", re.DOTALL)
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
-_VARIABLE = re.compile(
-    r"\$\{(?:oc\.(?:env|select):)?\s*([\w.]+)(?:(?::?[-=]|:(?=\d)|,)([^{}]*))?\}|"
-    r"\$([A-Za-z_]\w*|\d)"
-)
-_PRODUCT = re.compile(r"\$\(\(\s*([1-9]\d{0,8}(?:\s*[*/]\s*[1-9]\d{0,8}){0,9})\s*\)\)")
+
+def _of_script(
+    text: str,
+    path: Path,
+    files: Files,
+    given: Mapping[str, str],
+    context: Sequence[Source] = (),
+) -> tuple[list[Launch], list[Source]]:
+    """Return the programs that a script starts, and all settings of its commands."""
+    job = _job(text, path.name)
+    environment = dict(os.environ)
+    for one in job:
+        value = str(one.value).rpartition(":")[2]
+        environment |= dict.fromkeys(_SLURM.get(one.path[-1], ()), value)
+
+    def load(name: str) -> tuple[str, str] | None:
+        found = files.find_end(name) if path.name else None
+        return (found.name, files.load(found)) if found else None
+
+    may_start = any(one.is_named_in(text) for one in frameworks()[:-1])
+    paths = shell.paths(text, path.name, environment, given, load, only_first=not may_start)
+    at_place: dict[tuple[int, ...], list[tuple[shell.Path, shell.Command]]] = {}
+    for way in paths:
+        for command in way.commands:
+            at_place.setdefault(command.place, []).append((way, command))
+    launches: list[Launch] = []
+    every: list[Source] = []
+    for present in at_place.values():
+        first = present[0][1]
+        settings = _merged([_of_command(way, command) for way, command in present])
+        name = " ".join(shell.text_of(word) for word in first.words)[:4000]
+        settings.append(Source(name, path=("$command",)))
+        every += settings
+        framework = _framework(name, settings)
+        if framework is None and context and not launches:
+            framework = _framework(name, context)  # the image of a container tells it
+        if framework is not None:
+            settings = framework.rewritten(settings)
+            problems = _problems(paths, first)
+            line = first.line % shell.FILE
+            launches.append(Launch(framework, line, settings, job, problems, _tested(paths)))
+    for written in {one for way in paths for one in way.embedded}:
+        tree = _of_embedded(written, path.name)
+        every += tree
+        found = _launch_of_tree(tree, ())
+        launches += [attrs.evolve(one, job=job, line=written.line) for one in found]
+    least = min((launch.framework.level for launch in launches), default=0)
+    if least < 2:
+        launches = [launch for launch in launches if launch.framework.level < 2]
+    return launches, every
 
 
-@attrs.define
-class _Script:
-    """Collects the settings of a script, and the values of its variables so far."""
-
-    variables: dict[str, str]
-    settings: list[Source] = attrs.field(factory=list)
-    _of_job: set[tuple[str, ...]] = attrs.field(factory=set)
-
-    def read(self, text: str, line: int, depth: int = 0) -> None:
-        """Add the settings of a text that begins at `line`. Quoted commands are read too."""
-        flag: tuple[str, int] | None = None  # a flag whose value is the next word
-        for token, here in _tokens(text, line, is_script=depth == 0):
-            kind = token.lastgroup
-            word = _unquoted(token[0]) if kind == "word" else ""
-            found = _FLAG.fullmatch(word)
-            is_value = bool(flag and word and not found)
-            if flag and kind != "space":
-                self._add(flag[0], word if is_value else "true", flag[1])
-                flag = None
-            if token[0].startswith("#SBATCH"):
-                before = len(self.settings)
-                self.read(token[0].removeprefix("#SBATCH").partition(" #")[0], here, depth)
-                self._of_job |= {one.path for one in self.settings[before:]}
-            elif found and found[2] is None:
-                flag = found[1], here
-            elif pair := found or _OVERRIDE.fullmatch("" if is_value else word):
-                self._add(pair[1], pair[2], here)
-            elif pair := _ASSIGNMENT.fullmatch(word):
-                self.variables[pair[1]] = self._add(pair[1], pair[2], here, is_variable=True)
-                word = pair[2]
-            if depth < _MOST_PASSES and re.search(r"\s", word) and re.search(r"--\w|=", word):
-                self.read(word, here, depth + 1)
-        if flag:
-            self._add(flag[0], "true", flag[1])
-
-    def _add(self, key: str, raw: str, line: int, is_variable: bool = False) -> str:
-        path = ("nodes",) if key == "-N" else as_path(key)
-        value = fill(raw, self.variables)
-        if path in self._of_job:
-            return value  # srun --nodes=1 starts one step of a larger job
-        if is_variable and re.fullmatch(r"\$\{?\d+\}?", value) and key in self.variables:
-            return self.variables[key]  # the argument of an option that may not be given
-        self.settings.append(Source(value, key, raw, "", line, path, is_variable))
-        if not is_variable:
-            self.variables |= dict.fromkeys(SLURM.get(path[-1], ()), value.rpartition(":")[2])
-        return value
-
-
-def _tokens(text: str, line: int, *, is_script: bool) -> Iterator[tuple[re.Match[str], int]]:
-    """Yield the tokens of a text with their lines, without the texts that a script prints."""
-    is_first = True  # of the words of a command
-    is_printed = False
-    for token in _TOKEN.finditer(text):
-        if token.lastgroup == "end":
-            is_first = True
-            is_printed = False
-        elif token.lastgroup == "word":
-            is_printed |= is_script and is_first and token[0] in ("echo", "printf")
-            is_first = False
-        if not is_printed:
-            yield token, line
-        line += token[0].count("\n")
-
-
-def _unquoted(word: str) -> str:
-    """Return a word without its quotes and escapes."""
-    if "$(" in word or not re.search(r"""["'\\]""", word):
-        return word
+def _of_embedded(written: shell.Embedded, file: str) -> list[Source]:
+    """Return the settings of a file that a script writes."""
     try:
-        return " ".join(shlex.split(word))
-    except ValueError:  # a quote without an end
-        return word
+        tree = _tree(written.text, written.name.rpartition(".")[2], written.name)
+    except LayoutError:
+        return []  # some values are known only to the running script
+    return [attrs.evolve(one, line=one.line + written.line - 1, file=file) for one in tree]
 
 
-def fill(text: str, values: Mapping[str, str]) -> str:
-    """Return text with variables and products substituted. Unknown variables remain as written.
+def _framework(command: str, settings: Sequence[Source]) -> Framework | None:
+    return next((one for one in frameworks() if one.is_evident(command, settings)), None)
+
+
+def _job(text: str, file: str) -> list[Source]:
+    """Return the `#SBATCH` options of a script."""
+    found = [
+        one
+        for line, words in shell.job_options(text)
+        for one, _ in _of_words([(word, word, line, line) for word in words])
+    ]
+    return [attrs.evolve(one, file=file) for one in found]
+
+
+def _of_command(path: shell.Path, command: shell.Command) -> list[tuple[Source, int]]:
+    """Return the settings of a command, with the lines that assigned their values."""
+    found: list[tuple[Source, int]] = []
+    for name, word in command.variables.items():
+        if f"${name}" in _variables():
+            text, raw = shell.text_of(word), "".join(piece.raw for piece in word)
+            found.append((Source(text, name, raw, "", word[0].line, (f"${name}",)), word[0].line))
+    words = [
+        (
+            shell.text_of(word),
+            "".join(piece.raw for piece in word),
+            word[0].line,
+            max((piece.origin for piece in word), default=0) or word[-1].line,
+        )
+        for word in command.words
+    ]
+    found += _of_words(words)
+    located = []
+    for one, origin in found:
+        file, line = path.where(one.line)
+        located.append((attrs.evolve(one, file=file, line=line), path.where(origin)[1]))
+    return located
+
+
+@functools.cache
+def _variables() -> frozenset[str]:
+    """Return the variables of scripts that set a number of ranks, as "$NAME"."""
+    keys = [key for one in frameworks() for keys in one.world.values() for key in keys]
+    return frozenset(key for key in keys if key.startswith("$"))
+
+
+def _of_words(words: Sequence[tuple[str, str, int, int]]) -> list[tuple[Source, int]]:
+    """Return the flags and overrides among the words of a command.
 
     Args:
-        text: The text, such as "$((${GPUS:-8} * N))" or OmegaConf's "${oc.select:actor.tp,1}".
-        values: The values of the variables.
-
-    Example:
-        >>> fill("$((${GPUS:-8} * $N)) $X", {"N": "2"})
-        '16 $X'
+        words: For each word its text, the text as written, its line and the line of its value.
     """
+    found: list[tuple[Source, int]] = []
+    flag: tuple[str, int] | None = None  # a flag whose value is the next word
+    for text, raw, line, origin in [*words, ("--", "", 0, 0)]:
+        matched = _FLAG.fullmatch(text)
+        if flag:
+            is_next = not matched and text != "--"
+            value, written = (text, raw) if is_next else ("true", "")
+            path = ("nodes",) if flag[0] == "-N" else as_path(flag[0])
+            found.append((Source(value, flag[0], written, "", flag[1], path), origin or flag[1]))
+            flag = None
+            if is_next:
+                continue
+        pair = matched or _OVERRIDE.fullmatch(text)
+        if matched and matched[2] is None:
+            flag = matched[1], line
+        elif pair:
+            written = raw.partition("=")[2] or raw
+            found.append((Source(pair[2], pair[1], written, "", line, as_path(pair[1])), origin))
+    return found
 
-    def value_of(found: re.Match[str]) -> str:
-        name, default, plain = found.groups()
-        value = values.get(name or plain) or default
-        return found[0] if value is None or len(value) > _LONGEST else value
 
-    def in_product(found: re.Match[str]) -> str:
-        return re.sub(r"\b[A-Za-z_]\w*", lambda name: values.get(name[0], name[0]), found[0])
+def _merged(paths: Sequence[Sequence[tuple[Source, int]]]) -> list[Source]:
+    """Return the settings of one command, with the values that they have on other paths."""
+    last = [{one.path: (one.value, line) for one, line in settings} for settings in paths]
+    found = {one.path: one for settings in reversed(paths) for one, _ in settings}
+    for key, one in found.items():
+        values = dict.fromkeys(each.get(key) for each in last)
+        if len({value and value[0] for value in values}) > 1:
+            others = (f"{v[0]} in line {v[1]}" if v else "not given" for v in values)
+            found[key] = attrs.evolve(one, others=tuple(others))
+    first = [one for one, _ in paths[0]]
+    missing = [one for key, one in found.items() if key not in last[0]]
+    return [attrs.evolve(one, others=found[one.path].others) for one in first] + missing
 
-    def product(found: re.Match[str]) -> str:
-        result = 1
-        for sign, number in re.findall(r"([*/]?)\s*(\d+)", found[1]):
-            result = result // int(number) if sign == "/" else result * int(number)
-        return str(result)
 
-    for _ in range(_MOST_PASSES):
-        if "$" not in text or len(text) > _LONGEST:
-            break
-        text = _VARIABLE.sub(value_of, text)
-        text = re.sub(r"\$\(\([^()]*\)\)", in_product, text)
-        text = _PRODUCT.sub(product, text)
-    return text
+def _problems(paths: Sequence[shell.Path], command: shell.Command) -> list[str]:
+    """Return problems about the arguments of a command that are not read, or not passed to it."""
+    file = f"{paths[0].files[0]}:" if paths[0].files[0] else "line "
+    found = [
+        f"{file}{line} {word} does not belong to the command: a comment above it ends the command"
+        for way in paths
+        for place, line, word in way.broken
+        if place == command.place
+    ]
+    unread = next((one for way in paths for one in way.unread), None)
+    evals = [line for way in paths for line, name in way.unread if name == "eval"]
+    if evals:
+        found.append(f"{file}{evals[0]} eval runs a text that is not read")
+    unset = [
+        piece
+        for word in command.words
+        for piece in word[:1]
+        if len(word) == 1
+        and piece.unset
+        and not piece.unset.isdecimal()
+        and piece.unset not in "@*"
+    ]
+    if unread is not None and unset:
+        found.append(
+            f"{file}{unread[0]} {unread[1]} is not read, and may set {unset[0].raw}; "
+            f"pass it, as in --include FILE"
+        )
+    return [printable(text) for text in found]
+
+
+def _tested(paths: Sequence[shell.Path]) -> list[str]:
+    """Return the variables that the conditions of a script test."""
+    texts = [str(key) for way in paths for key, _ in way.choices]
+    names = re.findall(r"\$\{?(\w+)", " ".join(texts))
+    return list(dict.fromkeys(names))[:3]
+
+
+def load_text(given: str | os.PathLike[str], files: Files, *, is_text: bool) -> str:
+    """Return the text of a launch file, or the given text itself."""
+    if is_text:
+        return files.decode(str(given).encode(errors="replace"), "the text")
+    return files.load(Path(given))

@@ -8,21 +8,20 @@ import time
 from pathlib import Path
 
 import pytest
-from time_limits import scaled_s
 
 from hypercomm import read_config
-from hypercomm.compat.launch_options import module_and_size, similar_size
 from hypercomm.errors import HyperCommError, LayoutError
-from hypercomm.tools.launch_files.reading import read_settings
+from hypercomm.tools.launch_files import shell
+from hypercomm.tools.launch_files.tables import frameworks, similar
 
 RUN = "torchrun --nproc-per-node 8 train.py --tensor-model-parallel-size"
 
 
 @contextlib.contextmanager
-def within(quiet_s):
-    begin = time.monotonic()
+def within(processor_s):
+    begin = time.process_time()
     yield
-    assert time.monotonic() - begin < scaled_s(quiet_s)
+    assert time.process_time() - begin < processor_s
 
 
 # A file that is not a launch file raises with the reason.
@@ -41,7 +40,7 @@ def within(quiet_s):
             b"[parallelism]\na_parallel_degree = 1\na_parallel_degree = 2",
             "not valid toml",
         ),
-        ("a.sh", b"python train.py --lr 3", "unknown framework: it has no flag, key or command of"),
+        ("a.sh", b"python train.py --lr 3", "unknown framework: it starts no program and has"),
         ("a.sh", b"", "unknown framework"),
     ],
 )
@@ -93,7 +92,7 @@ actor:
   path: !custom {a: b}
 """
     config = read_config(text, 8)
-    assert str(config.layouts["actor"]) == "tp=4,cp=1,dp=1,pp=2"
+    assert str(config.layouts["training"]) == "tp=4,cp=1,dp=1,pp=2"
 
 
 # Text that could take a parser very long is read fast.
@@ -117,8 +116,8 @@ actor:
     ],
 )
 def test_hostile_text_is_read_fast(hostile):
-    with within(6):
-        read_settings(hostile * (20_000 // len(hostile)), "a.sh", {})
+    with within(6), contextlib.suppress(HyperCommError):
+        shell.paths(hostile * (20_000 // len(hostile)), "a.sh", {}, {})
 
 
 # A value is a problem if it contains an unset variable or a command, or if it is not a number. The
@@ -130,7 +129,7 @@ def test_hostile_text_is_read_fast(hostile):
             f"{RUN} $TPX",
             "line 1 --tensor-model-parallel-size $TPX needs TPX, which is not set; set it",
         ),
-        (f"{RUN} ${{TPX}}", "needs TPX, which is not set; set it, as in TPX=8 hypercomm plan"),
+        (f"{RUN} ${{TPX}}", "needs TPX, which is not set; set it, as in --set TPX=8"),
         (
             f"TPX=$1\n{RUN} $TPX",
             "line 2 --tensor-model-parallel-size $TPX is argument 1 of the script",
@@ -156,19 +155,110 @@ def test_values_that_cannot_be_read(text, problem):
         config.grids()
 
 
-# If a size has two values, the later one counts, and the problem names both lines.
-def test_two_values_of_one_size(tmp_path):
-    (tmp_path / "run.sh").write_text(
-        f"TP=2\nif [ $BIG ]; then\n  A=(--tensor-model-parallel-size 4)\nfi\n{RUN} $TP ${{A[@]}}\n"
-    )
-    config = read_config(tmp_path / "run.sh")
-    assert str(config.layouts["training"]) == "tp=2,cp=1,dp=4,pp=1"
-    (problem,) = config.problems
-    assert problem == (
-        "run.sh:5 --tensor-model-parallel-size $TP replaces another value of tp (4 in line 3)"
+# If a size has two values in one command, the later one counts, and the problem names both lines.
+def test_two_values_of_one_size():
+    config = read_config(f"A=(--tensor-model-parallel-size 4)\n{RUN} 2 ${{A[@]}}\n")
+    assert str(config.layouts["training"]) == "tp=4,cp=1,dp=2,pp=1"
+    assert config.problems == (
+        "line 1 --tensor-model-parallel-size 4 replaces another value of tp (2 in line 2)",
     )
     twice = read_config("tensor_model_parallel_size: 2\ntensor_model_parallel_size: 4", 8)
     assert "replaces another value of tp (2 in line 1)" in twice.problems[0]
+
+
+IF = "if [ $BIG = 1 ]; then\n  {}\nelse\n  {}\nfi\n"
+CASE = "case $1 in\n  small) {};;\n  large) {};;\n  *) exit 1;;\nesac\n"
+NODES = "torchrun --nnodes $N --nproc-per-node 8 t.py --tensor-model-parallel-size 2"
+
+
+# Values that differ between branches are a problem that names both values and their lines. With
+# the variable that decides, there is one plan for each branch.
+@pytest.mark.parametrize(
+    ("text", "lines", "name", "choices"),
+    [
+        (CASE.format("TP=2", "TP=8") + f"{RUN} $TP", (2, 3), "1", {"small": 2, "large": 8}),
+        (IF.format("TP=2", "TP=8") + f"{RUN} $TP", (2, 4), "BIG", {"1": 2, "0": 8}),
+        (
+            f'X=1\n[ "$BIG" = 1 ] && TP=1\n{RUN} ${{TP:-2}}',
+            (2, 3),
+            "BIG",
+            {"1": 1, "0": 2},
+        ),
+        (
+            "f() {\n" + IF.format("TP=2", "TP=8") + "}\nf\n" + f"{RUN} $TP",
+            (3, 5),
+            "BIG",
+            {"1": 2, "0": 8},
+        ),
+    ],
+)
+def test_branches(text, lines, name, choices):
+    config = read_config(text)
+    assert config.views == {}
+    (problem,) = config.problems
+    values = list(choices.values())
+    for value, line in zip(values, lines, strict=True):
+        assert re.search(rf"\b{value} in line {line}\b", problem), problem
+    assert f"--set {name}=" in problem
+    for choice, size in choices.items():
+        decided = read_config(text, variables={name: choice})
+        assert decided.layouts["training"].size_of("tp") == size
+        assert decided.problems == ()
+    assert read_config(text, variables={"TP": "4"}).layouts["training"].size_of("tp") == 4
+
+
+def test_branches_of_node_counts():
+    text = CASE.format("N=1", "N=4") + NODES
+    (problem,) = read_config(text).problems
+    assert "1 in line 2 or 4 in line 3" in problem
+    assert read_config(text, variables={"1": "large"}).world_size == 32
+
+
+# Flags that only one branch adds are a problem, too. A branch that only prints or ends the script
+# is none.
+def test_branches_that_add_flags():
+    flag = "--expert-model-parallel-size=4"
+    text = f'[ -n "$EP" ] || A=1\nif [ $MOE = 1 ]; then A={flag}; fi\n{RUN} 1 $A'
+    assert "4 in line 2 or not given" in read_config(text).problems[0]
+    checks = f"if [ $# -lt 1 ]; then echo usage; exit 1; fi\n[[ -d x ]] || exit 1\n{RUN} 2"
+    assert read_config(checks).problems == ()
+
+
+# Two commands in one script are both shown.
+def test_two_commands():
+    config = read_config(f"{RUN} 2\n{RUN} 4\nfor t in 1 8; do {RUN} $t; done\n")
+    sizes = {name: views.base.size_of("tp") for name, views in config.views.items()}
+    assert sizes == {"training@1": 2, "training@2": 4, "training@3": 1, "training@3#2": 8}
+    both = read_config(f"vllm serve m -tp 4\n{RUN} 2")
+    assert both.framework == "vLLM and Megatron-LM"
+    assert list(both.views) == ["inference@1", "training@2"]
+
+
+# Of arrays, functions, defaults, arithmetic and here-documents, the values of the shell are read.
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"A=(--x 1)\nA+=(--context-parallel-size $((2 * 2)))\n{RUN} 2 ${{A[@]}}",
+        f'A="--x 1"\nA="$A --context-parallel-size ${{CPX:-4}}"\n{RUN} 2 $A',
+        f"f() {{ {RUN} $1 $2 $3; }}\nf 2 --context-parallel-size 4",
+        f"bash -c '{RUN} 2 \\\n --context-parallel-size=4'",
+        f"cat > a.sh <<EOF\n{RUN} 2 --context-parallel-size 4\nEOF\nsbatch a.sh",
+        f"CMD='{RUN} 2'\neval $CMD --context-parallel-size 4",
+        f"declare -A M=([a]=4)\nk=a\n{RUN} 2 --context-parallel-size ${{M[$k]}}",
+        f"IFS=, read -r T C <<< 2,4\n{RUN} $T --context-parallel-size $C",
+        f"read -r -d '' A <<EOF\n--context-parallel-size 4\nEOF\n{RUN} 2 $A",
+    ],
+)
+def test_shell(text):
+    config = read_config(text)
+    assert str(config.layouts["training"]) == "tp=2,cp=4,dp=1,pp=1"
+    assert config.problems == ()
+
+
+# A configuration that a script writes is read, too.
+def test_here_document_of_json():
+    text = 'cat <<EOT > ds.json\n{"zero_optimization": {"stage": 3}}\nEOT\n'
+    assert str(read_config(text, 8).layouts["training"]) == "tp=1,sp=1,dp=8"
 
 
 # If sizes do not divide the world, the problem names sizes and numbers of ranks that would work.
@@ -320,5 +410,171 @@ From `ParallelConfig` of vLLM, and from `ServerArgs` of SGLang.
 def test_real_options_are_not_misspelt_sizes():
     options = megatron_options()
     assert {"tensor_model_parallel_size", "virtual_pipeline_model_parallel_size"} <= options
-    others = {one for one in options | ENGINE_OPTIONS if not module_and_size((one,))[1]}
-    assert [one for one in others if similar_size((one,))] == []
+    keys = [key for one in frameworks() for key in one.known_keys()]
+    others = (options | ENGINE_OPTIONS) - {key.rpartition(".")[2] for key in keys}
+    assert [one for one in others if similar(one, keys)] == []
+
+
+# ---- files that a file names --------------------------------------------------------------------
+
+NEMO = "policy: {megatron_cfg: {enabled: true, tensor_model_parallel_size: 2}}\n"
+
+
+@pytest.fixture
+def job(tmp_path):
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (tmp_path / "secret.yaml").write_text("password: hunter2\n: {\n")
+    (tmp_path / "base.yaml").write_text(f"{NEMO}cluster: {{num_nodes: 1, gpus_per_node: 8}}\n")
+    return folder
+
+
+# Files outside the folder of the file are not read, unless the user includes them.
+@pytest.mark.parametrize("name", ["../secret.yaml", "/etc/passwd", "../base.yaml", "link.yaml"])
+def test_files_outside_the_folder(name, job):
+    (job / "link.yaml").symlink_to(job.parent / "base.yaml")
+    (job / "a.yaml").write_text(f"defaults: {name}\n{NEMO}")
+    config = read_config(job / "a.yaml", 8)
+    assert any(
+        "is outside the folder of the file; pass it, as in --include" in one
+        for one in config.problems
+    )
+    assert "hunter2" not in str(config)
+    assert "root:" not in str(config)
+    if "secret" not in name and "etc" not in name:
+        included = read_config(job / "a.yaml", include=[job.parent])
+        assert (included.world_size, included.problems) == (8, ())
+
+
+# A file that names itself, directly or in a circle, is a problem. Each file is read once.
+@pytest.mark.parametrize("names", [["a"], ["b", "a"], ["b", "c", "a"]])
+def test_circles_of_files(names, job):
+    for here, there in zip(["a", *names], names, strict=False):
+        (job / f"{here}.yaml").write_text(f"defaults: {there}.yaml\n{NEMO}")
+    config = read_config(job / "a.yaml", 8)
+    assert any("leads back to this file" in one for one in config.problems)
+
+
+def test_files_that_are_named_often(job):
+    many = ", ".join(["b.yaml"] * 40)
+    (job / "a.yaml").write_text(f"defaults: [{many}]\n{NEMO}")
+    (job / "b.yaml").write_text(f"defaults: [{', '.join(['c.yaml'] * 40)}]\nx: 1\n")
+    (job / "c.yaml").write_text("y: 1\n")
+    with within(2):
+        assert read_config(job / "a.yaml", 8).problems == ()
+    for at in range(80):
+        (job / f"n{at}.yaml").write_text(f"defaults: n{at + 1}.yaml\nx: 1\n")
+    (job / "a.yaml").write_text(f"defaults: n0.yaml\n{NEMO}")
+    with pytest.raises(LayoutError, match="one of more than 64 files"):
+        read_config(job / "a.yaml", 8)
+
+
+# A script that sources a file outside its folder names the arguments that the file may set.
+def test_sourced_files(job):
+    (job.parent / "args.sh").write_text("ARGS=(--tensor-model-parallel-size 2)\n")
+    (job / "run.sh").write_text(
+        f'source "$(dirname $0)/../args.sh"\n{RUN.rpartition(" ")[0]} ${{ARGS[@]}}\n'
+    )
+    with pytest.raises(LayoutError, match="unknown framework"):
+        read_config(job / "run.sh")
+    (job / "run.sh").write_text(f"source ../args.sh\n{RUN} 2 ${{MORE[@]}}\n")
+    assert "args.sh is not read, and may set ${MORE[@]}" in read_config(job / "run.sh").problems[0]
+    (job / "own.sh").write_text("TP=4\n")
+    (job / "run.sh").write_text(f"source /root/job/own.sh\n{RUN} $TP\n")
+    assert read_config(job / "run.sh").source("tp").value == 4
+
+
+# A file with many tables is read fast. One with more values than the limit is a problem.
+def test_thousands_of_tables():
+    text = "".join(f"[t{at}]\n" for at in range(16_000))
+    with within(5):
+        config = read_config(f"[parallelism]\ntensor_parallel_degree = 2\n{text}", 8)
+    assert config.problems == ()
+    with within(5), pytest.raises(LayoutError, match="more than 20,000 values"):
+        read_config("".join(f"[{at}]\n" for at in range(21_000)))
+
+
+# Characters that a terminal interprets are replaced, wherever a file has them.
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.sh", f"{RUN} \x1b[31m8"),
+        ("a.sh", f"X=$'\x1b[2J'\n{RUN} $X"),
+        ("a.yaml", 'tensor_model_parallel_size: "\\e]0;x\\a"'),
+        ("a.yaml", 'tensor_model_parallel_size: 2\n"\\e[1mtensor_parallel_size": 4'),
+        ("a.toml", '[parallelism]\ntensor_parallel_degree = "\\u001b[1m"'),
+        ("a.yaml", "defaults: \x9b1m.yaml\ntensor_model_parallel_size: 2"),
+        ("a\x1b[1m.sh", f"{RUN} 8 --tensor-model-paralel-size 3"),
+        ("\x1b[1m.sh", "python train.py"),
+    ],
+)
+def test_terminal_escapes(name, text, tmp_path, in_process):
+    file = tmp_path / name
+    file.write_text(text, encoding="utf-8")
+    done = in_process("plan", str(file), "--world-size", "8")
+    shown = done.stdout + done.stderr
+    assert shown
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown), shown
+
+
+# ---- frameworks ---------------------------------------------------------------------------------
+
+
+# A file without a size, an unknown key that looks like a size, and numbers of ranks that contradict
+# each other are problems.
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("python -m verl.trainer.main_eval x=1", "no size of verl was found; give the file that"),
+        ("parallelism: {tp_mode: REDUCE}\nmodel: {x: 1}", "no size of nanotron was found"),
+        (
+            "pipe_parallel_size: 2\nexpert_parallel_size: 4",
+            "expert_parallel_size 4 looks like a size",
+        ),
+        (
+            "actor: {backend: 'fsdp:d4'}\ncluster: {n_nodes: 1}\nrollout: {tp_size: 4}",
+            "tp_size 4 looks",
+        ),
+        (
+            f"#!/bin/bash\n#SBATCH --nodes=4 --gres=gpu:8\n{RUN} 2 --nnodes 2",
+            "line 3 --nnodes 2 contradicts line 2 --nodes 4; give --world-size",
+        ),
+        (
+            f"{RUN} 2 --num_processes 16 --num_machines 1",
+            "contradicts 8 ranks = 1 nodes of 8",
+        ),
+        (
+            "actor: {backend: 'fsdp:d16'}\ncluster: {n_nodes: 1, n_gpus_per_node: 8}",
+            "actor: its sizes need 16 ranks; there are 8",
+        ),
+        (
+            '{"zero_optimization": {"stage": 3}}',
+            "dp = all ranks, and the number of ranks is not given",
+        ),
+    ],
+)
+def test_never_half(text, problem):
+    problems = read_config(text).problems
+    assert any(problem in one for one in problems), problems
+
+
+def test_plain_zero_has_all_ranks():
+    config = read_config('{"zero_optimization": {"stage": 3}}', 8)
+    assert str(config.source("dp")) == "all ranks"
+
+
+# A word is no evidence for a framework.
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# megatron\npython train.py",
+        "echo torchrun pretrain_gpt.py --tensor-model-parallel-size 2",
+        "pip install megatron-core vllm sglang",
+        "context_parallel_size: 2",
+        "git clone https://x/Megatron-LM && cd Megatron-LM",
+        "deepspeed: true",
+    ],
+)
+def test_words_are_no_evidence(text):
+    with pytest.raises(LayoutError, match="unknown framework"):
+        read_config(text)

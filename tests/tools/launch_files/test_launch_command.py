@@ -187,3 +187,36 @@ def test_files_without_a_common_module(tmp_path, in_process):
     )
     files[1].write_text("torchrun --nproc-per-node 8 t.py --tensor-model-parallel-size 2")
     assert "no module is in both files" in in_process("diff", *map(str, files)).stdout
+
+
+# --set decides a branch, and --include lets a file outside the folder be read.
+def test_set_and_include(tmp_path, in_process):
+    (tmp_path / "job").mkdir()
+    (tmp_path / "args.sh").write_text("SIZES=(--tensor-model-parallel-size $TP)\n")
+    file = tmp_path / "job" / "run.sh"
+    file.write_text(
+        "case $1 in 7b) TP=2;; 70b) TP=8;; esac\nsource ../args.sh\n"
+        "torchrun --nproc-per-node 8 pretrain_gpt.py ${SIZES[@]}\n"
+    )
+    done = in_process("plan", str(file))
+    assert done.returncode == 1
+    assert "run.sh:2 source ../args.sh is not read, and may set ${SIZES[@]}" in done.stdout
+    included = ["--include", str(tmp_path)]
+    done = in_process("plan", str(file), *included)
+    assert done.returncode == 1
+    assert "2 in line 1 or 8 in line 1 or" in done.stdout
+    for argument, size in (("7b", 2), ("70b", 8)):
+        done = in_process("plan", str(file), *included, "--set", f"1={argument}")
+        assert done.returncode == 0, done.stdout
+        assert f"tp={size},cp=1,dp={8 // size},pp=1" in done.stdout
+    wrong = in_process("plan", str(file), "--set", "TP")
+    assert wrong.returncode == 2
+    assert "write NAME=VALUE" in wrong.stderr
+
+
+# The help has paragraphs without the indentation of the docstrings.
+@pytest.mark.parametrize("command", ["plan", "place", "draw", "diff"])
+def test_help(command, in_process):
+    text = in_process(command, "--help").stdout.partition("Options:")[0]
+    assert "a launch file of Megatron" in text
+    assert not [line for line in text.splitlines() if "  " in line.strip()]
