@@ -35,6 +35,9 @@ LARGEST_RANK = 2**31 - 1
 _SEPARATORS = ",=+-"
 """Characters that have a meaning in the text forms. A dim name cannot contain them."""
 
+LONGEST_NAME = 255
+"""The most characters of a name, because names are parts of keys in the job's store."""
+
 
 # ---- numbers, choices ---------------------------------------------------------------------------
 
@@ -217,6 +220,8 @@ def as_names(value: object, what: str = "dim name") -> tuple[str, ...]:
         elif not name.isprintable() or {*name} & {*_SEPARATORS, " "}:
             allowed = f"must be printable, without white space and without any of {_SEPARATORS!r}"
             wrong = f"every {what} {allowed}, got {short_repr(name)}"
+        elif len(name) > LONGEST_NAME:
+            wrong = f"every {what} must have at most {LONGEST_NAME} characters, got {len(name)}"
         elif names.count(name) > 1:
             wrong = f"duplicate {plural}: {name!r} is listed twice"
         else:

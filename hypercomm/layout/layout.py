@@ -276,8 +276,11 @@ class RankLayout:
             LayoutError: The text is not the JSON form of a layout.
         """
         try:
-            return cls(**json.loads(text))
-        except (TypeError, json.JSONDecodeError, RecursionError) as error:
+            fields = json.loads(text)
+            return cls(**fields)
+        except LayoutError:
+            raise
+        except (TypeError, ValueError, RecursionError) as error:  # also an int that is too long
             raise LayoutError(
                 f"{short_repr(text)} is not the JSON form of a layout: {error}"
             ) from error

@@ -11,16 +11,13 @@ from typing import Any, Literal, get_args
 import attrs
 
 from hypercomm.errors import GroupOptionsError
-from hypercomm.layout.checks import check_choice, check_duration, is_utf8
+from hypercomm.layout.checks import LONGEST_NAME, check_choice, check_duration, is_utf8
 from hypercomm.layout.text import short_repr
 from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.world import World
 
 StrategyName = Literal["auto", "enumerate", "local", "split"]
 Share = Literal["never", "identical"]
-
-_LONGEST_NAME = 255
-"""The most characters of a name, because names are parts of keys in the store."""
 
 
 @attrs.frozen(cache_hash=True)
@@ -180,9 +177,9 @@ def check_choices(creation: object, share: object) -> None:
 
 def check_name(name: object) -> None:
     """Raise unless a name can be part of a key in the store."""
-    if not isinstance(name, str) or not name or not is_utf8(name) or len(name) > _LONGEST_NAME:
+    if not isinstance(name, str) or not name or not is_utf8(name) or len(name) > LONGEST_NAME:
         raise GroupOptionsError(
-            f"name must be a string of 1 to {_LONGEST_NAME} characters that can be written as "
+            f"name must be a string of 1 to {LONGEST_NAME} characters that can be written as "
             f"UTF-8, got {short_repr(name)}"
         )
 

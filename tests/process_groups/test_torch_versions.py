@@ -25,7 +25,8 @@ VERSION = torch.torch_version.TorchVersion(torch.__version__)
 
 
 # If gloo cannot be set up on one rank, its error gives the reason. The other rank waits inside
-# torch until its timeout. Both errors say that all ranks had arrived. Afterwards, groups can be created.
+# torch until its timeout. Both errors say that all ranks had arrived. Afterwards, groups can be
+# created.
 @pytest.mark.ranks(2)
 def test_failed_gloo_setup_is_reported():
     grid = HyperCommGrid([2], ["dp"])

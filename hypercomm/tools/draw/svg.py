@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -21,6 +22,9 @@ _STYLE = """.hc text{font:12px system-ui,'Segoe UI','DejaVu Sans',Arial,sans-ser
 .hc .frame{fill:#f6f8fa;stroke:#afb8c1} .hc .arrow{stroke:#57606a;fill:#57606a}"""
 
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+
+
 class _Block(NamedTuple):
     """A rectangle in pixels, with its upper left corner at 0, 0."""
 
@@ -36,7 +40,7 @@ def svg_of(picture: Box) -> str:
     height = f"{inside.height + 40:.0f}"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="hc" role="img" width="{width}" '
-        f'height="{height}" viewBox="0 0 {width} {height}"><title>{html.escape(picture.bold)}'
+        f'height="{height}" viewBox="0 0 {width} {height}"><title>{_escape(picture.bold)}'
         f'</title><style>{_STYLE}</style><rect width="100%" height="100%" fill="#fff"/>'
         f"{_moved(inside, 20, 20)}</svg>\n"
     )
@@ -51,6 +55,11 @@ def _block(part: Part) -> _Block:
     return _box(part) if isinstance(part, Box) else _table(part)
 
 
+def _escape(text: str) -> str:
+    """Return a text as XML. XML has no form for control characters."""
+    return html.escape(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", text))
+
+
 def _width(text: str, size: float = 12) -> float:
     """Estimate the width of a text."""
     return 0.6 * size * len(text)
@@ -58,7 +67,7 @@ def _width(text: str, size: float = 12) -> float:
 
 def _text(x: float, y: float, text: str, look: str) -> str:
     """Return the markup of a text whose base line is at `y`."""
-    return f'<text x="{x:.1f}" y="{y:.1f}" class="{look}">{html.escape(text)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{look}">{_escape(text)}</text>'
 
 
 def _rectangle(at: float, width: float, height: float, look: str) -> str:
@@ -83,7 +92,7 @@ def _in_row(blocks: Sequence[_Block], gap: float) -> _Block:
 
 
 def _cell(cell: Cell, width: float, look: str) -> _Block:
-    markup = f"<title>{html.escape(cell.tip)}</title>" if cell.tip else ""
+    markup = f"<title>{_escape(cell.tip)}</title>" if cell.tip else ""
     markup += _rectangle(0, width, 24, f'fill="{cell.fill or "none"}"')
     markup += _text(width / 2 if look == "middle" else 8, 16, cell.text, look)
     return _Block(width, 24, f'<g class="cell">{markup}</g>')

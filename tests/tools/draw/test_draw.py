@@ -310,3 +310,10 @@ def test_accepted_forms_of_a_layout():
     placed = place("tp=2,dp=4", on=4)
     assert draw(placed).svg() == draw(layout, on=4).svg()
     assert draw(placed, on=2).svg() == draw(layout, on=2).svg()
+
+
+# Control characters in the name of a host do not make the SVG invalid.
+def test_control_characters_in_names():
+    topology = Topology([Level("host", [0, 0, 1, 1], ["a\x00\x1b[31m", "b"])])
+    svg = draw(RankLayout("tp=4"), on=topology).svg()
+    assert any("a\N{REPLACEMENT CHARACTER}" in text for text in texts_of(svg))
