@@ -63,10 +63,12 @@ def connect(
         items = _items_of(groups, along, scope.world)
     lines = [f"{CALL} with edges along {', '.join(along) or 'no dim'}"]
     lines += [entry.spec.describe() for entry in groups]
-    with meet(scope, Call.of(CALL, lines), scope.world.limit_s(timeout)):
+    limit_s = scope.world.limit_s(timeout)
+    with meet(scope, Call.of(CALL, lines), limit_s) as meeting:
         if not _is_live(scope.world):
             return [item.row for item in items]
-        return [item.connect(scope.world.rank) for item in items]
+        until = time.monotonic() + min(meeting.left_s, limit_s)
+        return [item.connect(scope.world.rank, until) for item in items]
 
 
 # ---- communicators and edges --------------------------------------------------------------------
@@ -81,8 +83,8 @@ class _Item:
     row: Connection
     is_edge: bool = False
 
-    def connect(self, rank: int) -> Connection:
-        """Communicate, and return the row with the duration in seconds.
+    def connect(self, rank: int, until: float) -> Connection:
+        """Communicate until a time of `time.monotonic`. Return the row with the duration.
 
         Raises:
             CreationError: A collective failed.
@@ -91,7 +93,7 @@ class _Item:
             return self.row
         begin = time.perf_counter()
         try:
-            self._communicate(rank)
+            self._communicate(rank, until)
         except RuntimeError as error:
             reason = str(error).partition(". This is typically")[0]
             failure = CreationError(
@@ -102,7 +104,7 @@ class _Item:
             raise failure from error
         return attrs.evolve(self.row, seconds=time.perf_counter() - begin)
 
-    def _communicate(self, rank: int) -> None:
+    def _communicate(self, rank: int, until: float) -> None:
         device = torch.device(self.device)
         if device.type != "cpu":  # this rank has made its device the current one
             device = torch.device(self.device, getattr(torch, self.device).current_device())
@@ -111,10 +113,11 @@ class _Item:
             (other,) = {*self.row.ranks} - {rank}
             receive = dist.P2POp(dist.irecv, torch.empty_like(own), other, self.group)
             send = dist.P2POp(dist.isend, own, other, self.group)
-            for work in dist.batch_isend_irecv([receive, send]):
-                work.wait()
+            works = dist.batch_isend_irecv([receive, send])
         else:
-            dist.all_reduce(own, group=self.group)
+            works = [dist.all_reduce(own, group=self.group, async_op=True)]
+        for work in works:
+            work.wait(timedelta(seconds=max(0.001, min(until - time.monotonic(), 1e8))))
         own.item()  # waits until an accelerator has finished
 
 

@@ -740,9 +740,10 @@ class GridView:
             GroupCreationTimeout: Ranks did not arrive in time. The message names the ranks and
                 their groups.
             OutcomeUnknownError: The job's store is lost.
-            CreationError: Another thread connects or reshapes the grid, a collective failed, or the
-                other ranks timed out just before this rank arrived. In the last case, repeat the
-                call on all ranks.
+            CreationError: Another thread connects or reshapes the grid, or a collective failed or
+                did not end in time. `error.group` names its group.
+            LateRankError: The other ranks timed out before this rank arrived. Repeat the call on
+                all ranks.
             UnknownDimError, LayoutError, GroupOptionsError: An argument is wrong.
             GridDestroyedError: The grid was destroyed.
 
