@@ -909,8 +909,11 @@ _active: set[Meeting] = set()
 
 def _end_all() -> None:
     """End all calls when the interpreter exits, so that no helper thread is left in a request."""
-    for meeting in list(_active):
+    meetings = list(_active)
+    for meeting in meetings:
         meeting._give_up("has exited")
+    if meetings:
+        system.sleep(2 * _LINGER_S)
 
 
 atexit.register(_end_all)
