@@ -89,7 +89,10 @@ _SEARCHERS = 16
 """Number of ranks that look for the cause in a scope of one block. Otherwise one per block."""
 
 _LEAST_STALE = 16
-"""A rank deletes keys once it has at least this many keys that no rank needs any more."""
+"""Number of keys that no rank needs any more at which a rank that waits deletes them."""
+
+_MOST_STALE = 64
+"""Number of such keys at which a rank that does not wait deletes them."""
 
 SAME_CALLS = "every rank must make the same calls in the same order"
 
@@ -314,6 +317,8 @@ class Meeting:
             if memory.namespace is None and scope.world.has_store:
                 read = partial(scope.read_key, self.store)
                 self._base = ask(scope.world, self.call.title, read, self.limit_s)
+            if len(memory.stale) >= _MOST_STALE:
+                ask(scope.world, self.call.title, self._delete_stale, self.limit_s)
             self.round = memory.next_number(scope.path)
             return
         self._digest = digest_of(self.call.facts)
@@ -401,19 +406,38 @@ class Meeting:
             self._clear_status()
             if self._set_bits():
                 replies.append(_end(self.store, self._go, self._agreed))
+                self._delete_stale(_MOST_STALE)  # the other ranks do not wait for this
             else:
-                for key in self.scope.memory.take_stale(_LEAST_STALE):
-                    self.store.delete_key(key)
-                limit_s = max(0.0, self.left_s) + 3 * _SPARE_S
-                # Only in a process that was suspended does the wait end by its limit.
-                with contextlib.suppress(dist.DistStoreError):
-                    self.store.wait([self._go], timedelta(seconds=limit_s))
+                self._delete_stale(_LEAST_STALE)
+                self._wait_for_key()
                 text = torchdist.read_bytes(self.store, self._go)
-                if text is None:  # only in a lobby, whose keys other processes delete
-                    text = _encode(Outcome("restarted", "the call has ended without it")).encode()
+                if text is None:
+                    text = self._without_outcome().encode()
                 replies.append(text.decode(errors="replace"))
         except BaseException as error:  # noqa: BLE001 - raised in the calling thread
             replies.append(error)
+
+    def _wait_for_key(self) -> None:
+        """Wait for the outcome. Only in a process that was suspended does the limit pass."""
+        until = system.now() + max(0.0, self.left_s) + 3 * _SPARE_S
+        while system.now() < until:
+            try:
+                self.store.wait([self._go], timedelta(seconds=until - system.now()))
+            except dist.DistStoreError:  # torch 2.14 ends waits when a group is reconfigured
+                system.sleep(0.001)
+            else:
+                return
+
+    def _without_outcome(self) -> str:
+        """Return the outcome of a round whose key was deleted before this rank could read it."""
+        if self.scope.is_lobby:  # another process has joined as this rank
+            return _encode(Outcome("restarted", "the call has ended without this process"))
+        return self._agreed  # only keys of agreed rounds are deleted before all ranks call again
+
+    def _delete_stale(self, least: int = 0) -> None:
+        """Delete the keys that no rank needs any more, if there are at least so many."""
+        for key in self.scope.memory.take_stale(least):
+            self.store.delete_key(key)
 
     def _set_bits(self) -> bool:
         """Set the bit of this rank. Return whether all ranks have arrived."""
@@ -601,7 +625,8 @@ class Meeting:
                 circle = [status, *path[1:]]
                 have_left = [self._second.check([one.go]) for one in circle]
                 if not any(have_left):
-                    outcome = Outcome("differs", explain_circle(circle), event=self._go)
+                    event = min(one.go for one in circle)  # equal on all ranks that find the circle
+                    outcome = Outcome("differs", explain_circle(circle), event=event)
                     self._end(outcome, *path[1:])
                     return True
         return False
