@@ -273,6 +273,7 @@ class Meeting:
     _agreed: str = ""
     _missed: Outcome | None = None
     _has_arrived: bool = False
+    _block: str = ""
     _keys_if_agreed: list[str] = attrs.field(factory=list)
     _keys_if_failed: list[str] = attrs.field(factory=list)
     _second: Any = None
@@ -409,30 +410,31 @@ class Meeting:
                 self._delete_stale(_MOST_STALE)  # the other ranks do not wait for this
             else:
                 self._delete_stale(_LEAST_STALE)
-                self._wait_for_key()
-                text = torchdist.read_bytes(self.store, self._go)
-                if text is None:
-                    text = self._without_outcome().encode()
-                replies.append(text.decode(errors="replace"))
+                replies.append(self._read_outcome())
         except BaseException as error:  # noqa: BLE001 - raised in the calling thread
             replies.append(error)
 
-    def _wait_for_key(self) -> None:
-        """Wait for the outcome. Only in a process that was suspended does the limit pass."""
-        until = system.now() + max(0.0, self.left_s) + 3 * _SPARE_S
-        while system.now() < until:
-            try:
-                self.store.wait([self._go], timedelta(seconds=until - system.now()))
-            except dist.DistStoreError:  # torch 2.14 ends waits when a group is reconfigured
-                system.sleep(0.001)
-            else:
-                return
+    def _read_outcome(self) -> str:
+        """Wait for the outcome, and read it.
 
-    def _without_outcome(self) -> str:
-        """Return the outcome of a round whose key was deleted before this rank could read it."""
-        if self.scope.is_lobby:  # another process has joined as this rank
-            return _encode(Outcome("restarted", "the call has ended without this process"))
-        return self._agreed  # only keys of agreed rounds are deleted before all ranks call again
+        A wait may end early, because torch 2.14 ends the waits of a connection when a process group
+        that uses it is reconfigured. The key may be gone, because ranks that have met again delete
+        the keys of agreed rounds, and a process that replaces this one in a joined world all keys.
+        """
+        until = system.now() + max(0.0, self.left_s) + 3 * _SPARE_S
+        while True:
+            with contextlib.suppress(dist.DistStoreError):
+                left_s = max(0.001, until - system.now())
+                self.store.wait([self._go], timedelta(seconds=left_s))
+            text = torchdist.read_bytes(self.store, self._go)
+            if text is not None:
+                return text.decode(errors="replace")
+            if torchdist.read_bytes(self.store, self._block) is None:
+                gone = Outcome("restarted", "the call has ended without this process")
+                return _encode(gone) if self.scope.is_lobby else self._agreed
+            if system.now() >= until:
+                raise LateError("the outcome was not written")
+            system.sleep(0.001)
 
     def _delete_stale(self, least: int = 0) -> None:
         """Delete the keys that no rank needs any more, if there are at least so many."""
@@ -447,6 +449,7 @@ class Meeting:
         for block, bit, complete in way_up(position, len(scope.ranks)):
             key = f"{self.name}/{self._digest}/{block}"
             keys = [key, self._go] if block == "0.0" else [key]
+            self._block = key
             bits = self.store.add(key, bit)
             self._has_arrived = True
             is_first = is_first and bit == 1

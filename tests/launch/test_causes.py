@@ -63,12 +63,13 @@ def test_cause_of_a_random_program_is_shown_first(count, more_s, capfd):
 def test_each_error_is_shown_once(monkeypatch):
     def body():
         rank = dist.get_rank()
+        dist.barrier()
         if rank == 0:
             with HyperCommGrid("tp=5") as grid:
-                monkeypatch.setattr(grid, "destroy", lambda: time.sleep(0.2))
+                monkeypatch.setattr(grid, "destroy", lambda: time.sleep(1.0))
                 raise ValueError("first")
         if rank < 3:
-            time.sleep(0.1)
+            time.sleep(0.5)
             raise KeyError(f"of {rank}")
         if rank == 3:
             dist.barrier()
