@@ -66,10 +66,10 @@ def test_each_error_is_shown_once(monkeypatch):
         dist.barrier()
         if rank == 0:
             with HyperCommGrid("tp=5") as grid:
-                monkeypatch.setattr(grid, "destroy", lambda: time.sleep(1.0))
+                monkeypatch.setattr(grid, "destroy", lambda: time.sleep(0.2))
                 raise ValueError("first")
         if rank < 3:
-            time.sleep(0.5)
+            time.sleep(0.1)
             raise KeyError(f"of {rank}")
         if rank == 3:
             dist.barrier()
