@@ -31,7 +31,7 @@ def count_verdicts(make, seeds):
     ("seeds", "share"),
     [
         pytest.param(range(300), 0.95, id="300"),
-        pytest.param(range(5000), 0.97, id="5000", marks=[pytest.mark.full, pytest.mark.slow]),
+        pytest.param(range(5000), 0.97, id="5000", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_that_stop(seeds, share):
