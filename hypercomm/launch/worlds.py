@@ -39,9 +39,9 @@ from hypercomm.errors import (
     WorldRestartedError,
 )
 from hypercomm.layout.checks import as_int, check_duration, is_utf8
-from hypercomm.layout.text import did_you_mean, short_repr
+from hypercomm.layout.text import as_entry, did_you_mean, short_repr
 from hypercomm.process_groups import torch_internals as torchdist
-from hypercomm.process_groups.meeting import Call, as_entry, ask, meet
+from hypercomm.process_groups.meeting import Call, ask, meet
 from hypercomm.process_groups.options import check_backend
 from hypercomm.process_groups.scope import Scope, client_of, this_host
 from hypercomm.process_groups.system import LateError, in_time, system

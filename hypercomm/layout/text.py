@@ -48,6 +48,15 @@ def summary_of(error: BaseException) -> str:
     return lines[0]  # the place of a SyntaxError precedes it, and is indented
 
 
+def as_entry(headline: str, options: dict[str, object]) -> str:
+    r"""Return a headline with a line for each option, as ranks compare calls.
+
+    >>> as_entry("tp over 2 groups", {"timeout": "0:00:20", "share": "never"})
+    'tp over 2 groups\ntimeout: 0:00:20\nshare: never'
+    """
+    return "\n".join([headline, *(f"{name}: {value}" for name, value in options.items())])
+
+
 def did_you_mean(value: object, names: Iterable[str]) -> str:
     """Return a clause that suggests the name closest to a value, or an empty text.
 

@@ -28,14 +28,13 @@ from hypercomm.process_groups.table import LIVE, Communicator, Entry, GroupTable
 
 
 def create_one(table: GroupTable, request: GroupRequest) -> ProcessGroup | None:
-    """Create a group together with its other members. A call that fails changes nothing.
+    """Create a group together with its other members.
 
     Raises:
         GroupExistsError: The key already has an entry.
         PlanMismatchError, GroupCreationTimeout, LateRankError, CreationError: See `meet`.
     """
-    spec = table.resolve(request)
-    return _create_one(table, spec)
+    return _create_one(table, table.resolve(request))
 
 
 def _create_one(table: GroupTable, spec: GroupSpec) -> ProcessGroup | None:

@@ -765,15 +765,6 @@ def _store_failed(
 # ---- differences between ranks ------------------------------------------------------------------
 
 
-def as_entry(headline: str, options: dict[str, object]) -> str:
-    r"""Return one entry of a call as text.
-
-    >>> as_entry("tp over 2 groups", {"timeout": "0:00:20", "share": "never"})
-    'tp over 2 groups\ntimeout: 0:00:20\nshare: never'
-    """
-    return "\n".join([headline, *(f"{name}: {value}" for name, value in options.items())])
-
-
 def first_difference(own: Sequence[str], theirs: Sequence[str], here: str, there: str) -> str:
     """Describe the first entry in which the calls of two ranks differ.
 

@@ -19,7 +19,7 @@ from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.layout.groups import RankLists, as_groups
 from hypercomm.layout.layout import groups_over
 from hypercomm.layout.parsing import Dims
-from hypercomm.layout.text import did_you_mean, short_repr
+from hypercomm.layout.text import as_entry, did_you_mean, short_repr
 from hypercomm.layout.views import View
 from hypercomm.process_groups.options import GroupOptions, Share, StrategyName
 from hypercomm.process_groups.world import World
@@ -236,7 +236,7 @@ class GroupSpec:
         _, view, members, backend, timeout, pg_options, group_desc, share, *others = self.facts
         strategy, lazy_init, enable_reconfigure = others
         digest = "" if members is None else f" (members {members})"
-        options = {
+        options: dict[str, object] = {
             "backend": backend,
             "timeout": timeout,
             "pg_options": pg_options,
@@ -247,8 +247,7 @@ class GroupSpec:
             "enable_reconfigure": enable_reconfigure or None,
         }
         within = "" if view is None else f" in view {view}"
-        headline = f"{self.title} over {self.groups!r}{digest}{within}"
-        return "\n".join([headline, *(f"{name}: {value}" for name, value in options.items())])
+        return as_entry(f"{self.title} over {self.groups!r}{digest}{within}", options)
 
     def sort_key(self) -> tuple[str, int, tuple[int, ...], str]:
         """Return a key that sorts the specs of a grid in the same order on all ranks."""
