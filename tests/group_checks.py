@@ -98,15 +98,20 @@ def threads_and_files():
     return threads - workers, files
 
 
-def wait_for_release(before):
-    """Wait up to ten seconds until threads and files are as before, and return both counts.
+def left_over(before):
+    """Wait up to ten seconds for threads and files beyond those of before; return how many remain.
 
-    Other ranks may close their sides of the connections a little later.
+    Other ranks may close their sides of the connections a little later. What was open before may
+    close as well, which is no leak.
     """
     deadline = time.monotonic() + 10
-    while threads_and_files() != before and time.monotonic() < deadline:
+    while (extra := _beyond(before)) != (0, 0) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return threads_and_files()
+    return extra
+
+
+def _beyond(before):
+    return tuple(max(0, now - then) for now, then in zip(threads_and_files(), before, strict=True))
 
 
 def settle():

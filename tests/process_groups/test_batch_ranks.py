@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from group_checks import sum_over, threads_and_files, wait_for_release
+from group_checks import left_over, sum_over, threads_and_files
 
 from hypercomm import HyperCommGrid
 from hypercomm.errors import GroupCreationTimeout, PlanMismatchError
@@ -63,7 +63,7 @@ def test_groups_of_one_call_leave_nothing():
     odd = {"dims": "dp", "timeout": timedelta(seconds=20 + dist.get_rank())}
     with HyperCommGrid([2], ["dp"]) as grid, pytest.raises(PlanMismatchError):
         grid.create_pgs([*plan, odd])
-    assert wait_for_release(before) == before
+    assert left_over(before) == (0, 0)
 
 
 # Enumeration needs every rank of the world, even if the grid leaves out a rank. All ranks agree on
