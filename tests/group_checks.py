@@ -99,12 +99,12 @@ def threads_and_files():
 
 
 def left_over(before):
-    """Wait up to ten seconds for threads and files beyond those of before; return how many remain.
+    """Wait up to twenty seconds for added threads and files to end; return how many remain.
 
     Other ranks may close their sides of the connections a little later. What was open before may
     close as well, which is no leak.
     """
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 20
     while (extra := _beyond(before)) != (0, 0) and time.monotonic() < deadline:
         time.sleep(0.05)
     return extra

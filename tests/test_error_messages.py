@@ -274,7 +274,6 @@ GRIDS = [
     (lambda: HyperCommGrid([8], ["tp"]), NotInitializedError, "world size", "hypercomm.join()"),
     (lambda: grid("tp=8").create_pg("tp"), NotInitializedError, "initialised", "hypercomm.join()"),
     (lambda: grid("tp=8")["tp"].group, NotInitializedError, "hypercomm.join()"),
-    (lambda: grid([8], ["tp"], share_with=3), GroupOptionsError, "share_with", "3"),
     (lambda: renew_world([0]), NotInitializedError, "initialised"),
     (viewed(lambda grid: grid.group_ranks("ep", 0)), UnknownDimError, "'ep'", "'expert'"),
     (viewed(lambda grid: grid["tpp"]), UnknownDimError, "'tpp'", "did you mean 'tp'?"),

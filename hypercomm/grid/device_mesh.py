@@ -131,9 +131,9 @@ def _check_equal_meshes(mesh: DeviceMesh, groups: Mapping[str, ProcessGroup]) ->
                 raise LayoutError(
                     f"dim {name!r} of {mesh} equals a dim of another mesh, but has different "
                     f"process groups; DTensor does not distinguish equal dims, so it could use the "
-                    f"wrong groups; use another name, let the meshes share groups (with "
-                    f"shared_dims= of a view, or with share='identical', which also needs "
-                    f"share_with= between grids), or destroy the other grid first"
+                    f"wrong groups; use another name, let the meshes share groups (through "
+                    f"shared_dims= of a view, or share='identical' in one grid or GridSet), or "
+                    f"destroy the other grid first"
                 )
 
 

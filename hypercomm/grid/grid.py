@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from torch.distributed import ProcessGroup
 
 from hypercomm.blame.watch import Watch
-from hypercomm.errors import CreationError, GroupOptionsError, time_of
+from hypercomm.errors import CreationError, time_of
 from hypercomm.grid.arguments import (
     Cover,
     GivenSizes,
@@ -74,8 +74,6 @@ class HyperCommGrid(GridView):
             "auto": the first of these strategies that works, but if the grid has all ranks of the
             world, "split" is tried first.
         share: "identical" lets keys with the same ranks, backend and options use the same group.
-        share_with: Another grid whose groups may also serve the keys of this grid, under
-            `share="identical"`. The last grid that uses such a group destroys it.
         world_size: The number of ranks of the job. Default: the world size of torch.distributed, or
             else the world size in the launcher's environment, such as WORLD_SIZE.
         lazy_init: True connects each pair of ranks of a gloo or NCCL group at their first message.
@@ -119,7 +117,6 @@ class HyperCommGrid(GridView):
         cover: Cover | None = None,
         creation: StrategyName = "auto",
         share: Share = "never",
-        share_with: HyperCommGrid | None = None,
         world_size: int | None = None,
         lazy_init: bool | None = None,
         verify: bool | None = None,
@@ -135,17 +132,9 @@ class HyperCommGrid(GridView):
             is_written = dim_names is None and isinstance(shape, (str, Mapping, type(None)))
             check_cover(layout, total, cover, is_written=is_written and not rank_offset)
         options = GridOptions(backend, name, creation, share, lazy_init, verify, enable_reconfigure)
-        if share_with is not None and not isinstance(share_with, HyperCommGrid):
-            raise GroupOptionsError(f"share_with= must be a HyperCommGrid, got {share_with!r}")
-        lender = None if share_with is None else state_of(share_with)
-        table = GroupTable(
-            GridIdentity.of(layout, name, backend),
-            Views(layout),
-            options,
-            world=world,
-            lender=None if lender is None else lambda: lender.table,
-        )
-        super().__init__(GridState(table, options, total, lender), None)
+        identity = GridIdentity.of(layout, name, backend)
+        table = GroupTable(identity, Views(layout), options, world=world)
+        super().__init__(GridState(table, options, total), None)
         weakref.finalize(self, self._state.warn_of_live).atexit = False
 
     @classmethod

@@ -132,12 +132,12 @@ class GridSet(Mapping[str, HyperCommGrid]):
             else:
                 with naming(label):
                     layout = self._read(label, given)
+                before = latest
                 latest = HyperCommGrid(
                     layout,
                     name=f"{name}.{label}" if name else label,
                     world_size=self._world_size,
                     world=world,
-                    share_with=latest,
                     backend=backend,
                     creation=creation,
                     share=share,
@@ -145,6 +145,8 @@ class GridSet(Mapping[str, HyperCommGrid]):
                     verify=verify,
                     enable_reconfigure=enable_reconfigure,
                 )
+                if before is not None:
+                    state_of(latest).borrow_from(state_of(before))
             self._grids[label] = latest
         self.placement.require("any" if requires is None else requires)
         if requires is None and is_written and (spare := self._spare_ranks()):

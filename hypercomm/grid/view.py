@@ -45,7 +45,7 @@ class GridState:
         table: The process groups, with the layout and its views. `reshape` replaces this object.
         options: The options of the grid, which are the defaults of its methods.
         world_size: The number of ranks of the job.
-        lender: The state of the grid given as `share_with`.
+        lender: The state of a grid of the same set, whose groups this grid may use, or None.
         gave_meshes: Whether a DeviceMesh uses groups of the grid.
     """
 
@@ -54,6 +54,11 @@ class GridState:
     world_size: int
     lender: GridState | None = None
     gave_meshes: bool = False
+
+    def borrow_from(self, lender: GridState) -> None:
+        """Let the groups of another grid also serve the keys of this grid."""
+        self.lender = lender
+        self.table.lender = lambda: lender.table
 
     def warn_of_live(self) -> None:
         """Warn if a grid is garbage collected before its groups are destroyed. The groups stay."""

@@ -91,13 +91,9 @@ def successor(
         views: The views of that layout.
         keeps: Whether the new table may share communicators with another grid, as `table` may.
     """
-    return GroupTable(
-        identity,
-        views,
-        table.options,
-        world=table.given_world,
-        lender=table.lender if keeps else None,
-    )
+    fresh = GroupTable(identity, views, table.options, world=table.given_world)
+    fresh.lender = table.lender if keeps else None
+    return fresh
 
 
 def reshape(

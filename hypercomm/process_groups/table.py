@@ -126,10 +126,10 @@ class GroupTable:
         views: The views of the layout.
         options: The options of the grid, which are the defaults of requests.
         world: The world of the grid, if the user has given one; default: the default world.
-        lender: A function that returns another table, whose communicators this table may use for
-            its own keys.
 
     Attributes:
+        lender: Returns the table of another grid, whose communicators may serve keys of this table,
+            or None.
         entries: The entries, by key. Live entries are in the order of creation.
         given_world: The joined world of the grid, or None for the default world.
         origin: The world whose ranks the layout contains, or None before that world exists.
@@ -141,15 +141,13 @@ class GroupTable:
         identity: GridIdentity,
         views: Views,
         options: GridOptions,
-        *,
         world: World | None = None,
-        lender: Callable[[], GroupTable] | None = None,
     ) -> None:
         self.identity = identity
         self.layout = identity.layout
         self.views = views
         self.options = options
-        self.lender = lender
+        self.lender: Callable[[], GroupTable] | None = None
         self.entries: dict[GroupKey, Entry] = {}
         self.is_destroyed = False
         self.is_reshaping = False

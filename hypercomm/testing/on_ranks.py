@@ -261,8 +261,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             state = sys.modules["hypercomm.grid.view"].state_of(obj)
             if state.lender is not None:
                 raise LaunchError(
-                    "a grid with share_with= cannot be sent to ranks, because they do not have the "
-                    "grid with which it shares groups"
+                    "a grid of a GridSet cannot be sent to ranks, because it may use groups of the "
+                    "other grids; make the set on the ranks"
                 )
             options = attrs.asdict(state.options)
             views = []

@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 from group_checks import registered
 
-from hypercomm import HyperCommGrid
+from hypercomm import GridSet, HyperCommGrid
 from hypercomm.errors import GroupOptionsError
 from hypercomm.testing import fake_world
 
@@ -41,13 +41,13 @@ def test_derived_groups(derive, of_rank):
                 grid.ensure_pg("pp", name="made", derive=lambda groups: groups.chunks(4))
 
 
-# With share_with, a grid uses a group of the other grid if the ranks are the same. The group is
+# A grid uses a group of the grids before it in a set if the ranks are the same. The group is
 # destroyed with the last grid that uses it. A destroyed grid no longer shares anything.
 @pytest.mark.parametrize("is_lender_first", [True, False])
 def test_last_grid_destroys_a_shared_group(is_lender_first):
     with fake_world(8, rank=3):
-        lender = HyperCommGrid([2, 4], ["tp", "dp"], share="identical")
-        grid = HyperCommGrid([2, 2, 2], ["tp", "ep", "dp"], share="identical", share_with=lender)
+        sizes = {"lender": "tp=2,dp=4", "grid": "tp=2,ep=2,dp=2"}
+        lender, grid = GridSet(sizes, share="identical").values()
         tensor = lender.create_pg("tp")
         data = lender.create_pg("dp")
         assert grid.create_pg("tp") is tensor

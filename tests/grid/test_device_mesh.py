@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from hypercomm import HyperCommGrid, RankLayout
+from hypercomm import GridSet, HyperCommGrid, RankLayout
 from hypercomm.errors import LayoutError
 from hypercomm.process_groups.torch_internals import part_of_mesh
 from hypercomm.testing import fake_world
@@ -214,7 +214,7 @@ def test_equal_grids_one_after_another():
 # raises instead. Each fix that the error suggests works.
 @pytest.mark.ranks(2)
 def test_equal_meshes_with_different_groups_raise():
-    first = HyperCommGrid("tp=2", name="first", share="identical")
+    first, third = GridSet({"first": "tp=2", "third": "tp=2"}, share="identical").values()
     second = HyperCommGrid("tp=2", name="second")
     plain = [
         DeviceMesh.from_group(grid.create_pg("tp"), "cpu", mesh_dim_names=("tp",))
@@ -225,9 +225,9 @@ def test_equal_meshes_with_different_groups_raise():
 
     mesh = first.device_mesh()
     assert first.device_mesh() == mesh
-    with pytest.raises(LayoutError, match="share_with="):
+    with pytest.raises(LayoutError, match="in one grid or GridSet"):
         second.device_mesh()
-    with HyperCommGrid("tp=2", name="third", share_with=first, share="identical") as third:
+    with third:
         assert third.device_mesh().get_group() is first.get_pg("tp")
     with HyperCommGrid("model=2") as other:
         assert other.device_mesh().get_group() is other.get_pg("model")

@@ -11,7 +11,7 @@ from killable_ranks import run_scenario
 from test_survivors import die
 from time_limits import scaled_s
 
-from hypercomm import HyperCommGrid
+from hypercomm import GridSet, HyperCommGrid
 from hypercomm.errors import GroupOptionsError, PlanMismatchError
 
 HAS_IT = hasattr(dist, "_reconfigure")
@@ -93,9 +93,8 @@ def test_groups_keep_their_identity(tmp_path):
 @pytest.mark.full
 @pytest.mark.ranks(4, timeout=60)
 def test_group_shared_by_two_grids_is_not_changed():
-    options = {"share": "identical", "enable_reconfigure": True}
-    lender = HyperCommGrid("tp=2,dp=2", name="lender", **options)
-    other = HyperCommGrid("tp=2,dp=2", name="other", share_with=lender, **options)
+    sizes = {"lender": "tp=2,dp=2", "other": "tp=2,dp=2"}
+    lender, other = GridSet(sizes, share="identical", enable_reconfigure=True).values()
     group = lender.create_pg("tp")
     assert other.create_pg("tp") is group
     lender.reshape("tp=4,dp=1", ranks=range(4))

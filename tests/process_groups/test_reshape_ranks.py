@@ -13,7 +13,7 @@ from numpy_oracle import group_of
 from time_limits import scaled_s
 from torch.distributed.tensor import DTensor, Shard
 
-from hypercomm import HyperCommGrid
+from hypercomm import GridSet, HyperCommGrid
 from hypercomm.errors import CreationError
 from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.testing import registered_groups
@@ -78,9 +78,11 @@ def test_reshape_there_and_back(verify, batched):
 @pytest.mark.full
 @pytest.mark.ranks(4)
 def test_failed_reshape_changes_nothing():
-    with HyperCommGrid("tp=2,dp=2", share="identical", name="lender") as lender:
+    sizes = {"lender": "tp=2,dp=2", "grid": "tp=2,dp=2"}
+    with GridSet(sizes, share="identical") as grids:
+        lender, grid = grids.values()
         lent = lender.create_pg(["tp", "dp"], timeout=LIMIT)
-        with HyperCommGrid("tp=2,dp=2", share="identical", share_with=lender) as grid:
+        with grid:
             ends = {"derive": lambda groups: groups.pick(lambda ranks: (ranks[0], ranks[-1]))}
             grid.create_pgs(["tp", {"dims": "tp", "name": "ends", **ends}], timeout=LIMIT)
             is_here = dist.get_rank() == 0

@@ -1,32 +1,18 @@
 """Test groups that serve several keys or grids."""
 
-import gc
-
-import pytest
-
-from hypercomm import HyperCommGrid
+from hypercomm import GridSet, HyperCommGrid
 from hypercomm.testing import fake_world
 
 
-def grid_of(**arguments):
-    return HyperCommGrid([2, 4], ["tp", "dp"], share="identical", **arguments)
-
-
-# share_with= works in one direction: the lender never uses groups of the borrower. The borrower
-# keeps a reference to the lender.
-def test_share_with_works_in_one_direction():
-    with fake_world(8, rank=5):
-        lender = grid_of()
-        lender.create_pg("tp")
-        borrower = grid_of(share_with=lender)
-        own = borrower.create_pg("dp")
-        assert lender.create_pg("dp") is not own
-        lent = lender.get_pg("tp")
-        with pytest.warns(ResourceWarning, match="call its destroy"):
-            del lender
-        gc.collect()
-        assert borrower.create_pg("tp") is lent
-        borrower.destroy()
+# The grids of a set share in one direction: a grid uses groups of the grids before it.
+def test_a_set_shares_in_one_direction():
+    sizes = {"first": "tp=2,dp=4", "second": "tp=2,dp=4"}
+    with fake_world(8, rank=5), GridSet(sizes, share="identical") as grids:
+        first, second = grids.values()
+        own = second.create_pg("dp")
+        assert first.create_pg("dp") is not own
+        assert second.create_pg("tp", name="x") is not first.create_pg("tp")
+        assert second.create_pg("tp") is first.get_pg("tp")
 
 
 # A key that may share its group still shares a group after a reshape.

@@ -24,7 +24,7 @@ from hypercomm.errors import (
 )
 from hypercomm.testing import fake_world, registered_groups
 
-GROUPS, PATIENCE = timedelta(seconds=3), timedelta(seconds=5)
+GROUPS, PATIENCE = timedelta(seconds=3), timedelta(seconds=scaled_s(5))
 
 
 def die():

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes import run_python
 
-from hypercomm import HyperCommGrid, RankLayout, RankMapping
+from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping
 from hypercomm.errors import LaunchError, RankFailedError
 from hypercomm.launch.run import most_ranks
 from hypercomm.testing import given_ranks, grids, layouts, on_ranks, pytest_plugin
@@ -262,7 +262,7 @@ def test_body_gets_a_live_grid(grid, number):
     assert grid[grid.dim_names].sum(number) == number * grid.layout.size
 
 
-# A grid that is sent to ranks keeps its arguments. A grid with share_with= cannot be sent.
+# A grid that is sent to ranks keeps its arguments. A grid of a set cannot be sent.
 def test_grid_keeps_its_arguments_on_ranks():
     grid = HyperCommGrid("tp=2", name="b", creation="enumerate", world_size=2)
 
@@ -272,9 +272,9 @@ def test_grid_keeps_its_arguments_on_ranks():
         assert travelled.create_pg("tp").size() == 2
 
     on_ranks.run_body(body, {"travelled": grid}, 2)
-    borrowing = HyperCommGrid("tp=2", share_with=grid, world_size=2)
-    with pytest.raises(LaunchError, match="a grid with share_with="):
-        on_ranks.run_body(body, {"travelled": borrowing}, 2)
+    grids = GridSet({"a": "tp=2", "b": "tp=2"}, world_size=2)
+    with pytest.raises(LaunchError, match="a grid of a GridSet"):
+        on_ranks.run_body(body, {"travelled": grids["b"]}, 2)
 
 
 # The body can be a closure. The smallest example is reported with the traceback of the first

@@ -47,7 +47,7 @@ _GLOO = dist.Backend("gloo")
 
 _defaults_lock = threading.Lock()
 
-_CONNECTS_S = 2.0
+_CONNECTS_S = 5.0
 """Time after the creation of a gloo group in which other members may still connect, in seconds."""
 
 _kept: WeakKeyDictionary[ProcessGroup, tuple[list[str], str, float]] = WeakKeyDictionary()
@@ -286,7 +286,7 @@ def forget_non_members() -> None:
 def destroy(groups: Iterable[ProcessGroup]) -> None:
     """Destroy groups in the order given, and raise the first error once all are destroyed.
 
-    A gloo group that this rank has never used stays connected for two seconds after its creation,
+    A gloo group that this rank has never used stays connected for five seconds after its creation,
     because other members may still be connecting to this rank.
     """
     groups = list(groups)
