@@ -39,7 +39,7 @@ def resources():
 # connections with the last reference.
 @pytest.mark.parametrize(
     "count",
-    [pytest.param(10, marks=pytest.mark.full), pytest.param(500, marks=pytest.mark.slow)],
+    [pytest.param(10, marks=pytest.mark.full), pytest.param(150, marks=pytest.mark.slow)],
 )
 def test_cycles_leak_nothing(count):
     def create_use_destroy(one_by_one):

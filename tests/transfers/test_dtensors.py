@@ -102,7 +102,7 @@ def check_random_programs(count, seed):
 @pytest.mark.parametrize("count", [20, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.ranks(4, timeout=600)
 def test_dtensors_on_any_mesh_match_full_tensor(count):
-    assert 0.2 * count < check_random_programs(count, seed=5) < 0.6 * count
+    assert 0.2 * count < check_random_programs(count, seed=5) < 0.8 * count
 
 
 # torch sorts the ranks of the groups that it makes for a mesh, so full_tensor() is not what the

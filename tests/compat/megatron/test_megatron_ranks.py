@@ -107,7 +107,7 @@ def cycles(count, arguments):
 # Initialise with gloo groups, sum over every group and destroy, many times. The members are the
 # same as in Megatron, and all groups, threads and files are released.
 @pytest.mark.full
-@pytest.mark.parametrize("count", [3, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [3, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("arguments", [DENSE, EXPERTS])
 def test_cycles_leak_nothing(arguments, count):
     found = run_ranks(partial(cycles, count, arguments), 8, timeout=300)
