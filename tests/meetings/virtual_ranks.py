@@ -203,11 +203,13 @@ class Server:
         held: The keys and values.
         gone_s: The time from which the store is gone.
         silent_s: The time from which the store does not answer.
+        missed: Keys that a rank deleted when they did not exist.
     """
 
     held: dict[str, bytes] = attrs.field(factory=dict)
     gone_s: float = math.inf
     silent_s: float = math.inf
+    missed: list[str] = attrs.field(factory=list)
 
 
 class Client(dist.Store):  # type: ignore[name-defined, misc]
@@ -279,7 +281,10 @@ class Client(dist.Store):  # type: ignore[name-defined, misc]
         return int(self._put(key, str(found + amount)))
 
     def delete_key(self, key: str) -> bool:
-        return self._step("delete_key").pop(key, None) is not None
+        found = self._step("delete_key").pop(key, None)
+        if found is None:
+            self._server.missed.append(key)
+        return found is not None
 
     def list_keys(self) -> list[str]:
         return [*self._step("list_keys")]
