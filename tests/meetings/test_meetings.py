@@ -551,6 +551,19 @@ def test_suspended_rank(pause_s):
         assert {rank.calls[-1].kind for rank in made.ranks} == {""}, (at, str(made))
 
 
+# The keys of a round stay until all of its ranks have left it, however often the others meet.
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_suspended_rank_finds_the_outcome(at):
+    def program(rank):
+        rank.meet()
+        for number in range(40 if rank.number < 2 else 0):
+            rank.meet(f"pair {number}", [0, 1])
+
+    made = run(program, 3, faults=[(2, at, lambda rank: rank.hold(3.0))])
+    assert {call.kind for rank in made.ranks for call in rank.calls} == {""}, str(made)
+    assert made.now_s < T
+
+
 # A rank that cannot take part fails the call of the others immediately, also of late ranks, and its
 # data reach them. Then all meet.
 @seeds
