@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ def clip_grad_norm_(parameters: Parameters, max_norm: float, norm_type: float = 
 
     Source: the factor of torch 2.13's `torch.nn.utils.clip_grads_with_norm_`.
     """
-    if not max_norm >= 0:
+    if not isinstance(max_norm, (Real, Tensor)) or not max_norm >= 0:
         raise GroupOptionsError(
             f"max_norm must be a number of at least 0, got {short_repr(max_norm)}"
         )

@@ -49,10 +49,10 @@ PRINTS = {
         "tp=1,dp=3, from step 3 on: ",
     ],
     "renew_world": [
-        "gpu=2,host=2, without ranks 2..3: host=1; rank 5 is 3; leaves: [2]\n",
+        "gpu=2,host=2, without ranks 2..3 (no other rank has host=1); rank 5 is 3; leaves: [2]\n",
         "\nexit codes: [0, 0, 0, -9, 0, 0]\n",
     ],
-    "survivors": ["tp=2,dp=3, without ranks 4..5: dp=2; spare: ranks [4]\n"],
+    "survivors": ["tp=2,dp=3, without ranks 4..5 (no other rank has dp=2); spare: ranks [4]\n"],
     "sharded_layer": ["    grid=HyperCommGrid(tp=2): ranks 0..1 of a world of 2,\n    batch=1,\n"],
     "trainer_and_engine": [
         "the first engine ended with [-9, -9]\n",

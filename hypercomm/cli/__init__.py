@@ -79,7 +79,8 @@ _USUAL_NAMES = {
     "--hostfile": "--on FILE",
     "--nprocs": "--world-size",
     "--nproc": "--world-size",
-    "--ranks": "--world-size",
+    "-n": "--world-size",
+    "--dims": "--groups",
 }
 """Maps options of launchers and of other commands to the options of this command line."""
 
@@ -107,7 +108,8 @@ class _LazyGroup(click.Group):
             return super().resolve_command(ctx, args)
         from hypercomm.layout.text import did_you_mean
 
-        hint = did_you_mean(name, _COMMANDS) or f"; the commands are {', '.join(_COMMANDS)}"
+        hint = did_you_mean(name, [*_COMMANDS, "--help", "--version"])
+        hint = hint or f"; the commands are {', '.join(_COMMANDS)}"
         raise click.UsageError(f"No such command {name!r}{hint}", ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -13,9 +13,6 @@ import click
 from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.parsing import (
-    UNSPECIFIED,
-    check_one_unspecified,
-    did_you_mean_sizes,
     infer_sizes,
     parse_groups,
     parse_sizes,
@@ -79,20 +76,13 @@ def read_sizes(
         >>> read_sizes("tp=2,dp=-1", 8)
         {'tp': 2, 'dp': 4}
     """
-    sizes = parse_sizes(text)
-    dim = check_one_unspecified([name for name, size in sizes.items() if size == UNSPECIFIED])
-    if dim is not None and ranks is None:
-        if os.path.isdir(text):  # noqa: PTH112 - Path raises for a long text
-            raise LayoutError(
-                f"{short_repr(text)} is a folder; give the path of a launch file, or sizes, as in "
-                f"tp=8,dp=4"
-            )
-        also = f", or the number of ranks, as in {option} 16" if option else ""
+    if "=" not in text and os.path.isdir(text):  # noqa: PTH112 - Path raises for a long text
         raise LayoutError(
-            f"the size of dim {short_repr(dim)} is unspecified; give it, as in '{dim}=2'{also}"
-            f"{did_you_mean_sizes([dim])}"
+            f"{short_repr(text)} is a folder; give the path of a launch file, or sizes, as in "
+            f"tp=8,dp=4"
         )
-    return infer_sizes(sizes, ranks, room)
+    source = f", or the number of ranks, as in {option} 16" if option else ""
+    return infer_sizes(parse_sizes(text), ranks, room, source)
 
 
 # ---- the groups that a command is about ---------------------------------------------------------
@@ -159,18 +149,12 @@ def read_views(layout: RankLayout, texts: Sequence[str]) -> Views:
     """
     views = Views(layout)
     for number, text in enumerate(texts, 1):
-        name, colon, sizes = text.partition(":")
-        if not colon and "=" not in text:
-            raise LayoutError(
-                f"--view {short_repr(text)} has no sizes; write {text.strip() or 'expert'}:"
-                f"ep=2,rest=-1"
-            )
+        name, colon, sizes = text.rpartition(":")
         if not colon:
             name = f"view{number}"
-            sizes = text
-        if not name.strip():
+        if not name.strip() or sizes.split(",")[0].count("=") != 1:  # "expert", ":ep=2", "e=ep=2"
             raise LayoutError(
-                f"--view {short_repr(text)} has no name before ':'; write expert:ep=4,rest=-1"
+                f"--view {short_repr(text)} is not a name and sizes; write expert:ep=2,rest=-1"
             )
         room = f"the layout {layout} has {layout.size}"
         inferred = read_sizes(sizes, layout.size, room)

@@ -29,6 +29,13 @@ Cover = Literal["any", "exact"]
 _FLAGS = ("lazy_init", "verify", "enable_reconfigure")
 """Arguments of a grid whose values are often written as 0 and 1."""
 
+_USUAL_NAMES = {
+    "dims": "; give 'tp=2,dp=4', or ([2, 4], ['tp', 'dp'])",
+    "mesh_dim_names": "; HyperCommGrid([2, 4], ['tp', 'dp']), with the fastest varying dim first, "
+    "has the dims of init_device_mesh(device, (4, 2), mesh_dim_names=('dp', 'tp'))",
+}
+"""Maps arguments of MPI and DeviceMesh to what a grid has in their place."""
+
 
 def takes_one(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Make a method that has one positional argument explain this if it is given several.
@@ -72,13 +79,8 @@ def check_dims(call: str, dims: Mapping[str, object], keywords: Iterable[str]) -
     """
     check_spelling(dims)
     for name, size in dims.items():
-        if name == "mesh_dim_names":
-            raise TypeError(
-                f"mesh_dim_names is an argument of init_device_mesh; {call}([4, 2], ['tp', 'dp']) "
-                f"names the fastest varying dim first, but a DeviceMesh names it last"
-            )
         is_number = isinstance(size, Real) or hasattr(size, "__index__")
-        hint = did_you_mean(name, keywords)
+        hint = _USUAL_NAMES.get(name) or did_you_mean(name, keywords)
         if not is_number and not hint:
             hint = f"; if it is a dim, its size must be an int, not {short_repr(size)}"
         is_flag = isinstance(size, bool) or bool(get_close_matches(name, _FLAGS, 1, 0.8))

@@ -166,6 +166,12 @@ def read_dims(
         for item in dims or tuple(reversed(dim_names))
     ]
     order(read)  # raises if a dim is unknown or is used twice
+    if len(read) == 1 and len(read[0]) == len(dim_names) > 1 and not isinstance(dims[0], str):
+        raise LayoutError(
+            f"{dims[0]} is one dim of the mesh, over all dims of the grid; write "
+            f"device_mesh{read[0]} for a mesh of {len(dim_names)} dims, or "
+            f"device_mesh({'+'.join(read[0])!r}) for a mesh of one dim"
+        )
     for names in read:
         ordered = tuple(reversed(order(names)))
         if names != ordered:
@@ -214,7 +220,7 @@ def read_mesh(mesh: DeviceMesh) -> tuple[RankLayout, dict[str, ProcessGroup] | N
     Raises:
         LayoutError: The mesh has no dim names, or torch has sorted the ranks of its groups.
     """
-    names = mesh.mesh_dim_names
+    names = getattr(mesh, "mesh_dim_names", None)
     if not names:
         raise LayoutError(
             f"{mesh} has no dim names; make it with init_device_mesh(..., mesh_dim_names=(...))"

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from numbers import Integral, Real
-from typing import Protocol, overload
+from typing import TYPE_CHECKING, NoReturn, Protocol, overload
 
 import attrs
 import torch
@@ -463,6 +463,13 @@ class PipelineEdges:
         size = self._at.size
         found = {"even": size > 1, "odd": size > 2, "wrap": self.wrap and size > 1}
         return [kind for kind, exists in found.items() if exists]
+
+    if not TYPE_CHECKING:  # else type checkers would accept every name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            usual = {"next": "to_next", "prev": "from_previous"}.get(name)
+            hint = f"; write {usual}" if usual else ""
+            raise AttributeError(f"'PipelineEdges' object has no attribute {name!r}{hint}")
 
     def __repr__(self) -> str:
         wrap = " with wrap" if self.wrap else ""

@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import HyperCommError, LayoutError
+from hypercomm.errors import HyperCommError, LayoutError, UnknownDimError
 from hypercomm.grid.arguments import takes_one
 from hypercomm.grid.connect import Connection, connect
 from hypercomm.grid.dims import GridDims, PipelineEdges, Size
@@ -85,7 +85,8 @@ class GridState:
         defaults = {"view": view, "backend": backend, "timeout": timeout, "share": share}
         if isinstance(requests, (str, Mapping, GroupRequest)):
             given = short_repr(requests)
-            raise LayoutError(f"create_pgs takes a list of requests, got {given}; write [{given}]")
+            listed = short_repr(requests.split(",") if isinstance(requests, str) else [requests])
+            raise LayoutError(f"create_pgs takes a list of requests, got {given}; write {listed}")
         read = []
         for given in as_ordered(requests, "the list in create_pgs(['tp', ['dp', 'cp']])"):
             request = GroupRequest.of(given)
@@ -310,7 +311,8 @@ class GridView:
 
         def __getattr__(self, name: str) -> NoReturn:
             is_dim = not name.startswith("_") and name in self.layout.dim_names
-            hint = f"; write grid[{name!r}]" if is_dim else ""
+            usual = f"grid[{name!r}]" if is_dim else _USUAL_NAMES.get(name)
+            hint = f"; write {usual}" if usual else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     # ---- process groups -------------------------------------------------------------------------
@@ -569,6 +571,11 @@ class GridView:
         """
         state = self._state
         within = GridView(state, self._named(view))  # `self` would keep the grid alive
+        if dims == "pp" and not more and "pp" not in within and not self.views:
+            names = self.layout.dim_names
+            raise UnknownDimError(
+                f"there is no dim 'pp' in {names}; name the pipeline, as in edges({names[-1]!r})"
+            )
         return PipelineEdges(within[joined(dims, more)], within, lambda: state.table, wrap)
 
     def explain(
@@ -847,6 +854,17 @@ class GridView:
             f"{self!r} cannot be pickled or copied: it owns live process groups; send "
             f"grid.layout instead, and build the grid from it there: HyperCommGrid(layout)"
         )
+
+
+_USUAL_NAMES = {
+    "get_group": "grid['tp'].group",
+    "get_local_rank": "grid['tp'].rank",
+    "get_coordinate": "grid.coords()",
+    "rank": "grid.coords(), or grid['tp'].rank in a group",
+    "ranks": "grid.layout.ranks, or grid['tp'].ranks of a group",
+    "world_size": "grid.size, or torch.distributed.get_world_size() for all ranks",
+}
+"""Maps attributes of DeviceMesh, torch and others to what a grid has in their place."""
 
 
 def state_of(grid: GridView) -> GridState:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -213,6 +214,9 @@ def as_sizes(value: object, what: str = "shape") -> tuple[int, ...]:
 def as_names(value: object, what: str = "dim name") -> tuple[str, ...]:
     """Return names as a tuple. They must be distinct, without the characters `_SEPARATORS`."""
     plural = f"{what.replace(' ', '_')}s"
+    if isinstance(value, str):
+        given = re.findall(r"[^\s,+-]+", value)
+        raise LayoutError(f"{plural} must be a sequence, got {short_repr(value)}; write {given}")
     names = as_ordered(value, plural)
     for name in names:
         if not isinstance(name, str) or not name:

@@ -330,7 +330,7 @@ class Lost:
         >>> lost.ranks, lost.shards("tp"), lost.shards("dp")
         ((4, 5), (), ({'dp': 2},))
         >>> lost.words
-        '4..5: dp=2'
+        '4..5 (no other rank has dp=2)'
     """
 
     before: RankLayout
@@ -368,7 +368,7 @@ class Lost:
 
     @property
     def words(self) -> str:
-        """The lost ranks and shards as text, such as "3: tp=1,dp=1".
+        """The lost ranks and shards as text, such as "3 (no other rank has tp=1,dp=1)".
 
         The text lists lost shards over one dim. If there are none, it lists lost shards over two
         dims, and so on.
@@ -380,5 +380,5 @@ class Lost:
             if shards:
                 texts = [format_sizes(one) for one in shards[:4]]
                 more = "; ..." if len(shards) > len(texts) else ""
-                return f"{ranks}: {'; '.join(texts)}{more}"
+                return f"{ranks} (no other rank has {'; '.join(texts)}{more})"
         return ranks

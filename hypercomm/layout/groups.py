@@ -79,14 +79,15 @@ class RankGroups(Sequence[tuple[int, ...]]):
     """The position of each rank in `_ranks`. None until a method needs it."""
 
     def __init__(self, groups: Iterable[Iterable[int]]) -> None:
-        given = [
-            as_ranks(group, f"groups[{index}]")
-            for index, group in enumerate(as_ordered(groups, "groups"))
-        ]
-        if not given:
+        lists = as_ordered(groups, "groups")
+        if not all(isinstance(one, Iterable) for one in lists):
+            given = short_repr(list(lists))
+            raise LayoutError(f"groups must be lists of ranks, as in [[0, 1], [2, 3]], got {given}")
+        read = [as_ranks(group, f"groups[{index}]") for index, group in enumerate(lists)]
+        if not read:
             raise LayoutError("groups must have at least one list of ranks, but it is empty")
-        _check_disjoint(given)
-        self._set(list(chain.from_iterable(given)), list(map(len, given)))
+        _check_disjoint(read)
+        self._set(list(chain.from_iterable(read)), list(map(len, read)))
 
     def _set(self, ranks: object, sizes: Sequence[int]) -> None:
         self._ranks = np.asarray(ranks, dtype=np.int64)

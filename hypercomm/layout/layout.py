@@ -13,6 +13,7 @@ import functools
 import json
 import math
 import operator
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -616,9 +617,12 @@ class RankLayout:
 
     def _axis_of(self, dim: object) -> int:
         if not isinstance(dim, str) or dim not in self.dim_names:
+            hint = did_you_mean(dim, self.dim_names)
+            words = re.findall(r"\w+", dim) if isinstance(dim, str) else []
+            if words and {*words} <= {*self.dim_names}:  # "tp cp", as in einops
+                hint = f"; write {'+'.join(words)!r}"
             raise UnknownDimError(
-                f"unknown dim {short_repr(dim)}; this layout has dims {self.dim_names}"
-                f"{did_you_mean(dim, self.dim_names)}"
+                f"unknown dim {short_repr(dim)}; this layout has dims {self.dim_names}{hint}"
             )
         return self.dim_names.index(dim)
 

@@ -18,7 +18,6 @@ from hypercomm.layout.checks import (
     as_int,
     as_names,
     as_ordered,
-    as_tuple,
     positive,
 )
 from hypercomm.layout.text import format_sizes, short_repr
@@ -32,7 +31,9 @@ VARIABLE = "HYPERCOMM_LAYOUT"
 Dims = str | Iterable["Dims"]
 """Dims as a name, as text or as an iterable: "tp", "dp+cp", ["dp", "cp"]."""
 
-_SIZE = re.compile(r"\s*([^\s,=+-]+)\s*(?:=\s*(-1|[0-9]{1,18})\s*)?")
+_SIZE = re.compile(r"\s*(?:([^\s,=+-]+)\s*=\s*(-1|[0-9]{1,18})|([^\W\d](?:\w*[^\W\d])?))\s*")
+"""Matches "tp=2" or "tp", but not "tp8": a name without a size does not end with a digit."""
+
 _KEYWORDS = ("dim_names", "rank_offset", "world_size", "strides")
 
 
@@ -42,7 +43,8 @@ _KEYWORDS = ("dim_names", "rank_offset", "world_size", "strides")
 def parse_sizes(text: str) -> dict[str, int]:
     """Read "tp=2,cp=3,dp=4" into sizes by dim name, in the same order.
 
-    A size of -1, or a name without a size, is unspecified (`UNSPECIFIED`).
+    A size of -1, or a name without a size, is unspecified (`UNSPECIFIED`). A name without a size
+    is a word that does not end with a digit.
 
     Raises:
         LayoutError: A part cannot be read, or a dim is given twice. The error shows the part.
@@ -56,22 +58,20 @@ def parse_sizes(text: str) -> dict[str, int]:
     for part in text.split(","):
         match = _SIZE.fullmatch(part)
         size = int(match[2] or UNSPECIFIED) if match else 0
-        is_number = match and match[1].strip("[]()").isdigit()
-        is_no_name = match and match[2] is None and (":" in part or is_number)
-        if not match or size == 0 or is_no_name:  # "tp:2", "2", "[2,4]"
+        if not match or size == 0:
             where = "" if part == text else f" in {short_repr(text)}"
             raise LayoutError(
                 f"{short_repr(part.strip())}{where} cannot be read as a size; write positive "
                 f"sizes, or -1, and separate sizes with commas, as in 'tp=2,dp=4'"
             )
-        if not match[1].isprintable():
-            raise LayoutError(f"dim name {short_repr(match[1])} must be printable")
-        if match[1] in sizes:
+        name = match[1] or match[3]
+        if not name.isprintable():
+            raise LayoutError(f"dim name {short_repr(name)} must be printable")
+        if name in sizes:
             raise LayoutError(
-                f"dim {short_repr(match[1])} is given twice in {short_repr(text)}; name each dim "
-                f"once"
+                f"dim {short_repr(name)} is given twice in {short_repr(text)}; name each dim once"
             )
-        sizes[match[1]] = size
+        sizes[name] = size
     return sizes
 
 
@@ -116,8 +116,10 @@ def split_dims(text: str) -> tuple[str, ...]:
     """
     if "," in text:
         joined = "+".join(map(str.strip, text.split(",")))
+        each = ", ".join(repr(part.strip()) for part in text.split(","))
         raise LayoutError(
-            f"{short_repr(text)} names several sets of groups; write one set as {joined!r}"
+            f"{short_repr(text)} names several sets of groups; write {joined!r} for one set, or "
+            f"{each} for several"
         )
     dims = tuple(map(str.strip, re.split("[+-]", text)))
     if "" in dims:
@@ -147,8 +149,12 @@ def as_dims(value: object) -> tuple[Any, ...]:
     """
     if isinstance(value, str):
         return split_dims(value)
+    if type(value) is not tuple and (isinstance(value, Mapping) or not isinstance(value, Iterable)):
+        raise LayoutError(
+            f"dims must be names, as in 'tp' or ['tp', 'dp'], got {short_repr(value)}"
+        )
     found: list[Any] = []
-    for item in value if type(value) is tuple else as_tuple(value, "dims"):
+    for item in value:
         if isinstance(item, str):
             found += split_dims(item)
         else:
@@ -181,12 +187,16 @@ def read_sizes(
         check_spelling(dims)
         if sizes is not None or dim_names is not None:
             raise LayoutError(
-                f"sizes are given twice: {short_repr(sizes)} and {short_repr(dict(dims))}"
+                f"sizes are given twice: {short_repr(sizes)} and, by name, "
+                f"{short_repr(dict(dims))}; omit one of them"
             )
         sizes = dims
     if isinstance(sizes, (str, Mapping)):
         if dim_names is not None:
-            raise LayoutError(f"{short_repr(sizes)} already names the dims; omit dim_names")
+            raise LayoutError(
+                f"the sizes {short_repr(sizes)} already name the dims; omit dim_names, which is "
+                f"{short_repr(dim_names)}"
+            )
         if isinstance(sizes, str):
             return parse_sizes(sizes)
         dim_names = tuple(sizes)
@@ -227,13 +237,19 @@ def sizes_of_environment() -> dict[str, int]:
         raise LayoutError(f"the environment's {VARIABLE}: {error}") from error
 
 
-def infer_sizes(sizes: Mapping[str, int], world_size: int | None, room: str = "") -> dict[str, int]:
+def infer_sizes(
+    sizes: Mapping[str, int],
+    world_size: int | None,
+    room: str = "",
+    source: str = ", or give world_size=, the number of ranks",
+) -> dict[str, int]:
     """Infer the unspecified size, if there is one, so that the product is `world_size`.
 
     Args:
         sizes: Sizes by name, as `read_sizes` returns them.
         world_size: The required product of all sizes. If it is None, all sizes must be given.
         room: A clause for the error that explains `world_size`. Default: as in "the world has 8".
+        source: A clause for the error about an unknown `world_size` that says how to give it.
 
     Raises:
         LayoutError: Several sizes are unspecified, or a size is unspecified and `world_size` is
@@ -253,8 +269,8 @@ def infer_sizes(sizes: Mapping[str, int], world_size: int | None, room: str = ""
         if unknown is None:
             return dict(sizes)
         raise LayoutError(
-            f"the size of dim {short_repr(unknown)} is unspecified; give it, as in 'tp=2', or "
-            f"give world_size=, the number of ranks{did_you_mean_sizes([unknown])}"
+            f"the size of dim {short_repr(unknown)} is unspecified; give it, as in "
+            f"{short_repr(f'{unknown}=2')}{source}"
         )
     rest, remainder = divmod(positive(world_size, "world_size"), known)
     if remainder or rest == 0 or (rest > 1 and unknown is None):
@@ -300,22 +316,12 @@ def check_one_unspecified(names: Sequence[str]) -> str | None:
     'dp'
     """
     if len(names) > 1:
+        example = short_repr(f"{names[0].split()[0]}=2")  # a name may be "tp of a", of a set
         raise LayoutError(
             f"only one size can be inferred, but the sizes of {short_repr(list(names))} are "
-            f"unspecified; give all but one, as in 'tp=2'{did_you_mean_sizes(names)}"
+            f"unspecified; give all but one, as in {example}"
         )
     return names[0] if names else None
-
-
-def did_you_mean_sizes(names: Iterable[str]) -> str:
-    """Return a clause that suggests sizes for names such as "tp8", or an empty text.
-
-    >>> did_you_mean_sizes(["tp8", "dp4"]), did_you_mean_sizes(["tp8", "dp"])
-    ("; did you mean 'tp=8,dp=4'?", '')
-    """
-    found = [re.fullmatch(r"(.*[^0-9])([1-9][0-9]*)", name) for name in names]
-    pairs = [f"{one[1]}={one[2]}" for one in found if one]
-    return f"; did you mean {short_repr(','.join(pairs))}?" if len(pairs) == len(found) else ""
 
 
 def known_size(sizes: Mapping[str, int]) -> int:

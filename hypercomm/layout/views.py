@@ -58,9 +58,10 @@ class Views(Mapping[str, View]):
 
     def __getitem__(self, name: str) -> View:
         if not isinstance(name, str) or name not in self._views:
+            hint = did_you_mean(name, self._views) or "; add it with register_view() first"
             raise UnknownDimError(
                 f"View {short_repr(name)} is not registered for {self.base}; registered: "
-                f"{list(self._views)}{did_you_mean(name, self._views)}"
+                f"{list(self._views)}{hint}"
             )
         return self._views[name]
 
@@ -81,7 +82,9 @@ class Views(Mapping[str, View]):
         (name,) = as_names((name,), "view name")
         if name == BASE or name in self._views:
             taken = "is the grid's own layout" if name == BASE else "is already registered"
-            raise LayoutError(f"View {name!r} {taken}; registered: {list(self._views)}")
+            raise LayoutError(
+                f"View {name!r} {taken}; registered: {list(self._views)}; choose another name"
+            )
         given = shape.sizes if isinstance(shape, RankLayout) else shape
         sizes = read_sizes(given, dim_names)
         size = self.base.size

@@ -12,7 +12,7 @@ import attrs
 
 from hypercomm.errors import GroupOptionsError
 from hypercomm.layout.checks import LONGEST_NAME, check_choice, check_duration, is_utf8
-from hypercomm.layout.text import short_repr
+from hypercomm.layout.text import did_you_mean, short_repr
 from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.world import World
 
@@ -250,9 +250,11 @@ def check_known(backend: str) -> None:
         )
     unknown = [single for _, single in pairs if not torchdist.is_known(single)]
     if unknown:
+        known = torchdist.known_backends()
+        hint = did_you_mean(unknown[0], known)
         raise GroupOptionsError(
-            f"unknown backend {backend!r}; this torch knows {torchdist.known_backends()}; to use "
-            f"{unknown[0]!r}, install a build of torch or a package that provides it"
+            f"unknown backend {backend!r}; this torch knows {known}"
+            f"{hint or '; another one needs a build of torch or a package that provides it'}"
         )
 
 

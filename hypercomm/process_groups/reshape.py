@@ -67,7 +67,7 @@ class Reshaped:
         ]
         lost = self.lost
         if lost.ranks:
-            lines.append(f"  lost: {lost.words}")
+            lines.append(f"  without ranks {lost.words}")
         return "\n".join(lines)
 
     @property

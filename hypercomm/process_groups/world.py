@@ -20,7 +20,7 @@ import attrs
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import LaunchError, NotInitializedError, WorldSizeError
+from hypercomm.errors import LaunchError, LayoutError, NotInitializedError, WorldSizeError
 from hypercomm.job_environment import find_number
 from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.system import system
@@ -276,6 +276,8 @@ def size_of_world(explicit: int | None = None, world: World | None = None) -> in
     if explicit is not None:
         return explicit
     if world is not None:
+        if not isinstance(world, World):
+            raise LayoutError(f"world= must be a World, got {world!r}; give a size as world_size=")
         return world.size
     return dist.get_world_size() if dist.is_initialized() else _from_environment("WORLD_SIZE")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
@@ -167,7 +167,17 @@ def orders(dim_names: Sequence[str] = DIM_NAMES) -> st.SearchStrategy[str]:
 
 @st.composite
 def grids(
-    draw: st.DrawFn, /, *, max_ranks: int = 16, views: bool = False, **bounds: Any
+    draw: st.DrawFn,
+    *,
+    min_dims: int = 1,
+    max_dims: int | None = None,
+    min_size: int = 1,
+    max_size: int = 4,
+    max_ranks: int = 16,
+    dim_names: Sequence[str] = DIM_NAMES,
+    dims_required: Sequence[str] = (),
+    listed: bool = False,
+    views: bool = False,
 ) -> HyperCommGrid:
     """Draw a `HyperCommGrid` without process groups.
 
@@ -178,9 +188,15 @@ def grids(
 
     Args:
         draw: Supplied by hypothesis.
-        max_ranks: The largest number of ranks.
+        min_dims: The smallest number of dims.
+        max_dims: The largest number of dims. Default: the number of `dim_names`.
+        min_size: The smallest size of a dim.
+        max_size: The largest size of a dim.
+        max_ranks: The largest number of ranks. Ranks start at 0.
+        dim_names: The names to draw from, in any order.
+        dims_required: The names of dims that every grid must have.
+        listed: Whether the ranks are a list in any order.
         views: Whether grids may have a view "expert", drawn by `views_of`.
-        bounds: Further arguments of `layouts`, such as `dims_required`. Ranks start at 0.
 
     Returns:
         A strategy for grids.
@@ -197,7 +213,19 @@ def grids(
     """
     from hypercomm.grid import HyperCommGrid
 
-    layout = draw(layouts(max_ranks=max_ranks, max_offset=0, **bounds))
+    layout = draw(
+        layouts(
+            min_dims=min_dims,
+            max_dims=max_dims,
+            min_size=min_size,
+            max_size=max_size,
+            max_ranks=max_ranks,
+            max_offset=0,
+            dim_names=dim_names,
+            dims_required=dims_required,
+            listed=listed,
+        )
+    )
     grid = HyperCommGrid(layout, world_size=layout.size)
     names = [name for name in EXPERT_NAMES if name not in layout.dim_names]
     if views and names and draw(st.booleans()):

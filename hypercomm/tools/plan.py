@@ -70,7 +70,7 @@ def plan(
     if "host" not in topology.names:
         raise LayoutError(
             f"--on describes {' and '.join(topology.names)}, but no hosts; add the GPUs per host, "
-            f"as in --on 8"
+            f"as in --on 4"
         )
     hosts = topology.level("host").of_rank
     others = read_views(layout, views)

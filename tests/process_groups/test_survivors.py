@@ -180,8 +180,8 @@ def test_dead_rank_in_the_list_is_named(tmp_path):
 
 
 LOSSES = [
-    (2, [0, 1, 3], [0, 1, 2], "tp=1,dp=3", "2: tp=0,dp=1"),
-    (0, [1, 2], [1, 0], "tp=2,dp=1", "0: dp=0"),
+    (2, [0, 1, 3], [0, 1, 2], "tp=1,dp=3", "2 (no other rank has tp=0,dp=1)"),
+    (0, [1, 2], [1, 0], "tp=2,dp=1", "0 (no other rank has dp=0)"),
 ]
 """Each entry: the victim, the remaining ranks, the new ranks and layout, and the reported loss."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import Literal, TypeVar
 
 import attrs
@@ -54,8 +55,9 @@ def pattern_of(dims: Iterable[str]) -> Pattern:
 
 
 def _as_bytes(value: float) -> int:
-    if not 0 <= value <= 2**60:
-        raise LayoutError(f"traffic must be from 0 to 2**60 bytes, got {short_repr(value)}")
+    if not isinstance(value, Real) or not 0 <= value <= 2**60:
+        given = short_repr(value)
+        raise LayoutError(f"traffic must be from 0 to 2**60 bytes, as in 40e9, got {given}")
     return round(value)
 
 
