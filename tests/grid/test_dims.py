@@ -11,7 +11,6 @@ from numpy_oracle import group_of
 from hypercomm import HyperCommGrid, RankLayout
 from hypercomm.errors import (
     GridDestroyedError,
-    GroupOptionsError,
     NotInitializedError,
     SimulationError,
 )
@@ -149,15 +148,6 @@ def test_sum_warns_of_a_missing_gradient():
             grid["dp"].sum(weight * 2)
 
 
-# Values that are not numbers raise before anything is sent.
-@pytest.mark.parametrize("value", ["a", [1, 2], 1j, None, 2**64, -(2**64)])
-def test_wrong_values_of_sums(value):
-    with fake_world(1), HyperCommGrid("dp=1") as grid:
-        for call in (grid["dp"].sum, grid["dp"].mean):
-            with pytest.raises(GroupOptionsError, match="value must be"):
-                call(value)
-
-
 # Two ranks have the same seed if and only if they have the same coordinates along the dims.
 def test_seeds_differ_with_coordinates():
     got = []
@@ -220,20 +210,13 @@ def test_calls_after_torch_was_destroyed():
                 call()
 
 
-# The methods of a DeviceMesh work on a grid and its dims. The error for another attribute shows
-# what to write instead.
+# The methods of a DeviceMesh work on a grid and its dims.
 def test_device_mesh_methods():
     with fake_world(8, rank=5), HyperCommGrid("tp=2,dp=4") as grid:
         assert grid["dp"].size() == grid["dp"].size == 4
         assert grid.size() == grid["tp", "dp"].size() == 8
         assert grid["tp"].get_local_rank() == 1
         assert grid["tp"].get_group() is grid["tp"].group
-        for name, message in (
-            ("tp", r"write grid\['tp'\]"),
-            ("xx", "'xx'$"),
-        ):
-            with pytest.raises(AttributeError, match=message):
-                getattr(grid, name)
 
 
 # An int tensor of one element is accepted as a rank, a coordinate and a size, like a numpy int.

@@ -3,7 +3,6 @@
 import pytest
 
 from hypercomm import GridSet, HyperCommGrid, RankLayout
-from hypercomm.errors import WorldSizeError
 
 FORMS = [
     (("tp=2,dp=4",), {}),
@@ -28,14 +27,6 @@ def test_sizes_with_an_offset():
     assert HyperCommGrid("tp=2,dp=-1", rank_offset=4, world_size=12).layout.ranks == range(4, 12)
     assert HyperCommGrid("tp=2", rank_offset=4, world_size=12).layout.ranks == range(4, 6)
     assert HyperCommGrid("tp=2,dp", rank_offset=6, world_size=12, name="a").shape == [2, 3]
-
-
-# A grid that needs too many ranks names sizes that would fit.
-def test_sizes_that_would_fit():
-    with pytest.raises(WorldSizeError, match=r"the world has 8; tp=2 or dp=2 would fit$"):
-        HyperCommGrid("tp=4,dp=4", world_size=8)
-    with pytest.raises(WorldSizeError, match=r"the world has 8; tp=2 or dp=1 would fit$"):
-        HyperCommGrid("tp=4,dp=2", rank_offset=4, world_size=8)
 
 
 # A view accepts its sizes in every form. An unspecified size fills the grid.

@@ -20,11 +20,8 @@ from time_limits import scaled_s, wait_until
 from hypercomm import GridSet, HyperCommGrid, RankMapping, join_world, transfer_state
 from hypercomm.errors import (
     CreationError,
-    GroupOptionsError,
     LaunchError,
-    LayoutError,
     NotInitializedError,
-    RankOutsideError,
     WorldRestartedError,
     WorldSizeError,
 )
@@ -466,32 +463,7 @@ def test_store_is_restarted(crew):
     assert crew.values("again", "trainer0", "trainer1") == [3, 3, 3]
 
 
-# ---- arguments ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "names"),
-    [
-        ({"name": ""}, LayoutError, "name"),
-        ({"name": "a/b"}, LayoutError, "a/b"),
-        ({"parts": {}}, LayoutError, "parts"),
-        ({"parts": {"engine": 0}}, LayoutError, "engine"),
-        ({"parts": {"engine": 1, "a, b": 1}}, LayoutError, "'a, b'"),
-        ({"part": "engin"}, LayoutError, "did you mean 'engine'"),
-        ({"rank": 1}, RankOutsideError, "ranks 0 to 0, got rank 1"),
-        ({"rank": "0"}, LayoutError, "rank"),
-        ({"timeout": timedelta(0)}, GroupOptionsError, "timeout"),
-        ({"backend": "gluu"}, GroupOptionsError, "gluu"),
-        ({"address": 5}, LayoutError, "address"),
-        ({"address": "localhost"}, LayoutError, "tcp://host:29600"),
-        ({"address": "tcp://127.0.0.1:0"}, LayoutError, "tcp://host:29600"),
-        ({"address": "tcp://192.0.2.1:29600", "serve": True}, LaunchError, "not an address"),
-    ],
-)
-def test_invalid_arguments(change, error, names):
-    given = {"address": dist.HashStore(), **GOOD, **change}
-    with pytest.raises(error, match=names):
-        join_world(given.pop("address"), **given)
+# ---- worlds of one process ----------------------------------------------------------------------
 
 
 def test_world_of_one():

@@ -96,29 +96,6 @@ def test_shared_dims_make_the_same_groups(data, listed):
     assert grid.views["other"].dim_names == tuple(names)
 
 
-# An invalid view raises an error that names the wrong value, and changes nothing.
-@pytest.mark.parametrize(
-    ("arguments", "error", "value"),
-    [
-        (("e", [4, 3], ["ep", "x"]), LayoutError, "ep=4,x=3 needs 12 ranks"),
-        (("base", [16], ["ep"]), LayoutError, "'base'"),
-        (("old", [16], ["ep"]), LayoutError, "'old' is already registered"),
-        (("", [16], ["ep"]), LayoutError, "''"),
-        (("e", [8, 2], ["ep", "pp"], ["ep"]), UnknownDimError, "'ep'"),
-        (("e", [8, 2], ["ep", "x"], ["pp"]), UnknownDimError, "'pp'"),
-        (("e", [8, 2], ["ep", "pp"], ["pp", "pp"]), LayoutError, "'pp' is listed twice"),
-        (("e", [2, 8], ["pp", "ep"], "pp"), LayoutError, "'pp' has different membership"),
-    ],
-)
-def test_invalid_views(arguments, error, value):
-    grid = HyperCommGrid([2, 4, 2], ["tp", "dp", "pp"], world_size=16)
-    grid.register_view("old", [16], ["all"])
-    before = dict(grid.views)
-    with pytest.raises(error, match=value):
-        grid.register_view(*arguments)
-    assert dict(grid.views) == before
-
-
 def expert_grid(**options):
     """Return the grid tp=2,dp=4,pp=2 with a view ep=4,edp=2,pp=2 that shares pp."""
     grid = HyperCommGrid([2, 4, 2], ["tp", "dp", "pp"], **options)

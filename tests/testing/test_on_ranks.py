@@ -3,7 +3,6 @@
 import os
 import re
 import textwrap
-import threading
 from pathlib import Path
 
 import pytest
@@ -228,24 +227,6 @@ def test_invalid_markers(tmp_path):
     errors = re.findall(r"^the marker ranks of test_it accepts .*; got .*$", report, re.MULTILINE)
     assert len(errors) == len(markers) - 1
     assert f"4096 ranks are more than {most_ranks()}; " in report
-
-
-# Invalid arguments of given_ranks raise before a rank starts.
-@pytest.mark.parametrize(
-    ("decorator", "message"),
-    [
-        (given_ranks(st.just(RankLayout([5], ["tp"])), ranks_max=4), "has 5 ranks, more than 4"),
-        (given_ranks(st.integers()), "no argument of test_invalid_given_ranks"),
-        (given_ranks(st.just(threading.Lock()), ranks=1), "argument 'drawn' of test_invalid_given"),
-    ],
-)
-def test_invalid_given_ranks(decorator, message):
-    @decorator
-    def body(drawn):
-        raise AssertionError(drawn)
-
-    with pytest.raises(LaunchError, match=re.escape(message)):
-        body()
 
 
 # hypothesis has strategies for the types RankLayout and RankMapping.

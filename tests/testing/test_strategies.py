@@ -1,16 +1,12 @@
 """Test that the public strategies keep and reach their bounds, and that examples shrink."""
 
-import re
-
 import hypothesis
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.errors import InvalidArgument
 from processes import run_python
 
 from hypercomm import RankLayout
-from hypercomm.errors import LayoutError, UnknownDimError
 from hypercomm.testing import (
     dim_subsets,
     grids,
@@ -147,32 +143,6 @@ def test_shardings(shape, data):
     cut = data.draw(shardings(shape))
     assert set(cut) <= {"tp", "cp", "dp"}
     assert all(shape[axis] > 0 for axis in cut.values())
-
-
-# If nothing satisfies the bounds, InvalidArgument is raised. Errors about other arguments name the
-# argument and the value.
-@pytest.mark.parametrize(
-    ("call", "kind", "message"),
-    [
-        (lambda: layouts(min_dims=0), InvalidArgument, "min_dims"),
-        (lambda: layouts(min_dims=3, max_dims=2), InvalidArgument, "max_dims"),
-        (lambda: layouts(max_dims=6), InvalidArgument, "max_dims"),
-        (lambda: layouts(min_dims=2, dim_names=["tp", "tp"]), LayoutError, "'tp'"),
-        (lambda: layouts(min_size=0), InvalidArgument, "min_size"),
-        (lambda: layouts(min_size=3, max_size=2), InvalidArgument, "max_size"),
-        (lambda: layouts(min_dims=2, min_size=3, max_ranks=8), InvalidArgument, "max_ranks"),
-        (lambda: layouts(max_offset=-1), InvalidArgument, "max_offset"),
-        (lambda: layouts(dims_required=["tp", "dp"], max_dims=1), InvalidArgument, "dims_required"),
-        (lambda: layouts(dims_required=["tpp"]), UnknownDimError, "did you mean 'tp'?"),
-        (lambda: views_of(LAYOUT, shared_dims=["ep"]), UnknownDimError, "'ep'"),
-        (lambda: views_of(LAYOUT, dim_names="a", shared_dims=["cp"]), LayoutError, "dim_names"),
-        (lambda: views_of(LAYOUT, dim_names=["a"], shared_dims=["cp"]), InvalidArgument, "needs 2"),
-        (lambda: mappings(along="batch"), UnknownDimError, "'batch'"),
-    ],
-)
-def test_invalid_arguments(call, kind, message):
-    with pytest.raises(kind, match=re.escape(message)):
-        find(call())
 
 
 # The pytest plugin imports little. The first strategy registers the types with hypothesis.

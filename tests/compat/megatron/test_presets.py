@@ -17,8 +17,6 @@ from hypercomm.errors import (
     ConfigurationError,
     GroupOptionsError,
     LayoutError,
-    UnknownDimError,
-    WorldSizeError,
 )
 from hypercomm.testing import fake_world
 
@@ -195,24 +193,3 @@ def test_grids_without_megatrons_dims():
         grid.register_view("expert", [8], ["experts"])
         with pytest.raises(LayoutError, match=r"expert.*experts=8"):
             megatron_requests(grid)
-
-
-# Invalid sizes, orders and names raise.
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ({"tp": 3}, WorldSizeError),
-        ({"ep": 3}, WorldSizeError),
-        ({"tp": 0}, LayoutError),
-        ({"tp": -1}, LayoutError),
-        ({"order": "tp-dp", "pp": 2}, ConfigurationError),
-        ({"order": "tp-xx"}, UnknownDimError),
-        ({"order": 7}, LayoutError),
-        ({"order": "tp-cp-ep-pp-dp", "tp": 2, "pp": 2, "expt_tp": 1, "ep": 4}, ConfigurationError),
-        ({"inference": {"xx": 2}}, UnknownDimError),
-        ({"inference": {"tp": 3}}, WorldSizeError),
-    ],
-)
-def test_invalid_sizes_and_orders(arguments, error):
-    with pytest.raises(error):
-        megatron_grids(**{"world_size": 16, **arguments})
