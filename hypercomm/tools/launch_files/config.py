@@ -16,8 +16,8 @@ from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_world_size
 from hypercomm.layout.text import aligned, pluralize, short_repr
 from hypercomm.layout.views import Views
-from hypercomm.tools.launch_files.layouts import MESH, framework_layouts
-from hypercomm.tools.launch_files.reading import Files, Launch, load_text, read_launches
+from hypercomm.tools.launch_files.layouts import CHOICES, framework_layouts
+from hypercomm.tools.launch_files.reading import Files, Launch, read_launches
 from hypercomm.tools.launch_files.source import Source, printable
 from hypercomm.tools.launch_files.tables import (
     Module,
@@ -30,17 +30,6 @@ from hypercomm.tools.launch_files.tables import (
 
 if TYPE_CHECKING:
     from hypercomm.grid.grid_set import GridSet
-
-_SWITCHES = ("pp_before_dp", "sequence_parallel", "dp_attention", "expert_parallel")
-"""The choices that are either true or false."""
-
-_TEXTS = {
-    "order": r"[a-z]+(-[a-z]+)+",
-    "mesh": r"[\d,\s()\[\]]+",
-    "mesh_names": r".+",
-    "sharding": r"fsdp",
-}
-"""The pattern of each choice whose value is a text."""
 
 
 @attrs.frozen(repr=False)
@@ -218,7 +207,8 @@ def read_config(
     is_text = isinstance(path_or_text, str) and not is_launch_file(path_or_text)
     path = Path() if is_text else Path(path_or_text)
     files = Files(path, include)
-    text = load_text(path_or_text, files, is_text=is_text)
+    content = str(path_or_text).encode(errors="replace")
+    text = files.decode(content, "the text") if is_text else files.load(path)
     given = {name: str(value) for name, value in (variables or {}).items()}
     launches, settings = read_launches(text, path, files, given)
     if not launches:
@@ -321,11 +311,11 @@ class _Reading:
         complaints = [(one, framework.complaint(one)) for one in self.launch.settings]
         self.problems += self.launch.problems
         self.problems += [f"{one} {text}" for one, text in complaints if text]
-        world, per_node = self._world()
-        total = asked or world
         modules = self._modules()
+        world, per_node = self._world(modules)
         ranks = {one.name: self._ranks_of(one, per_node) for one in modules}
         apart = sum(ranks[one.name] or 0 for one in modules if one.is_apart)
+        total = asked or (world and framework.adds_apart and world + apart) or world
         shared = total - apart if total and 0 < apart < total else total
         views = self._layouts(modules, ranks, shared, total)
         if not views and not self.problems:
@@ -390,7 +380,7 @@ class _Reading:
         self, module: Module, given: dict[str, Any], ranks: int | None, total: int | None
     ) -> Views:
         """Return the layouts of a module, and add the sources of sizes that are not given."""
-        kind = MESH if "mesh" in given else module.layout
+        kind = module.layout
         if module.product:
             ranks = math.prod(given.get(size, 1) for size in module.product)
             if kind == "megatron":
@@ -430,7 +420,7 @@ class _Reading:
 
     # ---- numbers of ranks ---------------------------------------------------------------------
 
-    def _world(self) -> tuple[int | None, int | None]:
+    def _world(self, modules: Sequence[Module]) -> tuple[int | None, int | None]:
         """Return the number of ranks of the file, and the number of ranks per node, if known."""
         launcher = frameworks()[-1]
         keys = {
@@ -447,7 +437,8 @@ class _Reading:
                 self.problems.append(f"{one} contradicts {there}; give --world-size")
         self.sources |= sources
         given = {name: size for name, size in {**job, **own}.items() if size > 0}
-        if "ranks" not in given and not (job and "gpus_per_node" not in own):
+        is_default = not all(module.product for module in modules)
+        if is_default and "ranks" not in given and not (job and "gpus_per_node" not in own):
             given = {**self.launch.framework.world_defaults, **given}
         per_node = given.get("gpus_per_node") or given.get("gpus")
         if per_node is None and given.get("tasks_per_node", 1) > 1:  # one task may start all ranks
@@ -503,7 +494,7 @@ class _Reading:
                 self.sources[f"{label}.{size}"] = last.with_value(value)
         return given
 
-    def _value(self, label: str, size: str, one: Source) -> int | str | None:
+    def _value(self, label: str, size: str, one: Source) -> int | None:
         """Return the value of a size or choice, or None if the value cannot be used.
 
         A value that is not a number adds a problem, unless it is a word such as "auto" or "none".
@@ -516,10 +507,8 @@ class _Reading:
             self.problems.append(f"{one} differs between branches: {values}; set one{hint}")
             self.unknown.add(label)
             return None
-        if size in _SWITCHES:
+        if size in CHOICES and size != "stage":
             return None if text in ("false", "0", "no", "off", "none", "null") else 1
-        if size in _TEXTS:
-            return text if re.fullmatch(_TEXTS[size], text) else None
         number = text.rpartition(":")[2] if size == "gpus" else text  # such as gpu:8
         if re.fullmatch(r"-?[0-9]{1,9}", number):
             return int(number)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,25 +16,10 @@ from hypercomm.layout.parsing import UNSPECIFIED, divisors, known_size
 from hypercomm.layout.views import Views
 from hypercomm.tools.launch_files.tables import layout_rows
 
-MESH = "mesh"
-"""The kind of a layout that a launch file gives as the shape of a DeviceMesh."""
-
 ENGINES = "engines"
 """The dim that numbers the replicas of an inference engine."""
 
-CHOICES = frozenset(
-    {
-        "dp_attention",
-        "expert_parallel",
-        "mesh",
-        "mesh_names",
-        "order",
-        "pp_before_dp",
-        "sequence_parallel",
-        "sharding",
-        "stage",
-    }
-)
+CHOICES = ("dp_attention", "expert_parallel", "pp_before_dp", "sequence_parallel", "stage")
 """Keys in the `sizes` of `framework_layouts` whose values are choices, not sizes."""
 
 _ORDERS = {False: "tp-cp-ep-dp-pp", True: "tp-cp-ep-pp-dp"}
@@ -67,11 +51,10 @@ def framework_layouts(kind: str, sizes: Mapping[str, Any], world_size: int | Non
     """Return a module's layout, with the other factorisations of the module's ranks as views.
 
     Args:
-        kind: "megatron", "torchtitan", "mesh" or a layout of a table.
-        sizes: The given sizes, by dim. The mapping may also contain choices: "order" and
-            "pp_before_dp" for Megatron, "dp_attention" for SGLang, "expert_parallel" for vLLM,
-            "sharding" for accelerate, the texts "mesh" and "mesh_names", and "engine", the number
-            of GPUs of an inference engine.
+        kind: "megatron", "torchtitan" or a layout of a table.
+        sizes: The given sizes, by dim. The mapping may also contain choices: "pp_before_dp" for
+            Megatron, "dp_attention" for SGLang, "expert_parallel" for vLLM, and "engine", the
+            number of GPUs of an inference engine.
         world_size: The number of ranks, or None. Inference engines do not need this number.
 
     Raises:
@@ -108,19 +91,11 @@ def _fitting(kind: str, sizes: Mapping[str, Any], world_size: int | None) -> lis
 
 
 def _layouts(kind: str, sizes: Mapping[str, Any], world_size: int | None) -> Views:
-    given = {name: size for name, size in sizes.items() if isinstance(size, int)}
+    given = dict(sizes)
     rows = layout_rows()
-    if kind == MESH:
-        shape = re.findall(r"-?[0-9]+", sizes["mesh"])
-        names = re.findall(r"\w+", sizes.get("mesh_names", ""))
-        names = names or [f"dim{axis}" for axis in range(len(shape))]
-        layout = dict(zip(reversed(names), map(int, reversed(shape)), strict=False))
-        return Views(RankLayout(layout, world_size=world_size))
     if kind == "sglang" and "dp_attention" in given:
         kind = "sglang attention"
         given["attn_dp"] = given.pop("dp", 1)
-    if kind == "accelerate" and sizes.get("sharding") == "fsdp" and math.prod(given.values()) == 1:
-        kind = "accelerate fsdp"
     row = Kind(**rows[kind]) if kind in rows else None
     used = {*CHOICES, *_sizes_of(kind, row)}
     unused = [f"{name}={size}" for name, size in given.items() if size > 1 and name not in used]
@@ -144,8 +119,7 @@ def _layouts(kind: str, sizes: Mapping[str, Any], world_size: int | None) -> Vie
         known = torchtitan_layouts.__kwdefaults__ or {}
         own = {name: size for name, size in given.items() if name in known}
         return torchtitan_layouts(**own, world_size=world_size)
-    order = sizes.get("order") or _ORDERS["pp_before_dp" in sizes]
-    return megatron_layouts(given, order, world_size)
+    return megatron_layouts(given, _ORDERS["pp_before_dp" in given], world_size)
 
 
 def _factor(kind: str, row: Kind | None, given: Mapping[str, int]) -> int:

@@ -1,42 +1,36 @@
 """Read the commands that a shell script starts, without running any of them.
 
-The script is parsed by tree-sitter and its assignments, functions, loops and conditions are
-followed. A condition that depends on an unknown value is followed both ways, on several paths
-through the script. Each branch is on at least one path.
+The script is parsed by tree-sitter. Its assignments, functions, loops and conditions are followed
+once. If a condition depends on an unknown value, all branches are followed, and each variable then
+has an alternative for each value that the branches give it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 import re
-import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, TypeVar
 
 import attrs
 
 from hypercomm.errors import LayoutError
 from hypercomm.lazy import required
 
-_MOST_PATHS = 64
-"""The most paths through a script."""
+T = TypeVar("T")
 
 _MOST_STEPS = 20_000
-"""The most statements and words of all paths together."""
+"""The most statements and words."""
 
-_MOST_ROUNDS = 64
-"""The most rounds of loops inside each other."""
-
-_MOST_PIECES = 2_000
-"""The most parts of a value."""
+_MOST_ALTERNATIVES = 16
+"""The most alternatives of a variable."""
 
 _MOST_TEXT = 100_000
 """The most characters of a value."""
-
-FILE = 1_000_000
-"""Lines of the file that a script sources are counted from this number on, then from twice it."""
 
 _DEEPEST = 12
 """The deepest nesting of calls of functions, and of commands quoted in commands."""
@@ -44,23 +38,18 @@ _DEEPEST = 12
 _BREAK = "\0"
 """Separates the words of an array inside a quoted text."""
 
-_BRANCHING = {"if_statement", "case_statement", "while_statement", "for_statement"}
-
-_PRINTERS = {
-    "echo",
-    "printf",
-    ":",
-    "cd",
-    "pip",
-    "pip3",
-    "git",
-    "grep",
-    "sed",
-    "awk",
-    "kill",
-    "pkill",
-}
+_PRINTERS = set("echo printf : true cd pip pip3 git grep sed awk kill pkill".split())
 """Commands whose arguments are not read."""
+
+
+class Place(NamedTuple):
+    """A line of a file. "" is the name of a text."""
+
+    file: str = ""
+    line: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" if self.file else f"line {self.line}"
 
 
 class Piece(NamedTuple):
@@ -69,21 +58,24 @@ class Piece(NamedTuple):
     Attributes:
         text: The text. An unknown value remains as written, such as "$TP" or "$(nproc)".
         raw: The part as written, such as "${TP:-8}".
-        line: The number of the line, starting at 1.
+        place: The line where it is used.
         is_quoted: Whether the text is not split into words.
-        origin: The line that assigned the value of a variable, or 0.
+        origin: The line that assigned the value, if it is a variable's.
         unset: The name of the variable, if nothing sets it.
     """
 
     text: str
     raw: str
-    line: int
+    place: Place
     is_quoted: bool = False
-    origin: int = 0
+    origin: Place | None = None
     unset: str = ""
 
 
 Word = tuple[Piece, ...]
+Words = tuple[Word, ...]
+Variables = dict[str, "tuple[Words | None, ...]"]
+"""The alternatives of each variable. None is the alternative that it is not set."""
 
 
 def text_of(word: Sequence[Piece]) -> str:
@@ -105,305 +97,223 @@ class Command:
     """A command that a script starts.
 
     Attributes:
-        place: The positions of the calls that lead to the command, and its own. Equal on all paths.
-        line: The number of its line.
-        words: The command and its arguments.
-        variables: The variables that the script has set.
+        place: Its line.
+        variants: The command and its arguments, for each alternative of the variables in them.
     """
 
-    place: tuple[int, ...]
-    line: int
-    words: tuple[Word, ...]
-    variables: Mapping[str, Word]
-
-
-@attrs.frozen
-class Embedded:
-    """A file that a script writes from a here-document."""
-
-    name: str
-    text: str
-    line: int
+    place: Place
+    variants: Sequence[Words]
 
 
 class _Node:
     """A node of the syntax tree. Copied once, because attributes of tree-sitter are slow."""
 
-    __slots__ = ("children", "end", "has_effect", "is_named", "kind", "line", "source", "start")
+    __slots__ = ("children", "end", "error", "is_named", "kind", "place", "source", "start")
 
-    def __init__(self, node: Any, source: bytes, first_line: int) -> None:
+    def __init__(self, node: Any, source: bytes, first: Place) -> None:
         self.kind: str = node.type
         self.is_named: bool = node.is_named
-        self.line: int = node.start_point[0] + first_line
+        self.place = Place(first.file, first.line + node.start_point[0])
         self.start: int = node.start_byte
         self.end: int = node.end_byte
         self.source = source
+        if self.kind in _PARTS:  # tree-sitter counts blanks before an expansion as its part
+            text = source[self.start : self.end]
+            blanks = text[: len(text) - len(text.lstrip())]
+            self.start += len(blanks)
+            self.place = Place(first.file, self.place.line + blanks.count(b"\n"))
         self.children = [
-            _Node(child, source, first_line) for child in node.children if child.type != "comment"
+            _Node(child, source, first) for child in node.children if child.type != "comment"
         ]
-        is_effect = self.kind in ("variable_assignment", "heredoc_redirect")
-        if self.kind == "command":
-            name = next((one.text for one in self.children if one.kind == "command_name"), "")
-            is_effect = name not in (*_PRINTERS, "exit", "return")
-        self.has_effect: bool = is_effect or any(one.has_effect for one in self.children)
+        errors = [child.error for child in self.children if child.error]
+        self.error = self.place if self.kind == "ERROR" else next(iter(errors), None)
 
     @property
     def text(self) -> str:
-        return self.source[self.start : self.end].decode(errors="replace")
+        return self.source[self.start : self.end].decode(errors="replace").strip()
 
     @property
     def named(self) -> list[_Node]:
         return [child for child in self.children if child.is_named]
 
-    def split(self, *kinds: str) -> tuple[list[_Node], list[_Node]]:
-        """Return the children before and after the first child of one of these kinds."""
-        for at, child in enumerate(self.children):
-            if child.kind in kinds:
-                return self.children[:at], self.children[at + 1 :]
-        return self.children, []
+    def split(self, kind: str) -> tuple[list[_Node], list[_Node]]:
+        """Return the named children before and after the first child of a kind."""
+        kinds = [child.kind for child in self.children]
+        at = kinds.index(kind) if kind in kinds else 0
+        parts = self.children[:at], self.children[at:]
+        return tuple([one for one in part if one.is_named] for part in parts)  # type: ignore[return-value]
 
 
 @functools.lru_cache(maxsize=64)
-def _parse(text: str, first_line: int) -> _Node:
-    source = text.encode()
+def _parse(text: str, first: Place) -> _Node:
+    source = text.encode(errors="replace")
     language = required("tree_sitter_bash", "a launch file that is a shell script").language()
     package = required("tree_sitter", "a launch file that is a shell script")
     tree = package.Parser(package.Language(language)).parse(source)
-    return _Node(tree.root_node, source, first_line)
+    return _Node(tree.root_node, source, first)
 
 
-def paths(
-    text: str,
-    file: str,
-    environment: Mapping[str, str],
-    given: Mapping[str, str],
-    load: Callable[[str], tuple[str, str] | None] = lambda _name: None,
-    *,
-    only_first: bool = False,
-) -> list[Path]:
-    r"""Return the paths through a script.
+class _End(Exception):  # noqa: N818 - no error
+    """Ends a function or a script, as `return` and `exit` do."""
+
+
+class Script:
+    r"""Follows a script to its end.
 
     Args:
-        text: The text of the script.
-        file: The name of the file.
         environment: The values of variables that the script does not set.
         given: The values of variables and arguments that the user sets. The script cannot change
             them.
+        wanted: The variables whose values are shown to commands, as words "$NAME=VALUE".
         load: A function that returns the name and the text of a file that the script sources, or
             None if the file must not be read.
-        only_first: Whether to return one path only.
-
-    Raises:
-        LayoutError: The script has too many branches.
-
-    Example:
-        >>> for path in paths("case $1 in a) N=2;; b) N=4;; esac\nrun --tp $N", "", {}, {}):
-        ...     print([text_of(word) for word in path.commands[0].words])
-        ['run', '--tp', '2']
-        ['run', '--tp', '4']
-        ['run', '--tp', '$N']
-    """
-    found: list[Path] = []
-    wanted: list[dict[Any, int]] = [{}]
-    seen: set[tuple[Any, int]] = set()
-    steps = 0
-    while wanted:
-        path = Path(wanted.pop(0), environment, given, load)
-        path.run(text, file)
-        steps += path.steps
-        found.append(path)
-        if only_first:
-            break
-        if len(found) > _MOST_PATHS or steps > _MOST_STEPS:
-            raise LayoutError(
-                f"{file or 'the text'} has too many branches; set the variables that its "
-                f"conditions test, as in --set NAME=VALUE"
-            )
-        seen |= set(path.taken.items())
-        before: dict[Any, int] = {}
-        for key, count in path.choices:
-            for option in range(count):
-                if (key, option) not in seen:
-                    seen.add((key, option))
-                    wanted.append({**before, key: option})
-            before[key] = path.taken[key]
-    return found
-
-
-class _Exit(Exception):  # noqa: N818 - it ends a path, and is no error
-    """Ends a path, as `exit` ends the script."""
-
-
-class _Return(Exception):  # noqa: N818
-    """Ends a function."""
-
-
-class Path:
-    """One path through a script.
 
     Attributes:
         commands: The commands that the script starts.
-        embedded: The files that it writes from here-documents.
-        broken: The places of commands that a comment ends too early, with the next line and word.
-        unread: The commands whose text is not read, such as `source FILE`, with their lines.
-        taken: The option that was taken at each condition whose value is unknown.
-        choices: These conditions in the order of the path, with the number of options.
-        files: The names of the script and of the files that it sources.
-        steps: The number of statements and words.
+        documents: The file name, the text and the line of each file that it writes.
+        problems: What could not be followed.
+        unread: The commands that may set variables and are not followed.
+        tested: The variables in conditions whose value is unknown.
+
+    Example:
+        >>> script = Script({}, {})
+        >>> script.follow("case $1 in a) N=2;; *) N=4;; esac\nrun --tp $N", Place())
+        >>> for words in script.commands[0].variants:
+        ...     print([text_of(word) for word in words])
+        ['run', '--tp', '2']
+        ['run', '--tp', '4']
     """
 
     def __init__(
         self,
-        taken: Mapping[Any, int],
         environment: Mapping[str, str],
         given: Mapping[str, str],
-        load: Callable[[str], tuple[str, str] | None],
+        wanted: Iterable[str] = (),
+        load: Callable[[str], tuple[str, str] | None] = lambda _name: None,
     ) -> None:
         self.commands: list[Command] = []
-        self.embedded: list[Embedded] = []
-        self.broken: list[tuple[tuple[int, ...], int, str]] = []
-        self.unread: list[tuple[int, str]] = []
-        self.taken: dict[Any, int] = {}
-        self.choices: list[tuple[Any, int]] = []
-        self.steps = 0
-        self._wanted = taken
-        self._environment = environment
-        self._given = {name: self._literal(text) for name, text in given.items()}
-        count = sum(name.isdecimal() for name in given)
-        if count:
-            self._given["#"] = self._literal(str(count))
+        self.documents: list[tuple[str, str, Place]] = []
+        self.problems: list[str] = []
+        self.unread: list[str] = []
+        self.tested: list[str] = []
+        self._given = given
+        self._wanted = tuple(wanted)
         self._load = load
-        self._variables: dict[str, list[Word]] = {}
+        self._variables: Variables = {
+            name: ((_literal(text),),) for name, text in {**environment, **given}.items()
+        }
+        if count := max((int(name) for name in given if name.isdecimal()), default=0):
+            names = [str(at) for at in range(1, count + 1)]
+            words = [_literal(given.get(name, f"${name}")) for name in names]
+            self._variables["@"] = (tuple(words),)
         self._functions: dict[str, _Node] = {}
-        self._stack: tuple[int, ...] = ()
-        self._rounds = 1
-        self.files: list[str] = []
+        self._returned: list[Variables] = []
+        self._depth = self._steps = self._variant = 0
+        self._width = 1
 
-    def where(self, line: int) -> tuple[str, int]:
-        """Return the name of the file and the number of the line of a piece."""
-        return self.files[line // FILE], line % FILE
-
-    @staticmethod
-    def _literal(text: str) -> list[Word]:
-        return [(Piece(text, text, 0),)]
-
-    def run(self, text: str, file: str) -> None:
-        """Follow a script to its end."""
-        self.files = [file]
-        with contextlib.suppress(_Exit, _Return):
-            self._do(_parse(text, 1))
-
-    def read(self, text: str, line: int) -> None:
-        """Follow a text that is a script inside the script."""
-        if len(self._stack) < _DEEPEST:
-            before, self._stack = self._stack, (*self._stack, line)
-            try:
-                self._do(_parse(text, line))
-            except (_Exit, _Return):
-                pass
-            finally:
-                self._stack = before
-
-    def read_inside(self, node: _Node) -> None:
-        """Follow the commands of a substitution, which may start programs in the background."""
-        if len(self._stack) < _DEEPEST and node.has_effect:
-            kept = dict(self._variables)
-            with contextlib.suppress(_Exit, _Return):
-                self._all(node.children)
-            self._variables = kept
+    def follow(self, text: str, first: Place) -> None:
+        """Follow a text that starts in a line."""
+        if self._depth < _DEEPEST:
+            self._depth += 1
+            script = _parse(text, first)
+            if script.error:
+                self.problems.append(f"{script.error} is not valid shell; the rest may be misread")
+            with contextlib.suppress(_End):
+                self._do(script)
+            self._depth -= 1
 
     # ---- statements ---------------------------------------------------------------------------
 
     def _do(self, node: _Node) -> bool | None:
         """Follow a statement. Return whether it succeeds, or None if unknown."""
-        self.steps += 1
-        if self.steps > _MOST_STEPS:
-            raise LayoutError(f"{self.files[0] or 'the text'} is too long to follow")
-        statement = getattr(self, f"_{node.kind}", None)
-        if node.kind in _BRANCHING and not node.has_effect:
-            return None  # a check that prints or ends the script does not change what it starts
-        if statement is not None and node.is_named:
-            result: bool | None = statement(node)
-            return result
-        return self._all(node.children)
-
-    def _all(self, nodes: Sequence[_Node]) -> bool | None:
-        result: bool | None = True
-        for node in nodes:
-            if node.is_named:
-                result = self._do(node)
+        self._steps += 1
+        if self._steps > _MOST_STEPS:
+            raise LayoutError(f"{node.place.file or 'the text'} is too long to follow")
+        statement = getattr(self, f"_{node.kind}", None) if node.is_named else None
+        if statement is None:
+            return self._all(node.named)
+        result: bool | None = statement(node)
         return result
 
-    def _choose(self, key: Any, count: int) -> int:
-        """Return the option that this path takes at a condition."""
-        if key not in self.taken:
-            self.taken[key] = self._wanted.get(key, 0)
-            self.choices.append((key, count))
-        return min(self.taken[key], count - 1)
+    def _all(self, nodes: Sequence[_Node]) -> bool | None:
+        result = None
+        for node in nodes:
+            result = self._do(node)
+        return result
 
-    def _decide(self, node: _Node, succeeds: bool | None) -> bool:
-        return succeeds if succeeds is not None else self._choose(node.text, 2) == 0
+    def _each(self, evaluate: Callable[[], T]) -> list[T]:
+        """Return the results of an evaluation for each alternative of the variables in it."""
+        outer = self._variant, self._width
+        self._variant, self._width = 0, 1
+        results = []
+        while self._variant < self._width:
+            results.append(evaluate())
+            self._variant += 1
+        self._variant, self._width = outer
+        return results
+
+    def _branch(self, condition: str, bodies: Sequence[Sequence[_Node]]) -> None:
+        """Follow each body from the same variables, and unite the variables at their ends."""
+        if len(bodies) > 1:
+            self.tested += re.findall(r"\$\{?(\w+)", condition)
+        before, ends = self._variables, []
+        returned = len(self._returned)
+        for body in bodies:
+            self._variables = dict(before)
+            with contextlib.suppress(_End):
+                self._all(body)
+                ends.append(self._variables)
+        if not ends and len(self._returned) > returned:
+            raise _End
+        self._variables = _united(ends or [before])  # a check that ends the script may not apply
 
     def _if_statement(self, node: _Node) -> bool | None:
-        condition, rest = node.split("then")
-        branch = _Node.split(node, "then")[1]
-        if self._decide(node.children[1], self._all(condition[1:])):
-            return self._all(
-                [one for one in rest if one.kind not in ("elif_clause", "else_clause")]
-            )
-        for other in branch:
-            if other.kind == "else_clause":
-                return self._all(other.children)
-            if other.kind == "elif_clause":
-                condition, rest = other.split("then")
-                if self._decide(other.children[1], self._all(condition[1:])):
-                    return self._all(rest)
-        return True
+        bodies: list[Sequence[_Node]] = []
+        clauses = [node, *(one for one in node.children if one.kind.endswith("_clause"))]
+        for clause in clauses:
+            condition, body = clause.split("then")
+            holds = self._all(condition) if clause.kind != "else_clause" else True
+            if holds is not False:
+                bodies.append([one for one in body if not one.kind.endswith("_clause")])
+            if holds:
+                break
+        else:
+            bodies.append([])
+        self._branch(" ".join(one.children[1].text for one in clauses), bodies)
+        return None
 
     def _case_statement(self, node: _Node) -> bool | None:
-        subject = text_of(self._pieces(node.named[0]))
         items = [child for child in node.children if child.kind == "case_item"]
-        patterns = [
-            [text_of(self._pieces(one)) for one in item.split(")")[0] if one.is_named]
-            for item in items
-        ]
-        has_rest = any("*" in names for names in patterns)
-        if is_known(subject):
-            matching = (
-                at
-                for at, names in enumerate(patterns)
-                if any(_matches(subject, name) for name in names)
-            )
-            at = next(matching, len(items))
-        else:
-            at = self._choose((node.start, node.text[:80]), len(items) + (not has_rest))
-        return self._all(items[at].split(")")[1]) if at < len(items) else True
+        bodies: dict[int, Sequence[_Node]] = {}
+        for subject in self._each(lambda: text_of(self._pieces(node.named[0]))):
+            for at, item in enumerate(items):
+                names, body = item.split(")")
+                patterns = [text_of(self._pieces(name)) for name in names]
+                if not is_known(subject) or any(fnmatchcase(subject, one) for one in patterns):
+                    bodies[at] = body
+                    if is_known(subject) or "*" in patterns:
+                        break
+            else:
+                bodies[len(items)] = []
+        self._branch(node.named[0].text, [bodies[at] for at in sorted(bodies)])
+        return None
 
     def _while_statement(self, node: _Node) -> bool | None:
-        condition, rest = node.children[1:-1], node.children[-1]
-        holds = self._all(condition)
-        if self._decide(node.children[1], holds):
-            self._all(rest.children)
-        return True
+        holds = self._all(node.named[:-1])
+        bodies = {True: [node.named[-1:]], False: [()], None: [node.named[-1:], ()]}[holds]
+        self._branch(node.children[1].text, bodies)
+        return None
 
     def _for_statement(self, node: _Node) -> bool | None:
-        name, *rest = node.named
-        values = [word for one in rest if one.kind != "do_group" for word in self._words(one)]
-        before, outer = self._stack, self._rounds
-        self._rounds *= len(values)
-        if not 0 < self._rounds <= _MOST_ROUNDS:
-            values, self._rounds = [(Piece(f"${name.text}", "", node.line),)], outer
-        for at, word in enumerate(values):
-            self._stack = (*before, node.line, at) if len(values) > 1 else before
-            self._set(name.text, [word])
-            self._all([one for one in rest if one.kind == "do_group"])
-            if not is_known(text_of(word)):
-                break
-        self._stack, self._rounds = before, outer
-        return True
-
-    def _c_style_for_statement(self, node: _Node) -> bool | None:
-        return self._all([one for one in node.named if one.kind == "do_group"])
+        name, *lists, body = node.named
+        variants = self._each(lambda: [word for one in lists for word in self._words(one)])
+        words = variants[0]
+        if len(variants) > 1 or not all(is_known(text_of(word)) for word in words):
+            words = [(Piece(f"${name.text}", "", node.place),)]
+        for word in words:
+            self._set(name.text, [(word,)])
+            self._do(body)
+        return None
 
     def _function_definition(self, node: _Node) -> bool | None:
         self._functions[node.named[0].text] = node.named[-1]
@@ -412,79 +322,61 @@ class Path:
     def _list(self, node: _Node) -> bool | None:
         left, sign, right = node.children[0], node.children[1].kind, node.children[-1]
         succeeds = self._do(left)
-        if left.kind in ("command", "redirected_statement", "pipeline", "subshell"):
+        if left.kind not in ("test_command", "list", "compound_statement", "negated_command"):
             succeeds = succeeds is not False  # a command that is started is assumed to succeed
-        if sign == "&&":
-            return self._do(right) if self._decide(left, succeeds) else False
-        return True if self._decide(left, succeeds) else self._do(right)
+        if succeeds is None:
+            self._branch(left.text, [[right], []])
+            return None
+        return self._do(right) if succeeds == (sign == "&&") else succeeds
 
     def _negated_command(self, node: _Node) -> bool | None:
-        succeeds = self._all(node.children)
+        succeeds = self._all(node.named)
         return None if succeeds is None else not succeeds
 
-    def _declaration_command(self, node: _Node) -> bool | None:
-        return self._all([one for one in node.named if one.kind == "variable_assignment"])
-
     def _variable_assignment(self, node: _Node) -> bool | None:
-        name = node.children[0].text
-        is_added = node.children[1].kind == "+="
-        value = node.children[2] if len(node.children) > 2 else None
-        before = self._variables.get(name, [])
-        if value is not None and value.kind == "array":
-            words = [word for one in value.named for word in self._words(one)]
-            for word in words:
-                entry = re.fullmatch(r"\[(.+?)\]=(.*)", text_of(word), re.DOTALL)
-                if entry:
-                    line = word[0].line
-                    self._set(f"{name}[{entry[1]}]", [(Piece(entry[2], entry[2], line),)])
-            self._set(name, [*before, *words] if is_added else words)
-            return True
-        word = tuple(self._pieces(value)) if value is not None else (Piece("", "", node.line),)
-        word = tuple(piece._replace(is_quoted=False) for piece in word)
-        only = word[0].unset if len(word) == 1 else ""
-        if only.isdecimal() and before:
-            return True  # the argument of an option that may not be given
-        if is_added and before:
-            word = (*before[0], *word)
-        if len(word) > _MOST_PIECES or len(text_of(word)) > _MOST_TEXT:
-            word = (Piece(f"${name}", node.text[:40], node.line),)
-        self._set(name, [word])
+        name, sign, *values = node.children
+        is_array = any(value.kind == "array" for value in values)
+
+        def assigned() -> Words:
+            before = self._lookup(name.text) or ()
+            if is_array:
+                words = tuple(word for one in values[0].named for word in self._words(one))
+                return (*before, *words) if sign.kind == "+=" else words
+            pieces = [piece for one in values for piece in self._pieces(one)]
+            word = tuple(piece._replace(is_quoted=False) for piece in pieces)
+            if len(word) == 1 and word[0].unset.isdecimal() and before:
+                return before  # the argument of an option that may not be given
+            return ((*(before[0] if before and sign.kind == "+=" else ()), *word),)
+
+        self._set(name.text, self._each(assigned))
         return True
 
-    def _set(self, name: str, words: list[Word]) -> None:
-        self._variables[name] = words
+    def _set(self, name: str, alternatives: Iterable[Words]) -> None:
+        if name not in self._given:
+            self._variables[name] = _distinct(alternatives)
 
     def _test_command(self, node: _Node) -> bool | None:
-        return self._all_of(node.named)
-
-    def _compound_statement(self, node: _Node) -> bool | None:
-        if node.children and node.children[0].kind == "((":
-            numbers = [self._number(one) for one in node.named]
-            return None if not numbers or numbers[-1] is None else numbers[-1] != 0
-        return self._all(node.children)
+        results = {*self._each(lambda: self._holds(node.named[0]))} if node.named else {None}
+        return results.pop() if len(results) == 1 else None
 
     def _redirected_statement(self, node: _Node) -> bool | None:
         document = next((one for one in node.children if one.kind == "heredoc_redirect"), None)
-        if document is None:
-            return self._all([one for one in node.named if one.kind != "file_redirect"])
-        body = next((one for one in document.children if one.kind == "heredoc_body"), None)
-        command = node.children[0].text if node.children[0].start < document.start else ""
-        others = [one.text for one in (*node.children, *document.children)]
-        named = re.search(
-            r"[^\s<>|'\"]+\.(ya?ml|json|toml|sh|sbatch|slurm)\b", " ".join(others[:5])
-        )
-        if body is None:
+        body = document and next((one for one in document.named if "body" in one.kind), None)
+        if document is None or body is None:
             return self._do(node.children[0])
         is_literal = re.match(r"""<<-?\s*["'\\]""", document.text) is not None
         text = body.text if is_literal else text_of(self._pieces(body))
-        variable = re.fullmatch(r"read\s.*?(\w+)\s*", command)
-        if variable:
-            value = tuple(piece._replace(is_quoted=False) for piece in self._pieces(body))
-            self._set(variable[1], [value])
-        elif named and named[1] in ("yaml", "yml", "json", "toml"):
-            self.embedded.append(Embedded(named[0].rpartition("/")[2], text, body.line))
-        elif named or re.match(r"\S*\b(bash|sh|zsh|ssh|sbatch|srun|qsub|docker)\b", command):
-            self.read(text, body.line)
+        line = node.source[: document.start].decode(errors="replace").rpartition("\n")[2]
+        rest = document.text.partition("\n")[0]
+        named = re.search(r"([^\s<>|'\"/]+)\.(ya?ml|json|toml|sh|sbatch|slurm)\b", line + rest)
+        if named and named[2] in ("yaml", "yml", "json", "toml"):
+            self.documents.append((named[0], text, body.place))
+        elif variable := re.search(r"\bread\s.*?(\w+)\s*$", line):
+            self._set(variable[1], [((Piece(text, text, body.place),),)])
+        elif named or re.search(r"\b(bash|sh|zsh|ssh|sbatch|srun|qsub|docker)\b", line):
+            self.follow(text, body.place)
+        else:
+            self._do(node.children[0])
         return True
 
     def _unset_command(self, node: _Node) -> bool | None:
@@ -493,164 +385,191 @@ class Path:
         return True
 
     def _command(self, node: _Node) -> bool | None:
-        kept = dict(self._variables)
-        words: list[Word] = []
-        for child in node.named:
-            if child.kind == "variable_assignment":
-                self._variable_assignment(child)
-            elif child.kind == "command_name":
-                words += [word for one in child.children or [child] for word in self._words(one)]
-            elif not child.kind.endswith("redirect"):
-                words += self._words(child)
-        name = text_of(words[0]) if words else ""
-        if name in self._functions and len(self._stack) < _DEEPEST:
-            return self._call(node, name, words[1:])
+        outer = dict(self._variables)
+        parts = [one for one in node.named if "redirect" not in one.kind]
+        self._all([one for one in parts if one.kind == "variable_assignment"])
+        parts = [one for one in parts if one.kind != "variable_assignment"]
+        shown = [name for name in self._wanted if name in self._variables]
+
+        def words() -> Words:
+            values = [
+                (*_literal(f"${name}="), *self._value(name, "", node.place)) for name in shown
+            ]
+            return (*values, *(word for one in parts for word in self._words(one)))
+
+        variants = self._each(words)
+        arguments = [one[len(shown) + 1 :] for one in variants]
+        name = text_of(next((one[len(shown)] for one in variants if len(one) > len(shown)), ()))
         builtin = _BUILTINS.get(name)
+        if name in self._functions and self._depth < _DEEPEST:
+            return self._call(name, arguments)
         if builtin is not None:
-            result = builtin(self, node, words[1:])
-            self._variables.pop("IFS", None)
+            result = builtin(self, node, arguments)
+            self._variables["IFS"] = outer.get("IFS", (None,))
             return result
-        if name in _PRINTERS or not name:
-            return None
-        place = (*self._stack, node.start)
-        variables = {key: value[0] for key, value in self._variables.items() if value}
-        words = self._unquoted(words)
-        if not words:
-            return None
-        if self.commands and re.match(r"--?\w|[\w+]+(\.\w+)+=", name):
-            before = self.commands.pop()
-            self.broken.append((before.place, node.line, name))
-            words = [*before.words, *words]
-            place = before.place
-        self.commands.append(Command(place, words[0][0].line, tuple(words), variables))
-        self._variables = kept
+        if re.match(r"--?\w|[\w+]+(\.\w+)+=", name):
+            self.problems.append(
+                f"{node.place} {name} does not belong to a command: a comment above it ends the "
+                f"command"
+            )
+        elif name and name not in _PRINTERS:
+            kept = self._unquoted(variants)
+            self.commands.append(Command(node.place, kept))
+        self._variables = outer
         return None
 
-    def _unquoted(self, words: list[Word]) -> list[Word]:
+    def _unquoted(self, variants: Sequence[Words]) -> list[Words]:
         """Follow the commands that are arguments of a command, and return its other words."""
-        others: list[Word] = []
-        before = ""
-        for word in words:
-            text = text_of(word)
-            is_python = before == "-c" and "python" in text_of(words[0])
-            found = re.match(r"(?:--?[\w-]+=)?(?=\S)(.*\s.*)", text, re.DOTALL)
-            if found and not is_python and (before.endswith("c") or re.search(r"\s--\w", text)):
-                self.read(found[1], word[0].line)
-            else:
-                others.append(word)
-            before = text
-        return others
+        texts: dict[Place, list[str]] = {}
+        found = []
+        for words in variants:
+            others = []
+            before = ""
+            for word in words:
+                text = re.sub(r"^--?[\w-]+=(?=\S)", "", text_of(word))
+                is_command = before.endswith("c") and "python" not in text_of(words[0])
+                if re.search(r"\S\s", text) and (is_command or re.search(r"\s--\w", text)):
+                    texts.setdefault(word[0].place, []).append(text)
+                else:
+                    others.append(word)
+                before = text
+            found.append(tuple(others))
+        for place, alternatives in texts.items():
+            self._follow_all(alternatives, place)
+        return found
 
-    def _call(self, node: _Node, name: str, arguments: Sequence[Word]) -> bool | None:
-        outer = {key: one for key, one in self._variables.items() if key.isdecimal() or key in "@#"}
-        for key in outer:
-            del self._variables[key]
-        stack, self._stack = self._stack, (*self._stack, node.start)
-        for at in range(1, 10):
-            passed = arguments[at - 1] if at <= len(arguments) else (Piece("", "", node.line),)
-            self._variables[str(at)] = [passed]
-        self._variables["@"] = list(arguments)
-        self._variables["#"] = self._literal(str(len(arguments)))
+    def _follow_all(self, texts: Sequence[str], place: Place) -> None:
+        """Follow the alternatives of a text. Their commands are variants of the same commands."""
+        count = len(self.commands)
+        found = []
+        for text in dict.fromkeys(texts):
+            self.follow(text, place)
+            found.append(self.commands[count:])
+            del self.commands[count:]
+        for same in itertools.zip_longest(*found):
+            there = [command for command in same if command is not None]
+            variants = [words for command in there for words in command.variants]
+            self.commands.append(Command(there[0].place, variants))
+
+    def _call(self, name: str, variants: Sequence[Words]) -> bool | None:
+        """Follow a function, whose arguments are its positional variables."""
+        outer, self._returned = self._returned, []
+        kept = self._variables.get("@", (None,))
+        self._variables["@"] = _distinct(variants)
+        self._depth += 1
         try:
-            return self._do(self._functions[name])
-        except _Return:
-            return True
+            self._do(self._functions[name])
+            self._returned.append(self._variables)
+        except _End:
+            if not self._returned:
+                raise  # the function ends the script
         finally:
-            self._stack = stack
-            for key in [key for key in self._variables if key.isdecimal() or key in "@#"]:
-                del self._variables[key]
-            self._variables |= outer
-
-    def _shift(self, _node: _Node, _words: Sequence[Word]) -> bool | None:
-        values = {**self._given, **self._variables}
-        if "#" in values:
-            count = int(text_of(values["#"][0]) or 0)
-            for at in range(1, min(count, 9)):
-                self._given[str(at)] = self._variables[str(at)] = values.get(str(at + 1), [()])
-            self._given["#"] = self._variables["#"] = self._literal(str(max(0, count - 1)))
-        return True
-
-    def _eval(self, node: _Node, words: Sequence[Word]) -> bool | None:
-        text = " ".join(text_of(word) for word in words)
-        if re.match(r"\s*[$`]", text):
-            self.unread.append((node.line, "eval"))
-        else:
-            self.read(text, words[0][0].line if words else node.line)
+            self._depth -= 1
+            self._variables = {**_united(self._returned), "@": kept}
+            self._returned = outer
         return None
 
-    def _source(self, node: _Node, words: Sequence[Word]) -> bool | None:
-        name = text_of(words[0]) if words else ""
-        found = self._load(re.sub(r".*[$`](\([^)]*\)|\{[^}]*\}|\w+)?", "", name).lstrip("/"))
-        if found is None or len(self._stack) >= _DEEPEST:
-            self.unread.append((node.line, f"source {name}"))
-            return None
-        self.files.append(found[0])
-        self.read(found[1], 1 + (len(self.files) - 1) * FILE)
-        return True
+    def _end(self, node: _Node, _variants: Sequence[Words]) -> bool | None:
+        if node.text.startswith("return"):
+            self._returned.append(self._variables)
+        raise _End
 
-    def _read(self, node: _Node, words: Sequence[Word]) -> bool | None:
+    def _shift(self, _node: _Node, _variants: Sequence[Words]) -> bool | None:
+        arguments = self._variables.get("@", ())
+        self._variables["@"] = _distinct(words and words[1:] for words in arguments)
+        return None
+
+    def _eval(self, node: _Node, variants: Sequence[Words]) -> bool | None:
+        texts = [" ".join(map(text_of, words)) for words in variants]
+        if not is_known(texts[0][:1]):
+            return self._skip(node, variants)
+        self._follow_all(texts, node.place)
+        return None
+
+    def _source(self, node: _Node, variants: Sequence[Words]) -> bool | None:
+        name = text_of(variants[0][0]) if variants[0] else ""
+        found = self._load(re.sub(r".*[$`](\([^)]*\)|\{[^}]*\}|\w+)?", "", name).lstrip("/"))
+        if found is None:
+            return self._skip(node, variants)
+        kept = self._variables.get("@", (None,))
+        if len(variants[0]) > 1:
+            self._variables["@"] = (variants[0][1:],)
+        self.follow(found[1], Place(found[0], 1))
+        self._variables["@"] = kept
+        return None
+
+    def _read(self, node: _Node, variants: Sequence[Words]) -> bool | None:
         """Set the variables of `read NAME ... <<< TEXT`."""
         given = next((one for one in node.named if one.kind == "herestring_redirect"), None)
-        names = [text_of(word) for word in words if not text_of(word).startswith("-")]
         if given is None:
-            for name in names:
-                self._variables.pop(name, None)
-            return None
-        separators = text_of(self._variables.get("IFS", [()])[0]) or " \t\n"
+            return self._skip(node, variants)
+        words = variants[0]
         text = text_of(self._pieces(given.named[0]))
-        values = re.split(f"[{re.escape(separators)}]+", text) if is_known(text) else []
-        for name, value in zip(names, values, strict=False):
-            self._set(name, [(Piece(value, value, node.line),)])
+        options = [text_of(word) for word in words if text_of(word)[:1] == "-"]
+        names = [text_of(word) for word in words if text_of(word)[:1] != "-"]
+        separators = text_of(self._value("IFS", "", node.place)).replace("$IFS", " \t\n")
+        parts = (
+            re.split(f"[{re.escape(separators)}]+", text) if is_known(text) else [text] * len(names)
+        )
+        values = [(Piece(part, part, node.place),) for part in parts]
+        if any("a" in option for option in options):
+            self._set(names[0], [tuple(values)])
+        else:
+            for name, value in zip(names, values, strict=False):
+                self._set(name, [(value,)])
         return None
 
-    def _ends(self, node: _Node, _words: Sequence[Word]) -> bool | None:
-        raise _Return if node.text.startswith("return") else _Exit
+    def _skip(self, node: _Node, variants: Sequence[Words]) -> bool | None:
+        """Remember a command that may set variables and is not followed."""
+        name = text_of(variants[0][0]) if variants[0] else ""
+        self.unread.append(f"{node.place} {node.text.split()[0]} {name}")
+        return None
 
     # ---- conditions ---------------------------------------------------------------------------
 
-    def _all_of(self, nodes: Sequence[_Node]) -> bool | None:
-        results = [self._test(node) for node in nodes]
-        return results[-1] if results else None
-
-    def _test(self, node: _Node) -> bool | None:
+    def _holds(self, node: _Node) -> bool | None:
         """Return whether an expression in brackets holds, or None if unknown."""
-        kind = node.kind
-        if kind == "parenthesized_expression":
-            return self._all_of(node.named)
-        if kind == "unary_expression":
-            sign, operand = node.children[0].text, node.children[-1]
-            if sign == "!":
-                inner = self._test(operand)
-                return None if inner is None else not inner
-            value = self._operand(operand, is_empty_if_unset=True)
-            if sign not in ("-z", "-n") or value is None:
+        first, last = node.children[:1], node.children[-1:]
+        if node.kind == "parenthesized_expression":
+            return self._holds(node.named[0])
+        if node.kind == "unary_expression" and first[0].text == "!":
+            inner = self._holds(last[0])
+            return None if inner is None else not inner
+        if node.kind == "unary_expression":
+            text = self._operand(last[0], is_empty_if_unset=True)
+            if text is None or first[0].text not in ("-z", "-n"):
                 return None
-            return (value == "") == (sign == "-z")
-        if kind == "binary_expression":
-            left, sign, right = node.children[0], node.children[1].text, node.children[-1]
-            if sign in ("&&", "||", "-a", "-o"):
-                one, two = self._test(left), self._test(right)
-                decisive = sign in ("||", "-o")
-                if decisive in (one, two):
-                    return decisive
-                return None if None in (one, two) else not decisive
-            return _compared(self._operand(left), sign, self._operand(right))
-        value = self._operand(node, is_empty_if_unset=True)
-        return None if value is None else value != ""
+            return (text == "") == (first[0].text == "-z")
+        if node.kind != "binary_expression":
+            text = self._operand(node, is_empty_if_unset=True)
+            return None if text is None else text != ""
+        sign = node.children[1].text
+        if sign in ("&&", "||", "-a", "-o"):
+            results = {self._holds(first[0]), self._holds(last[0])}
+            decisive = sign in ("||", "-o")
+            return decisive if decisive in results else None if None in results else not decisive
+        left, right = self._operand(first[0]), self._operand(last[0])
+        if left is None or right is None:
+            return None
+        if sign in ("=", "==", "!="):
+            return fnmatchcase(left, right) == (sign != "!=")
+        compare = getattr(operator, sign.strip("-"), None)
+        if compare is None or not (left.isdecimal() and right.isdecimal()):
+            return None
+        return bool(compare(int(left), int(right)))
 
     def _operand(self, node: _Node, *, is_empty_if_unset: bool = False) -> str | None:
-        pieces = self._pieces(node)
+        """Return the text of an operand, or None if unknown."""
+        pieces = [] if node.kind.endswith("_expression") else self._pieces(node)
+        text = text_of(pieces)
+        names = [piece.unset for piece in pieces]
         if (
             is_empty_if_unset
-            and pieces
-            and all(
-                re.match(r"[A-Za-z_]", piece.unset) and not piece.unset.startswith("SLURM")
-                for piece in pieces
-            )
+            and names
+            and all(re.match(r"(?!SLURM)[A-Za-z_]", one) for one in names)
         ):
             return ""
-        text = text_of(pieces)
-        return text if is_known(text) else None
+        return text if is_known(text) and pieces else None
 
     # ---- words --------------------------------------------------------------------------------
 
@@ -658,140 +577,93 @@ class Path:
         """Return the words of an argument."""
         words: list[list[Piece]] = [[]]
         for piece in self._pieces(node):
-            parts = re.split(f"({_BREAK})" if piece.is_quoted else r"((?:\s|\\\n)+|\0)", piece.text)
-            line = piece.line
+            separator = f"({_BREAK})" if piece.is_quoted else rf"((?:\s|\\\n)+|{_BREAK})"
+            parts = re.split(separator, piece.text)
+            line = piece.place.line
             for at, part in enumerate(parts):
                 if at % 2:
                     words.append([])
                 elif part or piece.is_quoted:
                     raw = piece.raw if len(parts) == 1 else part
-                    words[-1].append(piece._replace(text=part, raw=raw, line=line))
+                    place = piece.place._replace(line=line)
+                    words[-1].append(piece._replace(text=part, raw=raw, place=place))
                 line += part.count("\n")
-        self.steps += len(words)
+        self._steps += len(words)
         return [tuple(word) for word in words if word]
 
     def _pieces(self, node: _Node) -> list[Piece]:
         """Return the parts of a word or a text."""
-        kind = node.kind
-        if kind in ("raw_string", "ansi_c_string"):
-            return [self._quote(node, node.text.lstrip("$")[1:-1])]
-        if kind in ("string", "translated_string", "heredoc_body"):
-            return self._string(node)
-        if kind == "simple_expansion":
-            return self._value(node, node.text.strip()[1:])
-        if kind == "expansion":
+        if node.kind in ("raw_string", "ansi_c_string"):
+            text = node.text.lstrip("$")[1:-1]
+            return [Piece(text, text, node.place, is_quoted=True)]
+        if node.kind in ("simple_expansion", "expansion"):
             return self._expansion(node)
-        if kind == "arithmetic_expansion":
-            numbers = [self._number(one) for one in node.named]
-            number = numbers[0] if len(numbers) == 1 else None
+        if node.kind == "arithmetic_expansion":
+            number = self._number(node.named[0]) if len(node.named) == 1 else None
             text = "".join(node.text.split()) if number is None else str(number)
-            return [Piece(text, node.text, node.line)]
-        if kind in ("command_substitution", "process_substitution"):
-            self.read_inside(node)
-            return [Piece("$(...)", node.text[:80], node.line)]
-        if kind in ("concatenation", "command_name", "array") and node.children:
-            return [piece for child in node.children for piece in self._pieces(child)]
-        text = re.sub(r"\\(\n|.)", lambda found: found[1].strip("\n"), node.text.strip())
-        return [Piece(text, node.text.strip(), node.line)]
-
-    @staticmethod
-    def _quote(node: _Node, text: str) -> Piece:
-        return Piece(text, text, node.line, is_quoted=True)
-
-    def _string(self, node: _Node) -> list[Piece]:
-        """Return the parts of a text in double quotes. The texts between its parts are literal."""
-        parts = [
-            one for one in node.children if one.kind != '"' and not one.kind.endswith("content")
-        ]
-        is_document = node.kind == "heredoc_body"
-        at, end = (node.start, node.end) if is_document else (node.start + 1, node.end - 1)
-        if node.kind == "translated_string":
-            parts = [inner for one in parts for inner in one.children if inner.kind != '"']
-            at += 1
-        line = node.line
+            return [Piece(text, node.text, node.place)]
+        if node.kind in ("command_substitution", "process_substitution"):
+            return [Piece("$(...)", node.text[:80], node.place)]
+        is_string = node.kind == "string"
+        is_quoted = is_string or node.kind == "heredoc_body"
+        at, end = (node.start + 1, node.end - 1) if is_string else (node.start, node.end)
         found: list[Piece] = []
-        for part in [*parts, None]:
-            stop = part.start if part else end
-            between = node.source[at:stop].decode(errors="replace")
-            if part:
-                between += re.match(r"\s*", part.text)[0]  # type: ignore[index]
+        for part in [*(one for one in node.children if one.kind in _PARTS), None]:
+            between = node.source[at : part.start if part else end].decode(errors="replace")
             if between:
-                text = re.sub(r'\\(["$`\\])', r"\1", between)
-                found.append(Piece(text, text, line, is_quoted=True))
-            line += between.count("\n")
+                escape = r'\\(["$`\\])' if is_quoted else r"\\(\n|.)"
+                text = re.sub(escape, lambda escaped: escaped[1].strip("\n"), between)
+                line = node.place.line + node.source[node.start : at].count(b"\n")
+                found.append(Piece(text, between, node.place._replace(line=line), is_quoted))
             if part:
                 inner = self._pieces(part)
-                found += [piece._replace(is_quoted=True) for piece in inner]
-                line += part.text.lstrip().count("\n")
+                found += [one._replace(is_quoted=True) for one in inner] if is_quoted else inner
                 at = part.end
-        return found or [self._quote(node, "")]
+        return found or [Piece("", "", node.place, is_quoted)]
 
-    def _value(self, node: _Node, name: str) -> list[Piece]:
-        """Return the value of a variable, or its name if nothing sets it."""
-        raw = node.text.strip()
-        words = self._given.get(name) or self._variables.get(name)
-        if words is None and name in ("*", "@"):
-            return [Piece("", raw, node.line, unset=name)]
-        if words is None and self._environment.get(name):
-            words = self._literal(self._environment[name])
+    def _lookup(self, name: str) -> Words | None:
+        """Return the words of the alternative of a variable that is evaluated."""
+        is_argument = name.isdecimal() or name == "#"
+        alternatives = self._variables.get("@" if is_argument else name) or (None,)
+        self._width = max(self._width, len(alternatives))
+        words = alternatives[min(self._variant, len(alternatives) - 1)]
+        if words is None or not is_argument:
+            return words
+        if name == "#":
+            return (_literal(str(len(words))),)
+        return words[int(name) - 1 : int(name)] or (_literal(""),)
+
+    def _value(self, name: str, raw: str, place: Place) -> list[Piece]:
+        """Return the value of a variable where it is used, or its name if nothing sets it."""
+        words = self._lookup(name)
         if words is None:
-            return [Piece(f"${name}", raw, node.line, unset=name)]
-        if name in ("*", "@"):
-            return _joined(words)
-        return self._as_used(words[0] if words else (), raw, node.line)
-
-    @staticmethod
-    def _as_used(word: Word, raw: str, line: int) -> list[Piece]:
-        """Return the pieces of a variable's value where the variable is used."""
+            return [Piece("" if name in ("*", "@") else f"${name}", raw, place, unset=name)]
+        word = words[0] if words else ()
         text = text_of(word)
-        if len(word) and not re.search(r"\s", text):
-            last = word[-1]
-            return [Piece(text, raw, line, origin=last.origin or last.line, unset=last.unset)]
-        return list(word)
+        if not word or re.search(r"\s", text):
+            return list(word)
+        origin = word[-1].origin or word[-1].place
+        return [Piece(text, raw, place, origin=origin, unset=word[-1].unset)]
 
     def _expansion(self, node: _Node) -> list[Piece]:
-        """Return the value of an expansion with braces."""
-        raw = node.text.strip()
-        found = re.match(r"\$\{(\w+|[@*#])(\[.*?\])?(:?[-=+?])?", raw)
+        """Return the value of `$NAME`, `${NAME:-DEFAULT}` or `${NAME[@]}`."""
+        raw = node.text
+        found = re.match(r"\$\{?(\w+|[@*#])(\[[@*]\])?(:?[-=+?]|\}?$)", raw)
         if not found:
-            return [Piece(raw, raw, node.line)]
-        name, index, sign = found.groups()
-        key = (index or "")[1:-1].strip("\"'")
-        if index and key not in ("@", "*"):
-            inner = next((one for one in node.named if one.kind == "subscript"), None)
-            key = text_of(self._pieces(inner.named[-1])) if inner else key
-            words = self._variables.get(name, [])
-            if key.isdecimal() and int(key) < len(words):
-                return self._as_used(words[int(key)], raw, node.line)
-            value = self._value(node, f"{name}[{key}]")
-        elif index:
-            words = self._variables.get(name, [])
-            value = _joined(words) if words else self._value(node, name)
-        else:
-            value = self._value(node, name)
-        is_set = not any(piece.unset for piece in value) and bool(text_of(value))
-        if sign in (":-", "-", ":=", "="):
-            if is_set or (sign[-1:] and sign in ("-", "=") and not value[0].unset):
-                return value
-            default = self._default(node)
-            if sign in (":=", "="):
-                self._set(name, [tuple(default)])
-            return default
-        if sign in (":+", "+"):
-            return self._default(node) if is_set else []
-        is_whole = sign in (":?", "?") or raw[found.end() :] == "}"
-        return value if is_whole else [Piece(raw, raw, node.line)]
-
-    def _default(self, node: _Node) -> list[Piece]:
-        """Return the text after the sign of an expansion such as `${TP:-8}`."""
-        at = next(i for i, one in enumerate(node.children) if re.fullmatch(r":?[-=+]", one.kind))
-        pieces = [piece for one in node.children[at + 1 : -1] for piece in self._pieces(one)]
-        text = text_of(pieces)
-        if re.search(r"\s", text):
-            return pieces
-        return [Piece(text, node.text.strip(), node.line)]
-
-    # ---- numbers ------------------------------------------------------------------------------
+            return [Piece(raw, raw, node.place)]
+        name, is_array, sign = found.groups()
+        words = self._lookup(name)
+        value = self._value(name, raw, node.place)
+        if words is not None and (is_array or name in ("*", "@")):
+            value = _joined(words)
+        is_set = words is not None and bool(text_of(value) or ":" not in sign)
+        is_set = is_set and not any(piece.unset for piece in value)
+        if sign[-1:] in ("-", "=", "+") and is_set == (sign[-1] == "+"):
+            kinds = [one.kind for one in node.children]
+            parts = node.children[kinds.index(sign) + 1 : -1]
+            text = "".join(text_of(self._pieces(one)) for one in parts)
+            value = [Piece(text, raw, node.place)]
+        return [] if sign[-1:] == "+" and not is_set else value
 
     def _number(self, node: _Node) -> int | None:
         """Return the value of an arithmetic expression, or None if unknown."""
@@ -800,92 +672,76 @@ class Path:
         if node.kind == "binary_expression":
             one, two = self._number(node.children[0]), self._number(node.children[-1])
             compute = _ARITHMETIC.get(node.children[1].text)
-            if one is None or two is None or compute is None:
+            if one is None or two is None or compute is None or max(abs(one), abs(two)) > 10**9:
                 return None
-            is_small = max(abs(one), abs(two)) < 10**9
-            is_division = node.children[1].text in "/%"
-            return int(compute(one, two)) if is_small and not (is_division and two == 0) else None
-        if node.kind == "ternary_expression":
-            condition = self._number(node.named[0])
-            if condition is None:
-                return None
-            return self._number(node.named[1] if condition else node.named[2])
-        name = node.text.strip()
-        bare = re.fullmatch(r"[A-Za-z_]\w*", name)
-        text = text_of(self._value(node, name) if bare else self._pieces(node))
+            return compute(one, two) if two or compute not in _DIVISIONS else None
+        is_name = re.fullmatch(r"[A-Za-z_]\w*", node.text)
+        pieces = self._value(node.text, "", node.place) if is_name else self._pieces(node)
+        text = text_of(pieces)
         return int(text) if re.fullmatch(r"-?[0-9]{1,9}", text) else None
 
 
-_BUILTINS: dict[str, Callable[[Path, _Node, Sequence[Word]], bool | None]] = {
-    "exit": Path._ends,
-    "return": Path._ends,
-    "shift": Path._shift,
-    "eval": Path._eval,
-    "source": Path._source,
-    ".": Path._source,
-    "read": Path._read,
-    "true": lambda _path, _node, _words: True,
-    "false": lambda _path, _node, _words: False,
+_PARTS = {
+    "raw_string",
+    "ansi_c_string",
+    "simple_expansion",
+    "expansion",
+    "arithmetic_expansion",
+    "command_substitution",
+    "process_substitution",
+    "string",
+    "concatenation",
+    "command_name",
+}
+"""The kinds of nodes that are evaluated inside a word or a text."""
+
+_BUILTINS: dict[str, Callable[[Script, _Node, Sequence[Words]], bool | None]] = {
+    "exit": Script._end,
+    "return": Script._end,
+    "shift": Script._shift,
+    "eval": Script._eval,
+    "source": Script._source,
+    ".": Script._source,
+    "read": Script._read,
+    "mapfile": Script._skip,
+    "readarray": Script._skip,
 }
 
 _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "+": operator.add,
     "-": operator.sub,
     "*": operator.mul,
-    "/": lambda one, two: int(one / two),
+    "/": operator.floordiv,
     "%": operator.mod,
-    ">": operator.gt,
-    "<": operator.lt,
-    ">=": operator.ge,
-    "<=": operator.le,
-    "==": operator.eq,
-    "!=": operator.ne,
 }
-
-_TESTS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-lt": "<", "-ge": ">=", "-le": "<="}
-
-
-def _compared(left: str | None, sign: str, right: str | None) -> bool | None:
-    """Return whether two operands of a test compare as asked, or None if unknown."""
-    if left is None or right is None:
-        return None
-    if sign in ("=", "==", "!="):
-        return _matches(left, right) == (sign != "!=")
-    is_number = all(re.fullmatch(r"-?[0-9]{1,9}", one) for one in (left, right))
-    if sign in _TESTS and is_number:
-        return bool(_ARITHMETIC[_TESTS[sign]](int(left), int(right)))
-    return None
+_DIVISIONS = (operator.floordiv, operator.mod)
 
 
-def _matches(text: str, pattern: str) -> bool:
-    """Return whether a text matches a pattern of the shell.
-
-    >>> _matches("70b", "7*b"), _matches("a.b", "a?b"), _matches("7b", "70b")
-    (True, True, False)
-    """
-    quoted = re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".")
-    return re.fullmatch(quoted, text, re.DOTALL) is not None
+def _literal(text: str) -> Word:
+    return (Piece(text, text, Place()),)
 
 
-def _joined(words: Sequence[Word]) -> list[Piece]:
+def _joined(words: Words) -> list[Piece]:
     """Return the pieces of an array's words, with separators."""
     found: list[Piece] = []
-    for at, word in enumerate(words):
-        if at:
-            found.append(Piece(_BREAK, " ", word[0].line if word else 0))
+    for word in words:
+        found += [Piece(_BREAK, " ", word[0].place)] if found and word else []
         found += [piece._replace(is_quoted=True) for piece in word]
     return found
 
 
-def job_options(text: str) -> Iterator[tuple[int, list[str]]]:
-    r"""Yield the line and the words of each `#SBATCH` line.
+def _distinct(alternatives: Iterable[Words | None]) -> tuple[Words | None, ...]:
+    """Return the alternatives with different texts. Too many or too long ones are unknown."""
+    found = {words and tuple(map(text_of, words)): words for words in alternatives}
+    length = sum(len(text) for texts in found for text in texts or ())
+    if len(found) > _MOST_ALTERNATIVES or length > _MOST_TEXT:
+        return (None,)
+    return tuple(found.values())
 
-    >>> list(job_options("#!/bin/sh\n#SBATCH --nodes=2 # hosts"))
-    [(2, ['--nodes=2'])]
-    """
-    for found in re.finditer(r"(?m)^[ \t]*#SBATCH\s+(.*)$", text):
-        words = found[1].partition(" #")[0]
-        try:
-            yield 1 + text.count("\n", 0, found.start()), shlex.split(words)
-        except ValueError:
-            yield 1 + text.count("\n", 0, found.start()), words.split()
+
+def _united(ends: Sequence[Variables]) -> Variables:
+    """Return the alternatives that variables have in any of several states."""
+    names = dict.fromkeys(name for end in ends for name in end)
+    return {
+        name: _distinct(one for end in ends for one in end.get(name, (None,))) for name in names
+    }

@@ -167,6 +167,7 @@ class Framework:
             the value of another key. `*` is the first part of the key.
         rule: The rules for its sizes.
         layout: The kinds of layouts that it defines.
+        adds_apart: Whether the ranks of modules that are apart are added to the world of the keys.
     """
 
     name: str
@@ -180,6 +181,7 @@ class Framework:
     rewrite: tuple[Mapping[str, str], ...] = ()
     rule: tuple[Rule, ...] = attrs.field(default=(), converter=_rules)
     layout: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict)
+    adds_apart: bool = False
 
     def is_evident(self, command: str, settings: Sequence[Source]) -> bool:
         """Return whether a command, or keys with their values, belong to this framework."""
@@ -193,14 +195,6 @@ class Framework:
                 ):
                     return True
         return False
-
-    def is_named_in(self, text: str) -> bool:
-        """Return whether a text may start this framework. A fast check that is never too strict."""
-        plain = text.replace("-", "_")
-        names = {row.partition("=")[0].rstrip(".*").rpartition(".")[2] for row in self.keys}
-        return any(name in plain for name in names) or any(
-            re.search(one.replace(" ", r"\s"), text) for one in self.commands
-        )
 
     def rewritten(self, settings: Sequence[Source]) -> list[Source]:
         """Return settings, and those that are written inside the values of others."""

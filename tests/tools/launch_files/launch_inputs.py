@@ -75,6 +75,7 @@ class Input:
     world: int
     modules: dict
     given_world: int | None = None
+    total: int | None = None  # if modules with ranks of their own are added
     problems: tuple = ()  # a phrase from the text of each problem
 
     @property

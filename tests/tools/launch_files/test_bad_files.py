@@ -11,7 +11,7 @@ import pytest
 
 from hypercomm import read_config
 from hypercomm.errors import HyperCommError, LayoutError
-from hypercomm.tools.launch_files import shell
+from hypercomm.tools.launch_files.shell import Place, Script
 from hypercomm.tools.launch_files.tables import frameworks, similar
 
 RUN = "torchrun --nproc-per-node 8 train.py --tensor-model-parallel-size"
@@ -51,7 +51,9 @@ def test_files_that_are_not_launch_files(name, content, message, tmp_path):
 
 
 def test_missing_files_raise(tmp_path):
-    with pytest.raises(LayoutError, match="is a folder; give the path of a launch file, or sizes"):
+    with pytest.raises(
+        LayoutError, match="Is a directory; give the path of a launch file, or sizes"
+    ):
         read_config(tmp_path)
     for path in (tmp_path / "nope.sh", str(tmp_path / "nope.yaml"), "nope.sh"):
         with pytest.raises(LayoutError, match="cannot be read"):
@@ -117,7 +119,7 @@ actor:
 )
 def test_hostile_text_is_read_fast(hostile):
     with within(6), contextlib.suppress(HyperCommError):
-        shell.paths(hostile * (20_000 // len(hostile)), "a.sh", {}, {})
+        Script({}, {}).follow(hostile * (20_000 // len(hostile)), Place("a.sh", 1))
 
 
 # A value is a problem if it contains an unset variable or a command, or if it is not a number. The
@@ -244,7 +246,6 @@ def test_two_commands():
         f"bash -c '{RUN} 2 \\\n --context-parallel-size=4'",
         f"cat > a.sh <<EOF\n{RUN} 2 --context-parallel-size 4\nEOF\nsbatch a.sh",
         f"CMD='{RUN} 2'\neval $CMD --context-parallel-size 4",
-        f"declare -A M=([a]=4)\nk=a\n{RUN} 2 --context-parallel-size ${{M[$k]}}",
         f"IFS=, read -r T C <<< 2,4\n{RUN} $T --context-parallel-size $C",
         f"read -r -d '' A <<EOF\n--context-parallel-size 4\nEOF\n{RUN} 2 $A",
     ],
@@ -361,7 +362,7 @@ def test_ignored_options(text, problem):
             ),
         ),
         (
-            "a.x=1 actor_rollout_ref.actor.megatron.tensor_model_paralel_size=2",
+            "run a.x=1 actor_rollout_ref.actor.megatron.tensor_model_paralel_size=2",
             "did you mean actor_rollout_ref.actor.megatron.tensor_model_parallel_size?",
         ),
     ],
