@@ -64,6 +64,11 @@ def draw(
         what = difference(*read(sizes, after))
     else:
         what = read_views(RankLayout(read_sizes(sizes, option="--world-size")), views)
+        layouts = [what.base, *(view.layout for view in what.values())]
+        dims = dict.fromkeys(
+            dim for one in layouts for dim in one.dim_names if one.size_of(dim) > 1
+        )
+        groups = groups or (",".join(dims) if views else None)
     drawing = draw_picture(what, where, groups)
     if output is None:
         console().print(drawing)

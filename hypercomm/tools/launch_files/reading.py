@@ -385,7 +385,8 @@ def _problems(script: Script, variants: Sequence[Words]) -> list[str]:
         if len(word) == 1 and re.match(r"[A-Za-z_]", word[0].unset)
     ]
     unread = [
-        f"{name} is not read, and may set {unset[0]}; pass it, as in --include FILE"
+        f"{name} is not read, and may set {unset[0]}; pass it, as in --include FILE or "
+        f"--set NAME=VALUE"
         for name in script.unread[:1]
         if unset
     ]

@@ -299,10 +299,10 @@ class Script:
         return None
 
     def _while_statement(self, node: _Node) -> bool | None:
-        holds = self._all(node.named[:-1])
-        bodies = {True: [node.named[-1:]], False: [()], None: [node.named[-1:], ()]}[holds]
-        self._branch(node.children[1].text, bodies)
+        self._branch(node.children[1].text, [node.named[-1:], []])
         return None
+
+    _c_style_for_statement = _while_statement
 
     def _for_statement(self, node: _Node) -> bool | None:
         name, *lists, body = node.named
@@ -500,23 +500,19 @@ class Script:
 
     def _read(self, node: _Node, variants: Sequence[Words]) -> bool | None:
         """Set the variables of `read NAME ... <<< TEXT`."""
-        given = next((one for one in node.named if one.kind == "herestring_redirect"), None)
-        if given is None:
-            return self._skip(node, variants)
-        words = variants[0]
-        text = text_of(self._pieces(given.named[0]))
-        options = [text_of(word) for word in words if text_of(word)[:1] == "-"]
-        names = [text_of(word) for word in words if text_of(word)[:1] != "-"]
+        given = [one.named[0] for one in node.named if one.kind == "herestring_redirect"]
+        text = "".join(text_of(self._pieces(one)) for one in given)
+        words = [text_of(word) for word in variants[0]]
+        names = [word for word in words if word[:1] != "-"]
+        if not text or not is_known(text):
+            return self._skip(node, [[_literal(" ".join(names))]])
         separators = text_of(self._value("IFS", "", node.place)).replace("$IFS", " \t\n")
-        parts = (
-            re.split(f"[{re.escape(separators)}]+", text) if is_known(text) else [text] * len(names)
-        )
+        parts = re.split(f"[{re.escape(separators)}]+", text)
         values = [(Piece(part, part, node.place),) for part in parts]
-        if any("a" in option for option in options):
-            self._set(names[0], [tuple(values)])
-        else:
-            for name, value in zip(names, values, strict=False):
-                self._set(name, [(value,)])
+        is_array = any(re.match("-.*a", word) for word in words)
+        found = [values] if is_array else [[value] for value in values]
+        for name, alternative in zip(names, found, strict=False):
+            self._set(name, [tuple(alternative)])
         return None
 
     def _skip(self, node: _Node, variants: Sequence[Words]) -> bool | None:
@@ -528,35 +524,16 @@ class Script:
     # ---- conditions ---------------------------------------------------------------------------
 
     def _holds(self, node: _Node) -> bool | None:
-        """Return whether an expression in brackets holds, or None if unknown."""
-        first, last = node.children[:1], node.children[-1:]
-        if node.kind == "parenthesized_expression":
-            return self._holds(node.named[0])
-        if node.kind == "unary_expression" and first[0].text == "!":
-            inner = self._holds(last[0])
-            return None if inner is None else not inner
-        if node.kind == "unary_expression":
-            text = self._operand(last[0], is_empty_if_unset=True)
-            if text is None or first[0].text not in ("-z", "-n"):
+        """Return whether a comparison of texts in brackets holds, or None if unknown."""
+        if node.kind == "binary_expression" and node.children[1].text in ("=", "==", "!="):
+            left, right = self._operand(node.children[0]), self._operand(node.children[-1])
+            if left is None or right is None:
                 return None
-            return (text == "") == (first[0].text == "-z")
-        if node.kind != "binary_expression":
-            text = self._operand(node, is_empty_if_unset=True)
-            return None if text is None else text != ""
-        sign = node.children[1].text
-        if sign in ("&&", "||", "-a", "-o"):
-            results = {self._holds(first[0]), self._holds(last[0])}
-            decisive = sign in ("||", "-o")
-            return decisive if decisive in results else None if None in results else not decisive
-        left, right = self._operand(first[0]), self._operand(last[0])
-        if left is None or right is None:
-            return None
-        if sign in ("=", "==", "!="):
-            return fnmatchcase(left, right) == (sign != "!=")
-        compare = getattr(operator, sign.strip("-"), None)
-        if compare is None or not (left.isdecimal() and right.isdecimal()):
-            return None
-        return bool(compare(int(left), int(right)))
+            return fnmatchcase(left, right) == (node.children[1].text != "!=")
+        if node.kind == "unary_expression" and node.children[0].text in ("-z", "-n"):
+            text = self._operand(node.children[-1], is_empty_if_unset=True)
+            return None if text is None else (text == "") == (node.children[0].text == "-z")
+        return None
 
     def _operand(self, node: _Node, *, is_empty_if_unset: bool = False) -> str | None:
         """Return the text of an operand, or None if unknown."""
