@@ -6,7 +6,6 @@ the user includes them.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import re
@@ -308,11 +307,6 @@ def _of_script(
             problems = _problems(script, command.variants)
             tested = list(dict.fromkeys(script.tested))[:3]
             launches.append(Launch(framework, command.place.line, settings, job, problems, tested))
-    for file, document, place in script.documents:
-        with contextlib.suppress(LayoutError):  # some values are known only to the running script
-            tree = _tree("\n" * (place.line - 1) + document, file.rpartition(".")[2], place.file)
-            every += tree
-            launches += [attrs.evolve(one, job=job, line=place.line) for one in _of_tree(tree, ())]
     if any(launch.framework.level < 2 for launch in launches):
         launches = [launch for launch in launches if launch.framework.level < 2]
     return launches, every
@@ -342,7 +336,7 @@ def _variables() -> frozenset[str]:
 
 def _of_words(words: Sequence[Word]) -> Iterator[tuple[Source, Place]]:
     """Yield the flags and overrides of a command, with the lines that assigned their values."""
-    for word, after in zip(words, [*words[1:], ()], strict=True):
+    for word, after in zip(words, [*words[1:], ()], strict=False):
         found = _FLAG.fullmatch(text_of(word)) or _OVERRIDE.fullmatch(text_of(word))
         if not found:
             continue

@@ -170,7 +170,6 @@ class Script:
 
     Attributes:
         commands: The commands that the script starts.
-        documents: The file name, the text and the line of each file that it writes.
         problems: What could not be followed.
         unread: The commands that may set variables and are not followed.
         tested: The variables in conditions whose value is unknown.
@@ -192,7 +191,6 @@ class Script:
         load: Callable[[str], tuple[str, str] | None] = lambda _name: None,
     ) -> None:
         self.commands: list[Command] = []
-        self.documents: list[tuple[str, str, Place]] = []
         self.problems: list[str] = []
         self.unread: list[str] = []
         self.tested: list[str] = []
@@ -229,7 +227,7 @@ class Script:
         self._steps += 1
         if self._steps > _MOST_STEPS:
             raise LayoutError(f"{node.place.file or 'the text'} is too long to follow")
-        statement = getattr(self, f"_{node.kind}", None) if node.is_named else None
+        statement = getattr(self, f"_do_{node.kind}", None) if node.is_named else None
         if statement is None:
             return self._all(node.named)
         result: bool | None = statement(node)
@@ -267,7 +265,7 @@ class Script:
             raise _End
         self._variables = _united(ends or [before])  # a check that ends the script may not apply
 
-    def _if_statement(self, node: _Node) -> bool | None:
+    def _do_if_statement(self, node: _Node) -> bool | None:
         bodies: list[Sequence[_Node]] = []
         clauses = [node, *(one for one in node.children if one.kind.endswith("_clause"))]
         for clause in clauses:
@@ -282,7 +280,7 @@ class Script:
         self._branch(" ".join(one.children[1].text for one in clauses), bodies)
         return None
 
-    def _case_statement(self, node: _Node) -> bool | None:
+    def _do_case_statement(self, node: _Node) -> bool | None:
         items = [child for child in node.children if child.kind == "case_item"]
         bodies: dict[int, Sequence[_Node]] = {}
         for subject in self._each(lambda: text_of(self._pieces(node.named[0]))):
@@ -298,13 +296,13 @@ class Script:
         self._branch(node.named[0].text, [bodies[at] for at in sorted(bodies)])
         return None
 
-    def _while_statement(self, node: _Node) -> bool | None:
+    def _do_while_statement(self, node: _Node) -> bool | None:
         self._branch(node.children[1].text, [node.named[-1:], []])
         return None
 
-    _c_style_for_statement = _while_statement
+    _do_c_style_for_statement = _do_while_statement
 
-    def _for_statement(self, node: _Node) -> bool | None:
+    def _do_for_statement(self, node: _Node) -> bool | None:
         name, *lists, body = node.named
         variants = self._each(lambda: [word for one in lists for word in self._words(one)])
         words = variants[0]
@@ -315,25 +313,25 @@ class Script:
             self._do(body)
         return None
 
-    def _function_definition(self, node: _Node) -> bool | None:
+    def _do_function_definition(self, node: _Node) -> bool | None:
         self._functions[node.named[0].text] = node.named[-1]
         return True
 
-    def _list(self, node: _Node) -> bool | None:
+    def _do_list(self, node: _Node) -> bool | None:
         left, sign, right = node.children[0], node.children[1].kind, node.children[-1]
         succeeds = self._do(left)
         if left.kind not in ("test_command", "list", "compound_statement", "negated_command"):
             succeeds = succeeds is not False  # a command that is started is assumed to succeed
-        if succeeds is None:
-            self._branch(left.text, [[right], []])
-            return None
-        return self._do(right) if succeeds == (sign == "&&") else succeeds
+        if succeeds is not None and succeeds != (sign == "&&"):
+            return succeeds
+        self._branch(left.text, [[right]] if succeeds is not None else [[right], []])
+        return None
 
-    def _negated_command(self, node: _Node) -> bool | None:
+    def _do_negated_command(self, node: _Node) -> bool | None:
         succeeds = self._all(node.named)
         return None if succeeds is None else not succeeds
 
-    def _variable_assignment(self, node: _Node) -> bool | None:
+    def _do_variable_assignment(self, node: _Node) -> bool | None:
         name, sign, *values = node.children
         is_array = any(value.kind == "array" for value in values)
 
@@ -355,11 +353,11 @@ class Script:
         if name not in self._given:
             self._variables[name] = _distinct(alternatives)
 
-    def _test_command(self, node: _Node) -> bool | None:
+    def _do_test_command(self, node: _Node) -> bool | None:
         results = {*self._each(lambda: self._holds(node.named[0]))} if node.named else {None}
         return results.pop() if len(results) == 1 else None
 
-    def _redirected_statement(self, node: _Node) -> bool | None:
+    def _do_redirected_statement(self, node: _Node) -> bool | None:
         document = next((one for one in node.children if one.kind == "heredoc_redirect"), None)
         body = document and next((one for one in document.named if "body" in one.kind), None)
         if document is None or body is None:
@@ -367,24 +365,23 @@ class Script:
         is_literal = re.match(r"""<<-?\s*["'\\]""", document.text) is not None
         text = body.text if is_literal else text_of(self._pieces(body))
         line = node.source[: document.start].decode(errors="replace").rpartition("\n")[2]
-        rest = document.text.partition("\n")[0]
-        named = re.search(r"([^\s<>|'\"/]+)\.(ya?ml|json|toml|sh|sbatch|slurm)\b", line + rest)
-        if named and named[2] in ("yaml", "yml", "json", "toml"):
-            self.documents.append((named[0], text, body.place))
-        elif variable := re.search(r"\bread\s.*?(\w+)\s*$", line):
+        line += document.text.partition("\n")[0]
+        if variable := re.search(r"\bread\s.*?(\w+)\s*<<", line):
             self._set(variable[1], [((Piece(text, text, body.place),),)])
-        elif named or re.search(r"\b(bash|sh|zsh|ssh|sbatch|srun|qsub|docker)\b", line):
+        elif re.search(
+            r"\b(bash|sh|zsh|ssh|sbatch|srun|qsub|docker)\b|\.(sh|sbatch|slurm)\b", line
+        ):
             self.follow(text, body.place)
         else:
             self._do(node.children[0])
         return True
 
-    def _unset_command(self, node: _Node) -> bool | None:
+    def _do_unset_command(self, node: _Node) -> bool | None:
         for one in node.named:
             self._variables.pop(one.text, None)
         return True
 
-    def _command(self, node: _Node) -> bool | None:
+    def _do_command(self, node: _Node) -> bool | None:
         outer = dict(self._variables)
         parts = [one for one in node.named if "redirect" not in one.kind]
         self._all([one for one in parts if one.kind == "variable_assignment"])

@@ -256,10 +256,55 @@ def test_shell(text):
     assert config.problems == ()
 
 
-# A configuration that a script writes is read, too.
-def test_here_document_of_json():
-    text = 'cat <<EOT > ds.json\n{"zero_optimization": {"stage": 3}}\nEOT\n'
-    assert str(read_config(text, 8).layouts["training"]) == "tp=1,sp=1,dp=8"
+# `read` from a here-document and from a text, `shift`, and arguments of a sourced file.
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"read -ra A <<< '--x 1 --context-parallel-size 4'\n{RUN} 2 ${{A[@]}}",
+        f'f() {{ T=$1; shift; {RUN} $T "$@"; }}\nf 2 --context-parallel-size 4',
+        f"f() {{ T=$1; if [ $# = 1 ]; then T=8; fi; {RUN} $T ${{@}}; }}\nf 2 --context-parallel-size 4",
+        f'[ -z "$HOST" ] && exit 1\nif [ -z "$HOST" ]; then exit 1; fi\n{RUN} 2 '
+        "--context-parallel-size 4",
+        f"set_sizes() {{ if [ $1 = small ]; then T=2; return; fi; T=8; }}\nset_sizes small\n"
+        f"{RUN} $T --context-parallel-size 4",
+    ],
+)
+def test_arguments_and_functions(text):
+    config = read_config(text)
+    assert str(config.layouts["training"]) == "tp=2,cp=4,dp=1,pp=1"
+    assert config.problems == ()
+
+
+# Alternatives of a text that `eval` or `bash -c` runs differ, as those of a command do.
+@pytest.mark.parametrize("run", ["eval $CMD", 'bash -c "$CMD"'])
+def test_alternatives_of_a_text(run):
+    text = IF.format("TP=2", "TP=8") + f'CMD="{RUN} $TP"\n{run}'
+    (problem,) = read_config(text).problems
+    assert "2 in line" in problem
+    assert "or 8 in line" in problem
+
+
+# What is not followed is a problem if it may set a variable of the command.
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('read -ra A <<< "$(python args.py)"', "line 1 read A is not read, and may set ${A[@]}"),
+        ("mapfile -t A < args.txt", "line 1 mapfile -t is not read, and may set ${A[@]}"),
+        ("X=<size>", "line 1 is not valid shell; the rest may be misread"),
+        ("--sequence-parallel", "line 1 --sequence-parallel does not belong to a command"),
+        ("read TP", "needs TP, which is not set"),
+    ],
+)
+def test_lines_that_are_not_followed(line, problem):
+    problems = read_config(f"{line}\n{RUN} ${{TP:-2}} ${{A[@]}}\n{RUN} $TP").problems
+    assert any(problem in one for one in problems), problems
+
+
+# A number that is compared, and a text that is tested together with another one, are unknown.
+@pytest.mark.parametrize("test", ["[ 4 -gt 2 ]", "(( 4 > 2 ))", "[[ a = a && b = b ]]"])
+def test_conditions_that_are_not_evaluated(test):
+    text = f"TP=8\nif {test}; then TP=2; fi\n{RUN} $TP"
+    assert "2 in line 2 or 8 in line 1" in read_config(text).problems[0]
 
 
 # If sizes do not divide the world, the problem names sizes and numbers of ranks that would work.
@@ -481,8 +526,10 @@ def test_sourced_files(job):
     (job / "run.sh").write_text(f"source ../args.sh\n{RUN} 2 ${{MORE[@]}}\n")
     assert "args.sh is not read, and may set ${MORE[@]}" in read_config(job / "run.sh").problems[0]
     (job / "own.sh").write_text("TP=4\n")
-    (job / "run.sh").write_text(f"source /root/job/own.sh\n{RUN} $TP\n")
+    (job / "run.sh").write_text(f'source "$(dirname $0)/own.sh"\n{RUN} $TP\n')
     assert read_config(job / "run.sh").source("tp").value == 4
+    (job / "run.sh").write_text(f"source /elsewhere/own.sh\n{RUN} $TP\n")
+    assert "needs TP, which is not set" in read_config(job / "run.sh").problems[0]
 
 
 # A file with many tables is read fast. One with more values than the limit is a problem.

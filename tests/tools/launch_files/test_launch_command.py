@@ -134,6 +134,14 @@ def test_groups_of_views_in_every_command(run, in_process):
     assert done.returncode == 0, done.stderr
 
 
+# draw shows the groups of the views without --groups, as plan does.
+def test_views_are_drawn_by_default(in_process):
+    drawn = in_process("draw", "tp=2,dp=4", "--view", "expert:ep=4,rest=-1").stdout
+    rows = {line.split()[0]: line for line in drawn.splitlines() if " groups of " in line}
+    assert list(rows) == ["tp", "dp", "ep", "rest"]
+    assert "2 groups of 4" in rows["ep"]
+
+
 # Groups of a view that a dim of the layout also has are not repeated: without experts, the
 # comparison is complete.
 def test_place_of_a_file_without_experts(tmp_path, in_process):

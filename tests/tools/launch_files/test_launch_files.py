@@ -522,6 +522,52 @@ def test_files_that_were_read_by_half(text, given, framework, world, layouts):
     assert {name: str(layout) for name, layout in config.layouts.items()} == layouts
 
 
+SLIME_APART = (
+    "python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 4 --rollout-num-gpus 4 "
+    "--rollout-num-gpus-per-engine 2 --tensor-model-parallel-size 2 --context-parallel-size 2"
+)
+VERL_APART = (
+    "python3 -m verl.experimental.x actor_rollout_ref.rollout.name=vllm trainer.nnodes=8 "
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=4 trainer.n_gpus_per_node=8 "
+    "rollout.nnodes=2 rollout.n_gpus_per_node=8"
+)
+AREAL_SHORT = "cluster: {n_nodes: 1, n_gpus_per_node: 8}\nallocation_mode: sglang:d4+d4"
+
+
+# Ranks of engines that are not colocated are ranks of the job.
+@pytest.mark.parametrize(
+    ("text", "world", "layouts"),
+    [
+        (SLIME_APART, 8, ["tp=2,cp=2,dp=1,pp=1", "tp=2,pp=1,dp=1,engines=2"]),
+        (VERL_APART, 80, ["fsdp=64,ddp=1", "tp=4,pp=1,dp=1,engines=4"]),
+        (AREAL_SHORT, 8, ["tp=1,sp=1,dp=4", "tp=1,pp=1,dp=1,engines=4"]),
+    ],
+)
+def test_engines_with_ranks_of_their_own(text, world, layouts):
+    config = read_config(text)
+    assert [str(views.base) for views in config.views.values()] == layouts
+    assert (config.world_size, config.problems) == (world, ())
+
+
+# Two modules that need more ranks than the cluster has are a problem.
+def test_modules_that_need_more_ranks():
+    config = read_config(AREAL_SHORT.replace("d4+d4", "d4+d8"))
+    assert config.problems == ("the modules need 12 ranks; there are 8",)
+
+
+# An engine of ms-swift has as many ranks as its sizes need, not those of a training.
+def test_engine_of_swift():
+    config = read_config("swift rollout --model m --vllm_tensor_parallel_size 2")
+    assert (config.world_size, config.problems) == (2, ())
+
+
+# A sourced file receives the arguments after its name.
+def test_arguments_of_a_sourced_file(tmp_path):
+    (tmp_path / "args.sh").write_text("if [ $1 != small ]; then TP=8; else TP=2; fi\n")
+    (tmp_path / "run.sh").write_text(f"source ./args.sh small\n{MEGATRON} $TP\n")
+    assert read_config(tmp_path / "run.sh").source("tp").value == 2
+
+
 def test_primus_has_one_module():
     assert list(read_config(PRIMUS).views) == ["training"]
 
