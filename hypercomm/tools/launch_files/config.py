@@ -190,7 +190,7 @@ def read_config(
 
     Raises:
         LayoutError: The file cannot be read, is binary or larger than 256 KiB, names more than 64
-            files or 2 MiB, or belongs to an unknown framework.
+            files, or belongs to an unknown framework.
         MissingPackageError: Scripts need tree-sitter-bash, YAML and JSON need pyyaml, and TOML
             needs tomli before Python 3.11.
 

@@ -262,9 +262,9 @@ def _of_commands(
             texts.setdefault(one.path[:-1], []).append((words, one.line))
     for place, parts in list(texts.items())[:_MOST_COMMANDS]:
         context = [one for one in tree if one.path[:-1] == place]
-        if len(parts) == 2 and not any("\n" in text for text, _ in parts):
-            parts = [(" ".join(text for text, _ in parts), parts[0][1])]
-        for words, line in parts:
+        is_one = len(parts) == 2 and not any("\n" in text for text, _ in parts)
+        whole = [(" ".join(text for text, _ in parts), parts[0][1])]
+        for words, line in whole if is_one else parts:
             text = "\n" * (line - 1) + (f"args {words}" if words[:1] == "-" else words)
             yield from _of_script(text, path, files, given, context)[0]
 
@@ -342,19 +342,14 @@ def _of_words(words: Sequence[Word]) -> Iterator[tuple[Source, Place]]:
             continue
         key, value = found.groups()
         raw = "".join(piece.raw for piece in word).partition("=")[2]
-        if (
-            value is None
-            and after
-            and not _FLAG.fullmatch(text_of(after))
-            and text_of(after) != "--"
-        ):
-            word = (word[0], *after)
-            value, raw = text_of(after), "".join(piece.raw for piece in after)
+        origins = [piece.origin for piece in word if piece.origin] or [word[-1].place]
+        next_text = text_of(after)
+        if value is None and after and not _FLAG.fullmatch(next_text) and next_text != "--":
+            value, raw = next_text, "".join(piece.raw for piece in after)
+            origins = [piece.origin for piece in after if piece.origin] or [after[-1].place]
         path = ("nodes",) if key == "-N" else as_path(key)
-        origins = [piece.origin for piece in word if piece.origin]
-        place = word[0].place
-        one = Source("true" if value is None else value, key, raw, place.file, place.line, path)
-        yield one, max(origins, default=word[-1].place)
+        value = "true" if value is None else value
+        yield Source(value, key, raw, *word[0].place, path), max(origins)
 
 
 def _merged(variants: Sequence[Sequence[tuple[Source, Place]]]) -> list[Source]:

@@ -38,8 +38,15 @@ _DEEPEST = 12
 _BREAK = "\0"
 """Separates the words of an array inside a quoted text."""
 
-_PRINTERS = set("echo printf : true cd pip pip3 git grep sed awk kill pkill".split())
+_PRINTERS = re.compile(r"echo|printf|:|true|cd|pip3?|git|grep|sed|awk|p?kill|")
 """Commands whose arguments are not read."""
+
+
+_PARTS = re.compile(
+    r"(raw_|ansi_c_)?string|(simple_|arithmetic_)?expansion|(command|process)_substitution|"
+    r"concatenation|command_name"
+)
+"""The kinds of nodes that are evaluated inside a word or a text."""
 
 
 class Place(NamedTuple):
@@ -117,7 +124,7 @@ class _Node:
         self.start: int = node.start_byte
         self.end: int = node.end_byte
         self.source = source
-        if self.kind in _PARTS:  # tree-sitter counts blanks before an expansion as its part
+        if _PARTS.fullmatch(self.kind):  # tree-sitter counts blanks before an expansion as its part
             text = source[self.start : self.end]
             blanks = text[: len(text) - len(text.lstrip())]
             self.start += len(blanks)
@@ -409,7 +416,7 @@ class Script:
                 f"{node.place} {name} does not belong to a command: a comment above it ends the "
                 f"command"
             )
-        elif name and name not in _PRINTERS:
+        elif not _PRINTERS.fullmatch(name):
             kept = self._unquoted(variants)
             self.commands.append(Command(node.place, kept))
         self._variables = outer
@@ -582,7 +589,7 @@ class Script:
         is_quoted = is_string or node.kind == "heredoc_body"
         at, end = (node.start + 1, node.end - 1) if is_string else (node.start, node.end)
         found: list[Piece] = []
-        for part in [*(one for one in node.children if one.kind in _PARTS), None]:
+        for part in [*(one for one in node.children if _PARTS.fullmatch(one.kind)), None]:
             between = node.source[at : part.start if part else end].decode(errors="replace")
             if between:
                 escape = r'\\(["$`\\])' if is_quoted else r"\\(\n|.)"
@@ -654,20 +661,6 @@ class Script:
         text = text_of(pieces)
         return int(text) if re.fullmatch(r"-?[0-9]{1,9}", text) else None
 
-
-_PARTS = {
-    "raw_string",
-    "ansi_c_string",
-    "simple_expansion",
-    "expansion",
-    "arithmetic_expansion",
-    "command_substitution",
-    "process_substitution",
-    "string",
-    "concatenation",
-    "command_name",
-}
-"""The kinds of nodes that are evaluated inside a word or a text."""
 
 _BUILTINS: dict[str, Callable[[Script, _Node, Sequence[Words]], bool | None]] = {
     "exit": Script._end,

@@ -256,17 +256,18 @@ def test_shell(text):
     assert config.problems == ()
 
 
+CP = "--context-parallel-size=4"
+
+
 # `read` from a here-document and from a text, `shift`, and arguments of a sourced file.
 @pytest.mark.parametrize(
     "text",
     [
         f"read -ra A <<< '--x 1 --context-parallel-size 4'\n{RUN} 2 ${{A[@]}}",
         f'f() {{ T=$1; shift; {RUN} $T "$@"; }}\nf 2 --context-parallel-size 4',
-        f"f() {{ T=$1; if [ $# = 1 ]; then T=8; fi; {RUN} $T ${{@}}; }}\nf 2 --context-parallel-size 4",
-        f'[ -z "$HOST" ] && exit 1\nif [ -z "$HOST" ]; then exit 1; fi\n{RUN} 2 '
-        "--context-parallel-size 4",
-        f"set_sizes() {{ if [ $1 = small ]; then T=2; return; fi; T=8; }}\nset_sizes small\n"
-        f"{RUN} $T --context-parallel-size 4",
+        f"f() {{ if [ $# = 1 ]; then T=8; else T=$1; fi; {RUN} $T $2; }}\nf 2 {CP}",
+        f"[ -z $H ] && exit 1\nif [ -z $H ]; then exit 1; fi\n{RUN} 2 {CP}",
+        f"f() {{ if [ $1 = a ]; then T=2; return; fi; T=8; }}\nf a\n{RUN} $T {CP}",
     ],
 )
 def test_arguments_and_functions(text):
@@ -529,7 +530,7 @@ def test_sourced_files(job):
     (job / "run.sh").write_text(f'source "$(dirname $0)/own.sh"\n{RUN} $TP\n')
     assert read_config(job / "run.sh").source("tp").value == 4
     (job / "run.sh").write_text(f"source /elsewhere/own.sh\n{RUN} $TP\n")
-    assert "needs TP, which is not set" in read_config(job / "run.sh").problems[0]
+    assert "own.sh is not read, and may set $TP" in read_config(job / "run.sh").problems[0]
 
 
 # A file with many tables is read fast. One with more values than the limit is a problem.
