@@ -528,12 +528,17 @@ class Script:
     # ---- conditions ---------------------------------------------------------------------------
 
     def _holds(self, node: _Node) -> bool | None:
-        """Return whether a comparison of texts in brackets holds, or None if unknown."""
-        if node.kind == "binary_expression" and node.children[1].text in ("=", "==", "!="):
+        """Return whether a comparison in brackets holds, or None if unknown."""
+        if node.kind == "binary_expression":
             left, right = self._operand(node.children[0]), self._operand(node.children[-1])
+            sign = node.children[1].text
             if left is None or right is None:
                 return None
-            return fnmatchcase(left, right) == (node.children[1].text != "!=")
+            if sign in ("=", "==", "!="):
+                return fnmatchcase(left, right) == (sign != "!=")
+            compare = getattr(operator, sign[1:], None)  # such as -eq or -lt
+            is_number = left.isdecimal() and right.isdecimal()
+            return bool(compare(int(left), int(right))) if compare and is_number else None
         if node.kind == "unary_expression" and node.children[0].text in ("-z", "-n"):
             text = self._operand(node.children[-1], is_empty_if_unset=True)
             return None if text is None else (text == "") == (node.children[0].text == "-z")
@@ -631,7 +636,9 @@ class Script:
         raw = node.text
         found = re.match(r"\$\{?(\w+|[@*#])(\[[@*]\])?(:?[-=+?]|\}?$)", raw)
         if not found:
-            return [Piece(raw, raw, node.place)]
+            name = re.sub(r"^\$\{(\w+).*", r"\1", raw, flags=re.DOTALL)
+            is_given = name in self._given
+            return self._value(name, raw, node.place) if is_given else [Piece(raw, raw, node.place)]
         name, is_array, sign = found.groups()
         words = self._lookup(name)
         value = self._value(name, raw, node.place)

@@ -187,6 +187,12 @@ NODES = "torchrun --nnodes $N --nproc-per-node 8 t.py --tensor-model-parallel-si
             {"1": 1, "0": 2},
         ),
         (
+            f"TP=8\nif [ $N -lt 4 ]; then\nTP=2\nfi\n{RUN} $TP",
+            (3, 1),
+            "N",
+            {"2": 2, "16": 8},
+        ),
+        (
             "f() {\n" + IF.format("TP=2", "TP=8") + "}\nf\n" + f"{RUN} $TP",
             (3, 5),
             "BIG",
@@ -285,6 +291,14 @@ def test_alternatives_of_a_text(run):
     assert "or 8 in line" in problem
 
 
+# The value of an expression that is not evaluated can be given.
+@pytest.mark.parametrize("value", ["${M[$k]}", "${M%b}", "${M,,}"])
+def test_values_of_expressions_are_given(value):
+    text = f"M=(1 2)\n{RUN} {value}"
+    assert "needs M, which is not set; set it, as in --set M=8" in read_config(text).problems[0]
+    assert read_config(text, variables={"M": "2"}).source("tp").value == 2
+
+
 # What is not followed is a problem if it may set a variable of the command.
 @pytest.mark.parametrize(
     ("line", "problem"),
@@ -301,8 +315,8 @@ def test_lines_that_are_not_followed(line, problem):
     assert any(problem in one for one in problems), problems
 
 
-# A number that is compared, and a text that is tested together with another one, are unknown.
-@pytest.mark.parametrize("test", ["[ 4 -gt 2 ]", "(( 4 > 2 ))", "[[ a = a && b = b ]]"])
+# Conditions that are not evaluated are unknown.
+@pytest.mark.parametrize("test", ["(( 4 > 2 ))", "[[ a = a && b = b ]]", "[ -f x ]", "grep x y"])
 def test_conditions_that_are_not_evaluated(test):
     text = f"TP=8\nif {test}; then TP=2; fi\n{RUN} $TP"
     assert "2 in line 2 or 8 in line 1" in read_config(text).problems[0]
