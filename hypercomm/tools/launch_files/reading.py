@@ -176,7 +176,8 @@ def read_launches(
         if not found or found[0].framework.level:  # other programs have such keys, too
             found = list(_of_commands(tree, path, files, given)) or found
     except RecursionError as error:
-        raise LayoutError(f"{_name(path) or 'the text'} is nested too deeply") from error
+        name = _name(path) if path.name else "the text"
+        raise LayoutError(f"{name} is nested too deeply") from error
     return found, tree
 
 

@@ -715,7 +715,11 @@ def _distinct(alternatives: Iterable[Words | None]) -> tuple[Words | None, ...]:
 
 def _united(ends: Sequence[Variables]) -> Variables:
     """Return the alternatives that variables have in any of several states."""
-    names = dict.fromkeys(name for end in ends for name in end)
-    return {
-        name: _distinct(one for end in ends for one in end.get(name, (None,))) for name in names
+    first, *others = ends
+    names = {name: None for end in others for name in {**first, **end}}
+    changed = [
+        name for name in names if any(end.get(name) is not first.get(name) for end in others)
+    ]
+    return first | {
+        name: _distinct(one for end in ends for one in end.get(name, (None,))) for name in changed
     }

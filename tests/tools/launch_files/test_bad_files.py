@@ -315,6 +315,26 @@ def test_lines_that_are_not_followed(line, problem):
     assert any(problem in one for one in problems), problems
 
 
+# Scripts that would take long to follow are read fast, or are an error.
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"{'if [ $A = 1 ]; then B=1; fi;' * 2_000}{RUN} 2", ""),
+        (f"{'if [ $A = 1 ]; then ' * 300}B=1{'; fi' * 300}\n{RUN} 2", "text is nested too deeply"),
+        (f"f() {{ f; f; }}\nf\n{RUN} 2", ""),
+        (f"{'for a in 1 2 3 4 5 6 7 8; do ' * 6}{RUN} $a{'; done' * 6}", "too long to follow"),
+    ],
+    ids=["conditions", "nesting", "calls", "loops"],
+)
+def test_scripts_that_would_take_long(text, message):
+    with within(4):
+        if message:
+            with pytest.raises(LayoutError, match=message):
+                read_config(text)
+        else:
+            assert read_config(text).source("tp").value == 2
+
+
 # Conditions that are not evaluated are unknown.
 @pytest.mark.parametrize("test", ["(( 4 > 2 ))", "[[ a = a && b = b ]]", "[ -f x ]", "grep x y"])
 def test_conditions_that_are_not_evaluated(test):
