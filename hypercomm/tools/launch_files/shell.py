@@ -469,7 +469,7 @@ class Script:
                 raise  # the function ends the script
         finally:
             self._depth -= 1
-            self._variables = {**_united(self._returned), "@": kept}
+            self._variables = {**_united(self._returned or [self._variables]), "@": kept}
             self._returned = outer
         return None
 

@@ -273,6 +273,7 @@ CP = "--context-parallel-size=4"
         f'f() {{ T=$1; shift; {RUN} $T "$@"; }}\nf 2 --context-parallel-size 4',
         f"f() {{ if [ $# = 1 ]; then T=8; else T=$1; fi; {RUN} $T $2; }}\nf 2 {CP}",
         f"[ -z $H ] && exit 1\nif [ -z $H ]; then exit 1; fi\n{RUN} 2 {CP}",
+        f"f() {{ exit 1; }}\nif [ -z $1 ]; then f; fi\n[ -d x ] || f\n{RUN} 2 {CP}",
         f"f() {{ if [ $1 = a ]; then T=2; return; fi; T=8; }}\nf a\n{RUN} $T {CP}",
     ],
 )
