@@ -133,7 +133,7 @@ class _Node:
             _Node(child, source, first) for child in node.children if child.type != "comment"
         ]
         errors = [child.error for child in self.children if child.error]
-        self.error = self.place if self.kind == "ERROR" else next(iter(errors), None)
+        self.error: Place | None = self.place if self.kind == "ERROR" else next(iter(errors), None)
 
     @property
     def text(self) -> str:
@@ -509,7 +509,7 @@ class Script:
         words = [text_of(word) for word in variants[0]]
         names = [word for word in words if word[:1] != "-"]
         if not text or not is_known(text):
-            return self._skip(node, [[_literal(" ".join(names))]])
+            return self._skip(node, [(_literal(" ".join(names)),)])
         separators = text_of(self._value("IFS", "", node.place)).replace("$IFS", " \t\n")
         parts = re.split(f"[{re.escape(separators)}]+", text)
         values = [(Piece(part, part, node.place),) for part in parts]
@@ -706,7 +706,7 @@ def _joined(words: Words) -> list[Piece]:
 
 def _distinct(alternatives: Iterable[Words | None]) -> tuple[Words | None, ...]:
     """Return the alternatives with different texts. Too many or too long ones are unknown."""
-    found = {words and tuple(map(text_of, words)): words for words in alternatives}
+    found = {words and tuple(text_of(one) for one in words): words for words in alternatives}
     length = sum(len(text) for texts in found for text in texts or ())
     if len(found) > _MOST_ALTERNATIVES or length > _MOST_TEXT:
         return (None,)
