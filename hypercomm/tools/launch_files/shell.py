@@ -133,7 +133,8 @@ class _Node:
             _Node(child, source, first) for child in node.children if child.type != "comment"
         ]
         errors = [child.error for child in self.children if child.error]
-        self.error: Place | None = self.place if self.kind == "ERROR" else next(iter(errors), None)
+        is_error = self.kind == "ERROR" or node.is_missing
+        self.error: Place | None = self.place if is_error else next(iter(errors), None)
 
     @property
     def text(self) -> str:
@@ -234,8 +235,8 @@ class Script:
         self._steps += 1
         if self._steps > _MOST_STEPS:
             raise LayoutError(f"{node.place.file or 'the text'} is too long to follow")
-        statement = getattr(self, f"_do_{node.kind}", None) if node.is_named else None
-        if statement is None:
+        statement = getattr(self, f"_do_{node.kind}", None)
+        if statement is None or (node.error and node.kind != "command"):
             return self._all(node.named)
         result: bool | None = statement(node)
         return result
@@ -284,7 +285,7 @@ class Script:
                 break
         else:
             bodies.append([])
-        self._branch(" ".join(one.children[1].text for one in clauses), bodies)
+        self._branch(" ".join(one.text.partition("then")[0] for one in clauses), bodies)
         return None
 
     def _do_case_statement(self, node: _Node) -> bool | None:
@@ -504,8 +505,8 @@ class Script:
 
     def _read(self, node: _Node, variants: Sequence[Words]) -> bool | None:
         """Set the variables of `read NAME ... <<< TEXT`."""
-        given = [one.named[0] for one in node.named if one.kind == "herestring_redirect"]
-        text = "".join(text_of(self._pieces(one)) for one in given)
+        given = [one.named for one in node.named if one.kind == "herestring_redirect"]
+        text = "".join(text_of(self._pieces(one)) for parts in given for one in parts)
         words = [text_of(word) for word in variants[0]]
         names = [word for word in words if word[:1] != "-"]
         if not text or not is_known(text):
@@ -529,6 +530,8 @@ class Script:
 
     def _holds(self, node: _Node) -> bool | None:
         """Return whether a comparison in brackets holds, or None if unknown."""
+        if node.error:
+            return None
         if node.kind == "binary_expression":
             left, right = self._operand(node.children[0]), self._operand(node.children[-1])
             sign = node.children[1].text
@@ -635,7 +638,7 @@ class Script:
         """Return the value of `$NAME`, `${NAME:-DEFAULT}` or `${NAME[@]}`."""
         raw = node.text
         found = re.match(r"\$\{?(\w+|[@*#])(\[[@*]\])?(:?[-=+?]|\}?$)", raw)
-        if not found:
+        if not found or node.error:
             name = re.sub(r"^\$\{(\w+).*", r"\1", raw, flags=re.DOTALL)
             is_given = name in self._given
             return self._value(name, raw, node.place) if is_given else [Piece(raw, raw, node.place)]
@@ -655,6 +658,8 @@ class Script:
 
     def _number(self, node: _Node) -> int | None:
         """Return the value of an arithmetic expression, or None if unknown."""
+        if node.error:
+            return None
         if node.kind == "parenthesized_expression":
             return self._number(node.named[0])
         if node.kind == "binary_expression":

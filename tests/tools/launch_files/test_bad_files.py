@@ -336,6 +336,30 @@ def test_scripts_that_would_take_long(text, message):
             assert read_config(text).source("tp").value == 2
 
 
+# A script with an error is read up to it, or not at all. The error is a problem.
+@pytest.mark.parametrize(
+    "line",
+    [
+        "if [ $A = 1 ]; then",
+        "if [[ a == ]]; then TP=2; fi",
+        "case $1 in a) TP=4",
+        "for in; do",
+        "f() {",
+        "TP=$((2 * ))",
+        'TP="${A:-$(',
+        "read A <<<",
+        "cat <<EOF",
+        "((",
+    ],
+)
+def test_broken_scripts(line):
+    try:
+        problems = read_config(f"{RUN} 2\n{line}\n").problems
+    except LayoutError as error:
+        problems = (str(error),)
+    assert any("is not valid shell" in one or "unknown framework" in one for one in problems)
+
+
 # Conditions that are not evaluated are unknown.
 @pytest.mark.parametrize("test", ["(( 4 > 2 ))", "[[ a = a && b = b ]]", "[ -f x ]", "grep x y"])
 def test_conditions_that_are_not_evaluated(test):
