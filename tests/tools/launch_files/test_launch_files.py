@@ -11,7 +11,7 @@ from megatron_oracle import parallel_state
 from processes import run_python
 from torch.distributed.device_mesh import init_device_mesh
 
-from hypercomm import megatron_grids, read_config, torchtitan_grids
+from hypercomm import RankLayout, megatron_grids, read_config, torchtitan_grids
 from hypercomm.errors import LayoutError
 from hypercomm.testing import fake_world
 
@@ -194,6 +194,20 @@ def test_public_files_are_many():
     assert len(PUBLIC) >= 60
     assert len({given["repository"] for given in PUBLIC}) >= 15
     assert all(re.fullmatch(r"[0-9a-f]{40}", given["commit"]) for given in PUBLIC)
+
+
+# The files that were judged by hand before they were read: modules have the ranks that the file
+# asks for, each its own or all of them, and views have the ranks of their module.
+def test_held_out_files_are_consistent():
+    rows = load("held_out.toml")["file"]
+    assert len(rows) >= 60
+    assert len({row["repository"] for row in rows}) >= 15
+    for row in rows:
+        sizes = {name: RankLayout(text).size for name, text in row.get("layouts", {}).items()}
+        assert ("refused" in row) == (not sizes)
+        assert all(size == sizes[name.partition(":")[0]] for name, size in sizes.items())
+        modules = [size for name, size in sizes.items() if ":" not in name]
+        assert row.get("ranks") in (None, sum(modules), max(modules)), row["path"]
 
 
 # vLLM distributes experts over dp and tp. SGLang distributes them inside tp.
