@@ -263,15 +263,15 @@ class Script:
         if len(bodies) > 1:
             self.tested += re.findall(r"\$\{?(\w+)", condition)
         before, ends = self._variables, []
-        returned = len(self._returned)
+        count = len(self._returned) + len(self.commands)
         for body in bodies:
             self._variables = dict(before)
             with contextlib.suppress(_End):
                 self._all(body)
                 ends.append(self._variables)
-        if not ends and len(self._returned) > returned:
-            raise _End
-        self._variables = _united(ends or [before])  # a check that ends the script may not apply
+        if not ends and len(self._returned) + len(self.commands) > count:
+            raise _End  # otherwise it is a check that fails only because a variable is unknown
+        self._variables = _united(ends or [before])
 
     def _do_if_statement(self, node: _Node) -> bool | None:
         bodies: list[Sequence[_Node]] = []

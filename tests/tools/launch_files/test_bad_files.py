@@ -215,6 +215,15 @@ def test_branches(text, lines, name, choices):
     assert read_config(text, variables={"TP": "4"}).layouts["training"].size_of("tp") == 4
 
 
+# Of branches that start a program and end the script, only the one that is given is shown.
+def test_branches_that_end_the_script():
+    text = f"case $1 in a) {RUN} 2; exit;; b) {RUN} 4; exit;; esac\n{RUN} 8"
+    for argument, size in (("a", 2), ("b", 4), ("c", 8)):
+        config = read_config(text, variables={"1": argument})
+        assert [views.base.size_of("tp") for views in config.views.values()] == [size]
+    assert len(read_config(text).views) == 3
+
+
 def test_branches_of_node_counts():
     text = CASE.format("N=1", "N=4") + NODES
     (problem,) = read_config(text).problems
