@@ -358,9 +358,13 @@ def _merged(variants: Sequence[Sequence[tuple[Source, Place]]]) -> list[Source]:
     last = [{one.path: (one.value, place) for one, place in settings} for settings in variants]
     found = {one.path: one for settings in reversed(variants) for one, _ in settings}
     for key, one in found.items():
-        values = dict.fromkeys(each.get(key) for each in last)
-        if len({value and value[0] for value in values}) > 1:
-            others = [f"{v[0]} in line {v[1].line}" if v else "not given" for v in values]
+        given = [each.get(key, ("", None)) for each in last]
+        lines: dict[str, int] = {}
+        for value, place in given:
+            line = place.line if place else 0
+            lines[value] = min(line, lines.get(value, line))
+        if len(lines) > 1:
+            others = [f"{value} in line {at}" if at else "not given" for value, at in lines.items()]
             found[key] = attrs.evolve(one, others=tuple(others))
     first = [attrs.evolve(one, others=found[one.path].others) for one, _ in variants[0]]
     return [*first, *(one for key, one in found.items() if key not in last[0])]
