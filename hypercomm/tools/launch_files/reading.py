@@ -54,6 +54,9 @@ _SLURM = {
 """The environment variables that SLURM sets from each of its options."""
 
 
+_GIVE = "give the path of a launch file, or sizes, as in tp=8,dp=4"
+
+
 @attrs.frozen
 class Launch:
     """One program that a launch file starts.
@@ -111,11 +114,12 @@ class Files:
                     self._texts[path] = self.decode(file.read(_LARGEST + 1), str(path))
             except LayoutError:
                 raise
+            except IsADirectoryError as error:
+                raise LayoutError(f"{_name(path)} is a folder; {_GIVE}") from error
             except (OSError, ValueError) as error:
                 why = getattr(error, "strerror", None) or error
                 raise LayoutError(
-                    f"{_name(path)} cannot be read as text: {why}; give the path of a launch file, "
-                    f"or sizes, as in tp=8,dp=4"
+                    f"{_name(path)} cannot be read as text: {why}; {_GIVE}"
                 ) from error
         return self._texts[path]
 
