@@ -711,7 +711,10 @@ def _joined(words: Words) -> list[Piece]:
 
 def _distinct(alternatives: Iterable[Words | None]) -> tuple[Words | None, ...]:
     """Return the alternatives with different texts. Too many or too long ones are unknown."""
-    found = {words and tuple(text_of(one) for one in words): words for words in alternatives}
+    found = {
+        None if words is None else tuple(text_of(word) for word in words): words
+        for words in alternatives
+    }
     length = sum(len(text) for texts in found for text in texts or ())
     if len(found) > _MOST_ALTERNATIVES or length > _MOST_TEXT:
         return (None,)
