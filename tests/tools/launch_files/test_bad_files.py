@@ -51,9 +51,7 @@ def test_files_that_are_not_launch_files(name, content, message, tmp_path):
 
 
 def test_missing_files_raise(tmp_path):
-    with pytest.raises(
-        LayoutError, match="is a folder; give the path of a launch file, or sizes"
-    ):
+    with pytest.raises(LayoutError, match="is a folder; give the path of a launch file, or sizes"):
         read_config(tmp_path)
     for path in (tmp_path / "nope.sh", str(tmp_path / "nope.yaml"), "nope.sh"):
         with pytest.raises(LayoutError, match="cannot be read"):
