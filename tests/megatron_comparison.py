@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch.distributed as dist
+from megatron_oracle import core, process_groups_config
 from megatron_oracle import parallel_state as theirs
-from megatron_oracle import process_groups_config
 
 from hypercomm.compat.megatron import parallel_state as ours
 from hypercomm.compat.megatron import process_groups_config as our_config
@@ -163,6 +163,12 @@ def set_up(kind, what, collection, cp_size, ddp_config, gloo=False):
     model = SimpleNamespace(module=SimpleNamespace(module=SimpleNamespace(config=config)))
     if ddp_config is not None:
         model.ddp_config = ddp_config
+    module = theirs if kind is TheirCollection else ours
+    with mock.patch.object(core, "parallel_state", module):  # as install() does
+        return _groups_for(kind, what, collection, model, config, ddp_config, gloo)
+
+
+def _groups_for(kind, what, collection, model, config, ddp_config, gloo):
     try:
         if what == "optimizer":
             found = kind.setup_process_groups_for_optimizer(collection, [model], gloo)

@@ -55,6 +55,7 @@ class ModuleState:
     initialize: Callable[..., None]
 
     def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
         self.reset()
 
     @classmethod
@@ -69,7 +70,8 @@ class ModuleState:
 
     def reset(self) -> None:
         """Set every global to its empty value."""
-        self.values: dict[str, Any] = {name: make() for name, make in self.empty.items()}
+        self.values.clear()
+        self.values.update({name: make() for name, make in self.empty.items()})
 
     def check_new(self, names: Iterable[str], destroy: str, read: Callable[[int], Any]) -> Any:
         """Raise unless torch.distributed is initialised and the state is empty.
@@ -147,8 +149,8 @@ class CurrentState(Generic[State]):
     Attributes:
         name: The name of the module.
         default: The state outside all blocks.
-        alone: The default state if no block is open and no other state is alive, otherwise None.
-            Getters read `alone` first, because `torch.compile` cannot trace the rest of `get`.
+        values: The globals of the current state. If no block is open and only the default state is
+            alive, this is the dict of the default state, which `torch.compile` can trace.
     """
 
     def __init__(self, name: str, kind: type[State]) -> None:
@@ -161,7 +163,7 @@ class CurrentState(Generic[State]):
 
     def _begin(self) -> None:
         self.default = self._kind()
-        self.alone: State | None = self.default
+        self.values: dict[str, Any] | _Selected = self.default.values
         self._open = 0
         self._alive: list[State] = []
         self._warned = False
@@ -184,7 +186,9 @@ class CurrentState(Generic[State]):
         Raises:
             StateError: The same condition holds, and one of the states is strict.
         """
-        state = self.alone or self._scoped.get()
+        if self.values is self.default.values:
+            return self.default
+        state = self._scoped.get()
         if state is None:
             state = self.default
             if len(self._alive) > 1 and state in self._alive:
@@ -232,7 +236,7 @@ class CurrentState(Generic[State]):
         with self._lock:
             self._open += change
             is_alone = all(state is self.default for state in self._alive)
-            self.alone = self.default if is_alone and not self._open else None
+            self.values = self.default.values if is_alone and not self._open else _Selected(self)
 
     def bind(self, module: ModuleType, names: Iterable[str]) -> None:
         """Give a module attributes that read and write the globals of the current state."""
@@ -240,6 +244,16 @@ class CurrentState(Generic[State]):
         # cloudpickle pickles the module together with functions that use it.
         members["__reduce__"] = lambda module: (importlib.import_module, (module.__name__,))
         module.__class__ = type("LegacyModule", (ModuleType,), members)
+
+
+class _Selected:
+    """The globals of the state that is current at the time of each access."""
+
+    def __init__(self, current: CurrentState[Any]) -> None:
+        self._current = current
+
+    def __getitem__(self, name: str) -> Any:
+        return self._current.get().values[name]
 
 
 def _global(name: str, current: Callable[[], ModuleState]) -> property:

@@ -11,15 +11,11 @@ from __future__ import annotations
 from hypercomm.compat.megatron import parallel_state, version
 from hypercomm.compat.megatron.install import MegatronNotReplacedWarning, install
 from hypercomm.compat.megatron.presets import collections_of
-from hypercomm.compat.megatron.process_groups_config import (
-    MultiModuleProcessGroupCollection,
-    ProcessGroupCollection,
-)
+from hypercomm.compat.megatron.process_groups_config import ProcessGroupCollection
 from hypercomm.compat.megatron.state import ParallelState
 
 __all__ = [
     "MegatronNotReplacedWarning",
-    "MultiModuleProcessGroupCollection",
     "ParallelState",
     "ProcessGroupCollection",
     "collections_of",

@@ -37,11 +37,11 @@ def install() -> None:
     if aliases.install(_HOMES, ("megatron", "megatron.core"), loaded="megatron.core"):
         version.changes.cache_clear()
         theirs = version.installed()
-        if theirs is not None and theirs[:2] > version.NEWEST[:2]:
-            newer, known = (".".join(map(str, release[:2])) for release in (theirs, version.NEWEST))
+        if theirs is not None and theirs > version.NEWEST:
             warnings.warn(
-                f"megatron-core {newer} is newer than {known}, the newest release that hypercomm "
-                f"supports, so names may be missing",
+                f"megatron-core {version.text_of(theirs)} is newer than "
+                f"{version.text_of(version.NEWEST)}, the newest release that hypercomm supports, "
+                f"so names may be missing",
                 stacklevel=2,
             )
 

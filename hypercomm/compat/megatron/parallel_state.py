@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -30,24 +29,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.compat.layouts import DIMS, GTP, inject_gtp, order_layout
 from hypercomm.compat.megatron import state as _states
 from hypercomm.compat.megatron import table, version
 from hypercomm.compat.megatron.install import MegatronNotReplacedWarning
 from hypercomm.compat.megatron.state import current
 from hypercomm.compat.megatron.table import CP, DP, DP_CP, EP, EXPERT_DP, EXPERT_TP, GLOO, PP, TP
 from hypercomm.errors import (
-    ConfigurationError,
     GroupMissingError,
     StateError,
-    UnknownDimError,
 )
-from hypercomm.layout import RankGroups, RankLayout
-from hypercomm.layout.checks import check_duration, positive
+from hypercomm.layout.checks import check_duration
 from hypercomm.layout.text import short_repr
 from hypercomm.process_groups import torch_internals as torchdist
 
-_inject_gtp_remat_axis = inject_gtp
 default_embedding_ranks = table.default_embedding_ranks
 default_position_embedding_ranks = table.default_position_embedding_ranks
 get_nccl_options = _states.get_nccl_options
@@ -88,8 +82,8 @@ def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
         pipeline_model_parallel_size: Number of pipeline stages.
         virtual_pipeline_model_parallel_size: Number of interleaved stages on each rank of a
             pipeline.
-        pipeline_model_parallel_comm_backend: "nccl" or "ucc". Default: WORLD's backend.
-        use_sharp: Enable SHARP for one communicator.
+        pipeline_model_parallel_comm_backend: "nccl". Default: WORLD's backend.
+        use_sharp: Must be False. NCCL_COLLNET_ENABLE=1 lets NCCL use SHARP for all groups.
         context_parallel_size: Number of ranks that share each sequence.
         hierarchical_context_parallel_sizes: Factors of the context parallel size, innermost first.
         expert_model_parallel_size: Number of ranks that share the experts.
@@ -107,7 +101,7 @@ def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
             returns the ranks with position embeddings. Default: the first rank.
         create_gloo_process_groups: Also create a gloo group for each data parallel group.
         high_priority_stream_groups: Keys of groups whose streams have a high priority.
-        sharp_enabled_group: "dp" or "dp_replica". Default with `use_sharp`: "dp".
+        sharp_enabled_group: Must be None.
         hybrid_context_parallel: Create groups of 2, 4, 8, ... ranks within each dp-cp group.
         dynamic_context_parallel: Create groups of each power of 2 from
             `min_dynamic_context_parallel_size` on, within each dp-cp group. Megatron's development
@@ -161,8 +155,7 @@ def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:  # noqa: D417
     positions = config.get_position_embedding_ranks or default_position_embedding_ranks
     current.default.begin(
         attrs.evolve(config, get_embedding_ranks=words, get_position_embedding_ranks=positions),
-        get_nccl_options,
-        overwrite_nccl_comm_cfgs,
+        lambda config: _states.options_by_key(config, get_nccl_options, overwrite_nccl_comm_cfgs),
         _replaced_create_group(),
     )
 
@@ -202,7 +195,7 @@ def sequence_data_parallel_is_initialized() -> bool:
 
 
 def _has(*names: str) -> bool:
-    return all(_held(name, False) is not None for name in names)
+    return all(current.values[name] is not None for name in names)
 
 
 def is_unitialized() -> bool:
@@ -217,7 +210,14 @@ def _deprecated(name: str, other: str) -> None:
 
 def _held(name: str, check_initialized: bool = True) -> Any:
     """Return the value of a global in the current state."""
-    return (current.alone or current.get()).value_of(name, check_initialized)
+    return current.values[name] or _missing(name, check_initialized)
+
+
+def _missing(name: str, check_initialized: bool) -> Any:
+    """Return None for a global without a value, or raise."""
+    if check_initialized:
+        raise current.get().missing(name)
+    return None
 
 
 # ---- getters of groups --------------------------------------------------------------------------
@@ -225,22 +225,22 @@ def _held(name: str, check_initialized: bool = True) -> Any:
 
 def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the group over tensor and pipeline parallel."""
-    return _held(table.MP, check_initialized)
+    return current.values[table.MP] or _missing(table.MP, check_initialized)
 
 
 def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the tensor parallel group."""
-    return _held(TP, check_initialized)
+    return current.values[TP] or _missing(TP, check_initialized)
 
 
 def get_pipeline_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the group of the calling rank's pipeline."""
-    return _held(PP, check_initialized)
+    return current.values[PP] or _missing(PP, check_initialized)
 
 
 def get_context_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the context parallel group."""
-    return _held(CP, check_initialized)
+    return current.values[CP] or _missing(CP, check_initialized)
 
 
 def get_embedding_group(check_initialized: bool = True) -> ProcessGroup:
@@ -255,7 +255,7 @@ def get_position_embedding_group(check_initialized: bool = True) -> ProcessGroup
 
 def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the group over tensor and context parallel."""
-    return _held(table.TP_CP, check_initialized)
+    return current.values[table.TP_CP] or _missing(table.TP_CP, check_initialized)
 
 
 def get_gtp_weight_remat_group(check_initialized: bool = True) -> ProcessGroup:
@@ -270,17 +270,17 @@ def get_expert_gtp_weight_remat_group(check_initialized: bool = True) -> Process
 
 def get_expert_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the expert parallel group."""
-    return _held(EP, check_initialized)
+    return current.values[EP] or _missing(EP, check_initialized)
 
 
 def get_expert_tensor_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the tensor parallel group of experts."""
-    return _held(EXPERT_TP, check_initialized)
+    return current.values[EXPERT_TP] or _missing(EXPERT_TP, check_initialized)
 
 
 def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the group over tensor and expert parallel of experts."""
-    return _held(table.TP_EP, check_initialized)
+    return current.values[table.TP_EP] or _missing(table.TP_EP, check_initialized)
 
 
 def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup:
@@ -317,12 +317,12 @@ def get_expert_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> 
 # initialize_sequence_parallel, because DeepSpeed assumes no model parallel if an mpu has it.
 def get_sequence_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the context parallel group, for DeepSpeed."""
-    return _held(CP, check_initialized)
+    return current.values[CP] or _missing(CP, check_initialized)
 
 
 def get_sequence_data_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the group over data and context parallel, for DeepSpeed."""
-    return _held(DP_CP, check_initialized)
+    return current.values[DP_CP] or _missing(DP_CP, check_initialized)
 
 
 def get_data_parallel_group(
@@ -345,7 +345,8 @@ def get_data_parallel_group(
     """
     if independent_all_gather and with_context_parallel and not partial_data_parallel:
         return _held(table.DP_CP_AG)
-    return _held(_data_name(with_context_parallel, partial_data_parallel) + _peers(with_gtp_remat))
+    name = _data_name(with_context_parallel, partial_data_parallel)
+    return _held(name + table.WITH_GTP if with_gtp_remat and current.get().answers_gtp else name)
 
 
 def _data_name(with_context_parallel: bool, is_partial: bool) -> str:
@@ -355,12 +356,6 @@ def _data_name(with_context_parallel: bool, is_partial: bool) -> str:
     if not with_context_parallel:
         raise StateError("partial_data_parallel=True needs with_context_parallel=True")
     return table.INTRA_DP_CP
-
-
-def _peers(with_gtp_remat: bool) -> str:
-    """Return the suffix of the global with a group that may include the GTP peers."""
-    state = current.alone or current.get()
-    return table.WITH_GTP if with_gtp_remat and state.answers_gtp else ""
 
 
 def get_data_parallel_group_gloo(
@@ -399,8 +394,8 @@ def get_dynamic_data_context_parallel_groups(
 
 def _of_size(name: str, check_initialized: bool, group_size: int | None) -> ProcessGroup:
     if group_size == get_data_parallel_world_size(with_context_parallel=True):
-        return _held(DP_CP, check_initialized)
-    groups = _held(name)
+        return current.values[DP_CP] or _missing(DP_CP, check_initialized)
+    groups = current.values[name]
     if group_size not in groups:
         option = table.ROWS[name].option
         raise GroupMissingError(
@@ -450,7 +445,8 @@ def get_expert_data_parallel_group(
         partial_expert_data_parallel: Whether to return the part in one optimizer instance.
     """
     name = table.INTRA_EXPERT_DP if partial_expert_data_parallel else EXPERT_DP
-    return _held(name + _peers(with_gtp_remat), check_initialized)
+    name += table.WITH_GTP if with_gtp_remat and current.get().answers_gtp else ""
+    return _held(name, check_initialized)
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
@@ -483,25 +479,25 @@ def get_model_parallel_rank() -> int:
 
 def get_tensor_model_parallel_world_size() -> int:
     """Return the size of the tensor parallel group."""
-    given = _held("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE", False)
+    given = current.values["_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE"]
     return get_tensor_model_parallel_group().size() if given is None else given
 
 
 def get_tensor_model_parallel_rank() -> int:
     """Return the calling rank's position in the tensor parallel group."""
-    given = _held("_MPU_TENSOR_MODEL_PARALLEL_RANK", False)
+    given = current.values["_MPU_TENSOR_MODEL_PARALLEL_RANK"]
     return get_tensor_model_parallel_group().rank() if given is None else given
 
 
 def get_pipeline_model_parallel_world_size() -> int:
     """Return the size of the pipeline parallel group."""
-    given = _held("_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", False)
+    given = current.values["_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"]
     return get_pipeline_model_parallel_group().size() if given is None else given
 
 
 def get_pipeline_model_parallel_rank() -> int:
     """Return the calling rank's position in the pipeline parallel group."""
-    given = _held("_MPU_PIPELINE_MODEL_PARALLEL_RANK", False)
+    given = current.values["_MPU_PIPELINE_MODEL_PARALLEL_RANK"]
     return get_pipeline_model_parallel_group().rank() if given is None else given
 
 
@@ -551,7 +547,7 @@ def get_expert_gtp_weight_remat_rank() -> int:
 
 def get_expert_model_parallel_world_size() -> int:
     """Return the size of the expert parallel group."""
-    given = _held("_MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE", False)
+    given = current.values["_MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE"]
     if given is None and dist.is_initialized():
         return get_expert_model_parallel_group().size()
     return given or 0
@@ -559,7 +555,7 @@ def get_expert_model_parallel_world_size() -> int:
 
 def get_expert_model_parallel_rank() -> int:
     """Return the calling rank's position in the expert parallel group."""
-    given = _held("_MPU_EXPERT_MODEL_PARALLEL_RANK", False)
+    given = current.values["_MPU_EXPERT_MODEL_PARALLEL_RANK"]
     if given is None and dist.is_initialized():
         return get_expert_model_parallel_group().rank()
     return given or 0
@@ -567,17 +563,17 @@ def get_expert_model_parallel_rank() -> int:
 
 def get_expert_tensor_parallel_world_size() -> int:
     """Return the size of the experts' tensor parallel group."""
-    given = _held("_MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE", False)
-    if given is None and _held(EXPERT_TP, False) is None:
-        return _held("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE", False)
+    given = current.values["_MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE"]
+    if given is None and current.values[EXPERT_TP] is None:
+        return current.values["_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE"]
     return get_expert_tensor_parallel_group().size() if given is None else given
 
 
 def get_expert_tensor_parallel_rank() -> int:
     """Return the calling rank's position in the experts' tensor parallel group."""
-    given = _held("_MPU_EXPERT_TENSOR_PARALLEL_RANK", False)
-    if given is None and _held(EXPERT_TP, False) is None:
-        return _held("_MPU_TENSOR_MODEL_PARALLEL_RANK", False)
+    given = current.values["_MPU_EXPERT_TENSOR_PARALLEL_RANK"]
+    if given is None and current.values[EXPERT_TP] is None:
+        return current.values["_MPU_TENSOR_MODEL_PARALLEL_RANK"]
     return get_expert_tensor_parallel_group().rank() if given is None else given
 
 
@@ -608,15 +604,10 @@ def get_data_parallel_world_size(
     partial_data_parallel: bool = False,
 ) -> int:
     """Return the size of the group that `get_data_parallel_group` returns."""
-    given = _held("_MPU_DATA_PARALLEL_WORLD_SIZE", False)
+    given = current.values["_MPU_DATA_PARALLEL_WORLD_SIZE"]
     if given is not None or not dist.is_initialized():
         return given or 0
-    group = get_data_parallel_group(
-        with_context_parallel=with_context_parallel,
-        partial_data_parallel=partial_data_parallel,
-        **_unless_default(with_gtp_remat),
-    )
-    return group.size()
+    return _data_group(with_context_parallel, with_gtp_remat, partial_data_parallel).size()
 
 
 def get_data_parallel_rank(
@@ -626,15 +617,10 @@ def get_data_parallel_rank(
     partial_data_parallel: bool = False,
 ) -> int:
     """Return the calling rank's position in the group that `get_data_parallel_group` returns."""
-    given = _held("_MPU_DATA_PARALLEL_RANK", False)
+    given = current.values["_MPU_DATA_PARALLEL_RANK"]
     if given is not None or not dist.is_initialized():
         return given or 0
-    group = get_data_parallel_group(
-        with_context_parallel=with_context_parallel,
-        partial_data_parallel=partial_data_parallel,
-        **_unless_default(with_gtp_remat),
-    )
-    return group.rank()
+    return _data_group(with_context_parallel, with_gtp_remat, partial_data_parallel).rank()
 
 
 def get_expert_data_parallel_world_size(
@@ -643,11 +629,7 @@ def get_expert_data_parallel_world_size(
     """Return the size of the group that `get_expert_data_parallel_group` returns."""
     if not dist.is_initialized():
         return 0
-    group = get_expert_data_parallel_group(
-        partial_expert_data_parallel=partial_expert_data_parallel,
-        **_unless_default(with_gtp_remat),
-    )
-    return group.size()
+    return _expert_data_group(with_gtp_remat, partial_expert_data_parallel).size()
 
 
 def get_expert_data_parallel_rank(
@@ -656,16 +638,21 @@ def get_expert_data_parallel_rank(
     """Return the position of the calling rank in the group that the getter of the group returns."""
     if not dist.is_initialized():
         return 0
-    group = get_expert_data_parallel_group(
-        partial_expert_data_parallel=partial_expert_data_parallel,
-        **_unless_default(with_gtp_remat),
+    return _expert_data_group(with_gtp_remat, partial_expert_data_parallel).rank()
+
+
+def _data_group(
+    with_context_parallel: bool, with_gtp_remat: bool, is_partial: bool
+) -> ProcessGroup:
+    given = {} if with_gtp_remat else {"with_gtp_remat": False}  # a replaced getter may lack it
+    return get_data_parallel_group(
+        with_context_parallel=with_context_parallel, partial_data_parallel=is_partial, **given
     )
-    return group.rank()
 
 
-def _unless_default(with_gtp_remat: bool) -> dict[str, bool]:
-    """Return the argument `with_gtp_remat` if it is False. A replaced getter may lack it."""
-    return {} if with_gtp_remat else {"with_gtp_remat": False}
+def _expert_data_group(with_gtp_remat: bool, is_partial: bool) -> ProcessGroup:
+    given = {} if with_gtp_remat else {"with_gtp_remat": False}
+    return get_expert_data_parallel_group(partial_expert_data_parallel=is_partial, **given)
 
 
 def get_sequence_data_parallel_world_size() -> int:
@@ -845,7 +832,7 @@ def _virtual_stage(vp_stage: int | None) -> int | None:
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Return whether the calling rank, or its stage `vp_stage`, has word embeddings."""
     rank = dist.get_rank()
-    ranks = _held("_EMBEDDING_GLOBAL_RANKS", False)
+    ranks = current.values["_EMBEDDING_GLOBAL_RANKS"]
     if ranks is None or ignore_virtual or rank not in ranks:
         return ranks is not None and rank in ranks
     if rank == ranks[0]:
@@ -856,18 +843,18 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 def is_rank_in_position_embedding_group() -> bool:
     """Return whether the calling rank has position embeddings."""
     rank = dist.get_rank()
-    ranks = _held("_POSITION_EMBEDDING_GLOBAL_RANKS", False)
+    ranks = current.values["_POSITION_EMBEDDING_GLOBAL_RANKS"]
     return ranks is not None and rank in ranks
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
     """Return the virtual stage, or None if the pipeline is not virtual."""
-    return _held(_states.STAGE, False)
+    return current.values[_states.STAGE]
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     """Return the number of virtual stages of a rank, or None if the pipeline is not virtual."""
-    return _held(_states.STAGES, False)
+    return current.values[_states.STAGES]
 
 
 # ---- memory buffers ---------------------------------------------------------------------------
@@ -903,7 +890,7 @@ def _set_global_symmetric_memory_buffer() -> None:
 
 
 def _fill_once(name: str, make: Callable[[], Any]) -> None:
-    if _held(name, False) is not None:
+    if current.values[name] is not None:
         raise StateError(f"{name} is already initialized; destroy it first")
     current.get().write(name, make())
 
@@ -916,129 +903,6 @@ def destroy_global_memory_buffer() -> None:
 def destroy_global_symmetric_memory_buffer() -> None:
     """Discard the symmetric memory buffer."""
     current.get().write(_SYMMETRIC, None)
-
-
-# ---- enumerations of groups ---------------------------------------------------------------------
-
-
-def generate_masked_orthogonal_rank_groups(
-    world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]
-) -> list[list[int]]:
-    """Enumerate the groups over the dims that a mask marks. The first dim varies fastest.
-
-    Args:
-        world_size: The number of ranks. If the sizes multiply to a larger number, the last
-            groups are omitted.
-        parallel_size: The size of each dim.
-        mask: For each dim, whether the groups span it.
-
-    Returns:
-        The ranks of each group, in ascending order.
-
-    Raises:
-        LayoutError: A size is not a positive int, or the lengths differ.
-        ConfigurationError: The sizes multiply to fewer ranks than `world_size`.
-
-    Example:
-        >>> generate_masked_orthogonal_rank_groups(8, [2, 2, 2], [False, False, True])
-        [[0, 4], [1, 5], [2, 6], [3, 7]]
-    """
-    names = [f"d{axis}" for axis in range(len(mask))]
-    # If the mask marks no dim, the groups span only the dim "one", so each rank is a group.
-    layout = RankLayout([*parallel_size, 1], [*names, "one"])
-    spanned = [name for name, marked in zip(names, mask, strict=True) if marked]
-    groups = layout.groups(*spanned, "one")
-    count = world_size // groups.group_size
-    if count > len(groups):
-        raise ConfigurationError(
-            f"parallel_size={list(parallel_size)} has {layout.size} ranks, which do not fill "
-            f"{world_size=}"
-        )
-    return groups.to_array()[:count].tolist()
-
-
-@attrs.define(slots=False, eq=False)
-class RankGenerator:
-    """Enumerates the groups of one factorisation of the ranks, over dims such as "tp-dp".
-
-    Args:
-        tp: Tensor parallel size.
-        ep: Expert parallel size.
-        dp: Data parallel size.
-        pp: Pipeline parallel size.
-        cp: Context parallel size. `cp` or `ep` must be 1.
-        order: The order of the dims. The first dim varies fastest. Dims of size 1 may be omitted.
-        rank_offset: The smallest rank.
-        gtp_remat: Number of GTP peers. gtp_remat is a dim if this number is larger than 1. From
-            megatron-core 0.19 on, it is always a dim.
-
-    Raises:
-        ConfigurationError: Both `ep` and `cp` are larger than 1, or the order omits a dim larger
-            than 1.
-        UnknownDimError: The order names an unknown dim.
-
-    Example:
-        >>> RankGenerator(tp=2, ep=1, dp=2, pp=2, cp=1, order="tp-dp-pp").get_ranks("tp-pp")
-        [[0, 1, 4, 5], [2, 3, 6, 7]]
-
-    Source: names, signatures and behaviour follow `megatron.core.parallel_state`.
-    """
-
-    tp: int
-    ep: int
-    dp: int
-    pp: int
-    cp: int
-    order: str
-    rank_offset: int = 0
-    gtp_remat: int = 1
-
-    def __attrs_post_init__(self) -> None:
-        self.name_to_size = {
-            dim: positive(getattr(self, dim), f"the size of dim {dim!r}") for dim in DIMS
-        }
-        if self.gtp_remat == 1 and "gtp_remat" not in version.changes():
-            del self.name_to_size[GTP]
-        if self.ep > 1 and self.cp > 1:
-            raise ConfigurationError(
-                f"ep={self.ep} and cp={self.cp} cannot both be larger than 1 in one RankGenerator"
-            )
-        layout = order_layout(self.order, self.name_to_size, self.rank_offset)
-        self.world_size = layout.size
-        self.ordered_size = list(layout.shape)
-        self.order = "-".join(layout.dim_names)
-
-    def get_mask(self, order: str, token: str) -> list[bool]:
-        """Return for each dim of `order` whether `token` names it.
-
-        Raises:
-            UnknownDimError: `token` names a dim that `order` does not name.
-        """
-        dims = order.split("-")
-        wanted = token.split("-")
-        for dim in wanted:
-            if dim not in dims:
-                raise UnknownDimError(f"unknown dim {dim!r} in {token!r}; the order has {dims}")
-        return [dim in wanted for dim in dims]
-
-    def get_ranks(self, token: str) -> list[list[int]]:
-        """Enumerate the groups over the dims that `token` names, such as "tp-dp"."""
-        mask = self.get_mask(self.order, token)
-        groups = generate_masked_orthogonal_rank_groups(self.world_size, self.ordered_size, mask)
-        return [[rank + self.rank_offset for rank in ranks] for ranks in groups]
-
-    def get_gtp_ranks(self, gtp_remat_size: int) -> list[list[int]]:
-        """Enumerate the groups of GTP peers.
-
-        Raises:
-            ConfigurationError: `gtp_remat_size` differs from the generator's `gtp_remat`.
-        """
-        if gtp_remat_size != self.gtp_remat:
-            raise ConfigurationError(
-                f"gtp_remat_size must be the generator's gtp_remat={self.gtp_remat}, got "
-                f"{gtp_remat_size}"
-            )
-        return self.get_ranks(GTP)
 
 
 # ---- groups outside the state -----------------------------------------------------------------
@@ -1070,80 +934,24 @@ def create_group(
     return group
 
 
-def create_hierarchical_groups(
-    rank: int,
-    ranks: Sequence[int],
-    hierarchical_group_sizes: Sequence[int],
-    create_gloo_process_groups: bool = False,
-    pg_options: Any = None,
-    timeout: timedelta | None = None,
-    group_desc: str | None = None,
-) -> tuple[list[ProcessGroup], list[ProcessGroup | None]]:
-    """Create the groups of each level of a hierarchy. All ranks of the world must call this.
-
-    Args:
-        rank: The calling rank.
-        ranks: The ranks that are grouped, in order.
-        hierarchical_group_sizes: The group size of each level, innermost first.
-        create_gloo_process_groups: Whether to also create a gloo group for each group.
-        pg_options: The options of all groups, or a list with the options of each level.
-        timeout: The timeout of each group.
-        group_desc: A part of the description of each group.
-
-    Returns:
-        The calling rank's group at each level, and its gloo group at each level. If no gloo groups
-        are created, the second list contains None. Both lists are empty if `rank` is not in
-        `ranks`.
-
-    Raises:
-        LayoutError: The sizes do not multiply to the number of ranks.
-    """
-    found: list[Any] = []
-    gloo: list[ProcessGroup | None] = []
-    for level, groups in enumerate(RankGroups([ranks]).levels(hierarchical_group_sizes)):
-        options = pg_options[level] if isinstance(pg_options, list) else pg_options
-        given: Any = {"timeout": timeout, "group_desc": f"HIERARCHICAL_{group_desc}_L{level}"}
-        found.append(_states.create_each(create_group, rank, groups, pg_options=options, **given))
-        twins = groups if create_gloo_process_groups else []
-        gloo.append(_states.create_each(create_group, rank, twins, backend="gloo", **given))
-    return (found, gloo) if rank in ranks else ([], [])
+_THEIRS = (
+    "RankGenerator",
+    "_inject_gtp_remat_axis",
+    "create_dynamic_dp_cp_groups",
+    "create_hierarchical_groups",
+    "create_hybrid_dp_cp_groups",
+    "generate_masked_orthogonal_rank_groups",
+)
+"""Functions of the installed release that use neither the state nor its grid."""
 
 
-def create_hybrid_dp_cp_groups(
-    rank: int, ranks: Sequence[int], pg_options: Any
-) -> dict[int, ProcessGroup]:
-    """Create groups of 2, 4, 8, ... ranks. All ranks of the world must call this.
-
-    Args:
-        rank: The calling rank.
-        ranks: The ranks of a group over data and context parallel.
-        pg_options: The options of each group.
-
-    Returns:
-        The calling rank's group of each size. Empty if `rank` is not in `ranks`.
-    """
-    return _by_size(rank, ranks, pg_options, "HYBRID", 2)
-
-
-def create_dynamic_dp_cp_groups(
-    rank: int, ranks: Sequence[int], pg_options: Any, min_cp_size: int = 1
-) -> dict[int, ProcessGroup]:
-    """Create groups of each power of 2 from `min_cp_size` on. See `create_hybrid_dp_cp_groups`."""
-    return _by_size(rank, ranks, pg_options, "DYNAMIC", min_cp_size)
-
-
-def _by_size(
-    rank: int, ranks: Sequence[int], pg_options: Any, kind: str, least: int
-) -> dict[int, ProcessGroup]:
-    found = {}
-    for size in [2**power for power in range(int(math.log2(len(ranks)))) if 2**power >= least]:
-        groups = [ranks[first : first + size] for first in range(0, len(ranks), size)]
-        name = f"{kind}_DP_CP_GROUP_{size}"
-        options = {"pg_options": pg_options, "group_desc": name}
-        group = _states.create_each(create_group, rank, groups, **options)
-        if group is not None:
-            found[size] = group
-    return found
+def __getattr__(name: str) -> Any:
+    """Return a function of the installed release. It creates groups with this `create_group`."""
+    if name not in _THEIRS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    theirs = version.original("parallel_state")
+    theirs.create_group = create_group
+    return getattr(theirs, name)
 
 
 def create_all_gather_groups(
@@ -1194,33 +1002,12 @@ def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> Non
 
 
 def _replaced_create_group() -> Callable[..., Any] | None:
-    """Return `create_group` if a program has replaced it or torch's `new_group`, otherwise None.
-
-    Raises:
-        StateError: A program has replaced a function that Megatron asks for the ranks of groups.
-    """
-    for replaced, own in zip(_rank_functions(), _OWN_RANK_FUNCTIONS, strict=True):
-        if replaced is not own:
-            raise StateError(
-                f"{own.__name__} of {__name__} was replaced, but the grid computes the ranks of "
-                f"groups; replace create_group or torch.distributed.new_group instead"
-            )
+    """Return `create_group` if a program has replaced it or torch's `new_group`, otherwise None."""
     module = getattr(dist.new_group, "__globals__", {}).get("__name__", "")
     is_own = create_group is _own_create_group and module.startswith("torch.")
     return None if is_own else create_group
 
 
-def _rank_functions() -> tuple[Callable[..., Any], ...]:
-    return (
-        RankGenerator,
-        generate_masked_orthogonal_rank_groups,
-        create_hierarchical_groups,
-        create_hybrid_dp_cp_groups,
-        create_dynamic_dp_cp_groups,
-    )
-
-
 _own_create_group = create_group
-_OWN_RANK_FUNCTIONS = _rank_functions()
 
 current.bind(sys.modules[__name__], _states.GLOBALS)

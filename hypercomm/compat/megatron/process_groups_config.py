@@ -1,42 +1,29 @@
 """Implements Megatron's `process_groups_config`: the groups of one model in one object.
 
+Only Megatron's own code uses the other names of that module, such as
+`MultiModuleProcessGroupCollection`. They are the names of the installed release.
+
 Source: names, signatures and behaviour follow `megatron.core.process_groups_config`.
 """
 
 from __future__ import annotations
 
-import importlib
-import logging
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypercomm.compat.layouts import EXPERT, GTP
 from hypercomm.compat.megatron import table, version
 from hypercomm.compat.megatron.state import ParallelState, current
-from hypercomm.errors import ConfigurationError, UnknownDimError, UnknownFieldError
+from hypercomm.errors import UnknownFieldError
 from hypercomm.grid import HyperCommGrid
 from hypercomm.grid.view import GridView
 from hypercomm.layout.checks import as_strings
 
-logger = logging.getLogger(__name__)
-
 Group = ProcessGroup | None
 """A group in a collection, or None if the group was not set or does not contain this rank."""
-
-
-class ProcessGroupHelperMeta(type):
-    """A metaclass that forbids assigning `virtual_pipeline_model_parallel_size`."""
-
-    def __setattr__(cls, name: str, value: object) -> None:
-        if name == "virtual_pipeline_model_parallel_size":
-            raise UnknownFieldError(
-                f"{name} of {cls.__name__} cannot be assigned; call set_{name}()"
-            )
-        super().__setattr__(name, value)
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -130,7 +117,11 @@ class ProcessGroupCollection:
         """Return a collection of a parallel state's groups. See `use_mpu_process_groups`."""
         wanted = table.FIELDS if required_pgs is None else as_strings(required_pgs, "required_pgs")
         _check_fields(cls, "Invalid process groups requested", *wanted)
-        return cls(**{name: state.value_of(table.FIELDS[name], name in _NEEDED) for name in wanted})
+        values = {name: state.values.get(table.FIELDS[name]) for name in wanted}
+        for name in wanted:
+            if values[name] is None and name in _NEEDED:
+                raise state.missing(table.FIELDS[name])
+        return cls(**values)
 
     @classmethod
     def from_grid(cls, grid: GridView, expert: GridView | None = None) -> ProcessGroupCollection:
@@ -177,83 +168,41 @@ class ProcessGroupCollection:
         names = table.FIELDS.items()
         return cls(**{field: values[name] for field, name in names if name in values})
 
-    @classmethod
+    @staticmethod
     def setup_process_groups_for_optimizer(
-        cls,
         pg_collection: ProcessGroupCollection | None,
         model_chunks: Sequence[Any],
         use_gloo_process_groups: bool = True,
     ) -> dict[str, Group]:
-        """Return the groups that an optimizer needs, by name.
+        """Return the groups that Megatron's optimizer needs, as the installed release chooses them.
 
         Args:
-            pg_collection: The collection of the groups. Default: the current parallel state.
+            pg_collection: The collection of the groups. Default: the state of
+                `megatron.core.parallel_state`, which `install()` replaces.
             model_chunks: The model chunks. The configuration of the first chunk decides which
                 groups are needed.
-            use_gloo_process_groups: Whether to add gloo groups. With GTP, no gloo groups are added.
+            use_gloo_process_groups: Whether to add gloo groups.
 
         Raises:
-            ValueError: A needed group was not set, or a gloo group is missing.
-            StateError: There is no `pg_collection`, and the parallel state is not initialised.
+            MissingPackageError: megatron-core is not installed.
         """
-        model = model_chunks[0]
-        of_state = pg_collection is None
-        given = _given(pg_collection)
-        ddp_config = getattr(model, "ddp_config", None)
-        groups = _data_groups(given, lambda: _config_of(model), ddp_config, of_state)
-        is_sharded = of_state or getattr(ddp_config, "use_distributed_optimizer", False)
-        is_cut = getattr(ddp_config, "num_distributed_optimizer_instances", 1) > 1
-        whole = _take(given, "intra_dist_opt") if is_sharded or is_cut else None
-        groups |= {
-            "expt_dp": _take(given, "expt_dp"),
-            "mp": _take(given, "mp"),
-            "expt_tp_pp": _take(given, "tp_ep_pp"),
-            "expt_tp_pp_with_egtp_remat": given.get("tp_ep_pp_with_egtp_remat", given["tp_ep_pp"]),
-            "intra_dist_opt": whole if is_sharded else None,
-        }
-        if use_gloo_process_groups and not of_state:
-            raise ConfigurationError(
-                "Gloo process groups are not supported when pg_collection is provided; pass "
-                "use_gloo_process_groups=False"
-            )
-        named = {f"{name}_group": group for name, group in groups.items()}
-        has_gloo = use_gloo_process_groups and not cls.is_gtp_remat_active(named)
-        for name in ("intra_dp_cp", "intra_expt_dp"):
-            gloo = current.get().value_of(table.FIELDS[name] + table.GLOO) if has_gloo else None
-            named[f"{name}_group_gloo"] = gloo
-        return named
+        theirs = version.original("process_groups_config").ProcessGroupCollection
+        return theirs.setup_process_groups_for_optimizer(  # type: ignore[no-any-return]
+            pg_collection, model_chunks, use_gloo_process_groups
+        )
 
     @staticmethod
     def setup_process_groups_for_ddp(
         pg_collection: ProcessGroupCollection | None, config: Any, ddp_config: Any
     ) -> dict[str, Group]:
-        """Return the groups that DistributedDataParallel needs, by name.
+        """Return the groups that Megatron's DistributedDataParallel needs.
 
-        Args:
-            pg_collection: The collection of the groups. Default: the current parallel state.
-            config: The configuration of the model. Its `context_parallel_size` decides which groups
-                are needed.
-            ddp_config: The configuration of DistributedDataParallel. Its
-                `num_distributed_optimizer_instances` decides which groups are needed.
-
-        Raises:
-            ValueError: A needed group was not set.
-            StateError: There is no `pg_collection`, and the parallel state is not initialised.
+        See `setup_process_groups_for_optimizer`.
         """
-        given = _given(pg_collection)
-        of_state = pg_collection is None
-        groups = _data_groups(given, lambda: config, ddp_config, of_state)
-        groups |= {name: _take(given, name) for name in ("tp", "pp", "ep")}
-        if of_state:
-            is_sharded = ddp_config.use_distributed_optimizer
-            groups["intra_dist_opt"] = given["intra_dist_opt"] if is_sharded else None
-        if groups["expt_dp"] is None:
-            logger.warning("no expt_dp group was given; creating a group of this rank alone")
-            alone: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-            groups["expt_dp"] = alone
-            if ddp_config.num_distributed_optimizer_instances == 1:
-                groups["intra_expt_dp"] = groups["expt_dp"]
-        return {f"{name}_group": group for name, group in groups.items()}
+        theirs = version.original("process_groups_config").ProcessGroupCollection
+        return theirs.setup_process_groups_for_ddp(  # type: ignore[no-any-return]
+            pg_collection, config, ddp_config
+        )
 
     @staticmethod
     def is_gtp_remat_active(process_group_dict: Mapping[str, Group]) -> bool:
@@ -264,22 +213,6 @@ class ProcessGroupCollection:
         """
         found = [process_group_dict.get(f"{name}_group") for name in _PEERS]
         return any(group is not None and group.size() > 1 for group in found)
-
-
-def resolve_gtp_remat_group(pg_collection: ProcessGroupCollection | None, is_expert: bool) -> Group:
-    """Return the group of GTP peers that share the weights of a module.
-
-    Args:
-        pg_collection: The groups of the module. If this is None, or if the field of the GTP peers
-            was not set, the current parallel state is used.
-        is_expert: Whether the weights belong to experts.
-
-    Source: name, signature and behaviour follow `megatron.core.process_groups_config`.
-    """
-    name = "expt_gtp_remat" if is_expert else "gtp_remat"
-    if pg_collection is not None and name in vars(pg_collection):
-        return vars(pg_collection)[name]  # type: ignore[no-any-return]
-    return current.get().read(table.FIELDS[name])  # type: ignore[no-any-return]
 
 
 _NEEDED = ("dp", "dp_cp", "dp_cp_gtp_remat", "intra_dp_cp")
@@ -320,148 +253,18 @@ def _groups_of(grid: GridView, row: table.Row) -> dict[Any, Group]:
     return {name: named[name] for name in names if named.get(name) is not None}
 
 
-# ---- the groups for training --------------------------------------------------------------------
+# ---- the installed release ----------------------------------------------------------------------
 
 
-def _given(collection: ProcessGroupCollection | None) -> Mapping[str, Group]:
-    """Return the groups set in `collection`, or in the current state if `collection` is None."""
-    if collection is not None:
-        return vars(collection)
-    held = vars(ProcessGroupCollection.use_mpu_process_groups())
-    return {name: group for name, group in held.items() if group is not None}
+_THEIRS = (
+    "MultiModuleProcessGroupCollection",
+    "ProcessGroupHelperMeta",
+    "resolve_gtp_remat_group",
+)
 
 
-def _data_groups(
-    given: Mapping[str, Group], config: Callable[[], Any], ddp_config: Any, of_state: bool
-) -> dict[str, Group]:
-    """Return the groups of data parallel ranks, of optimizer instances and of GTP peers.
-
-    Args:
-        given: The groups that were set.
-        config: A function that returns the configuration of the model.
-        ddp_config: The configuration of DistributedDataParallel, or None for one optimizer
-            instance.
-        of_state: Whether the groups were taken from the parallel state.
-    """
-    instances = getattr(ddp_config, "num_distributed_optimizer_instances", 1)
-    has_cp = "dp_cp" in given or getattr(config(), "context_parallel_size", 1) != 1
-    dp = _take(given, "dp")
-    expert = given.get("expt_dp")
-    dp_cp = _take(given, "dp_cp") if has_cp else dp
-    has_parts = of_state or instances > 1
-    return {
-        "dp": dp,
-        "expt_dp": expert,
-        "dp_cp": dp_cp,
-        "intra_dp_cp": _take(given, "intra_dp_cp") if has_parts else dp_cp,
-        "intra_expt_dp": _take(given, "intra_expt_dp") if has_parts else expert,
-        "inter_dist_opt": _take(given, "inter_dist_opt") if instances > 1 else None,
-        **{name: given.get(name) for name in _PEERS},
-    }
-
-
-def _take(given: Mapping[str, Group], name: str) -> Group:
-    """Return a group that must have been set, possibly to None."""
-    if name not in given:
-        raise ConfigurationError(
-            f"the process group {name!r} is needed, but only {list(given)} were set; set it, or "
-            f"set it to None if it is not used"
-        )
-    return given[name]
-
-
-def _config_of(model: Any) -> Any:
-    """Call Megatron's `get_model_config`, which also finds the configuration of a wrapped model."""
-    return importlib.import_module("megatron.core.utils").get_model_config(model)
-
-
-# ---- several modules ----------------------------------------------------------------------------
-
-
-@dataclass
-class MultiModuleProcessGroupCollection:
-    """The collections of several modules that share ranks, such as an encoder and a language model.
-
-    Args:
-        module_pgs: The collection of each module, by name.
-        language_model_module_name: The name of the language model, or None if no module is a
-            language model.
-
-    Raises:
-        ValueError: There are no modules, or the language model is not one of the modules.
-
-    Example:
-        >>> encoder, llm = ProcessGroupCollection(), ProcessGroupCollection()
-        >>> modules = MultiModuleProcessGroupCollection({"encoder": encoder, "llm": llm}, "llm")
-        >>> modules["encoder"] is encoder, modules.get_language_model_collection() is llm
-        (True, True)
-    """
-
-    module_pgs: dict[str, ProcessGroupCollection]
-    language_model_module_name: str | None = None
-
-    def __post_init__(self) -> None:
-        if not self.module_pgs:
-            raise ConfigurationError("module_pgs is empty; give the collection of each module")
-        if self.language_model_module_name is not None:
-            self.get_module_collection(self.language_model_module_name)
-
-    def get_language_model_collection(self) -> ProcessGroupCollection:
-        """Return the collection of the language model.
-
-        Raises:
-            ValueError: No module is a language model.
-        """
-        if self.language_model_module_name is None:
-            raise ConfigurationError(
-                f"language_model_module_name is None: none of {list(self.keys())} is a language "
-                f"model"
-            )
-        return self.module_pgs[self.language_model_module_name]
-
-    def get_language_model_cp_size(self) -> int:
-        """Return the context parallel size of the language model.
-
-        Raises:
-            ValueError: No module is a language model, or the cp group of the language model was not
-            set.
-        """
-        group = self.get_language_model_collection().cp
-        if group is None:
-            raise ConfigurationError("the cp group of the language model was not set")
-        return group.size()
-
-    def has_language_model(self) -> bool:
-        """Return whether one of the modules is the language model."""
-        return self.language_model_module_name is not None
-
-    def get_module_collection(self, module_name: str) -> ProcessGroupCollection:
-        """Return the collection of a module, like `collection[module_name]`.
-
-        Raises:
-            UnknownDimError: The module is unknown (a ValueError and a KeyError).
-        """
-        if module_name not in self.module_pgs:
-            known = list(self.keys())
-            raise UnknownDimError(f"unknown module {module_name!r}; the modules are {known}")
-        return self.module_pgs[module_name]
-
-    __getitem__ = get_module_collection
-
-    def __len__(self) -> int:
-        return len(self.module_pgs)
-
-    def __iter__(self) -> Iterator[ProcessGroupCollection]:
-        return iter(self.module_pgs.values())
-
-    def keys(self) -> KeysView[str]:
-        """Return the names of the modules."""
-        return self.module_pgs.keys()
-
-    def values(self) -> ValuesView[ProcessGroupCollection]:
-        """Return the collections."""
-        return self.module_pgs.values()
-
-    def items(self) -> ItemsView[str, ProcessGroupCollection]:
-        """Return pairs of name and collection."""
-        return self.module_pgs.items()
+def __getattr__(name: str) -> Any:
+    """Return a name that only Megatron's own code uses."""
+    if name in _THEIRS:
+        return getattr(version.original("process_groups_config"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,6 @@
 """Defines `ParallelState`: one Megatron configuration, its grid, and the groups in `table`.
 
-To create the groups, this module also sets NCCL options, and the environment variables of SHARP
-and UCC.
+This module also reads the NCCL options of the groups.
 """
 
 from __future__ import annotations
@@ -9,12 +8,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from datetime import timedelta
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -33,7 +30,6 @@ from hypercomm.grid.view import GridView
 from hypercomm.layout.checks import as_ordered, check_choice
 from hypercomm.layout.text import short_repr
 from hypercomm.process_groups import torch_internals as torchdist
-from hypercomm.process_groups.spec import GroupRequest
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +51,6 @@ GLOBALS: dict[str, Callable[[], Any]] = {
     table.DYNAMIC: dict,
 }
 """Every global of Megatron's parallel_state, with a function that returns its empty value."""
-
-_SHARP = {"dp": table.DP_CP, "dp_replica": table.INTER_INSTANCES}
-"""For each value of `sharp_enabled_group`, the global of the group that uses SHARP."""
 
 
 class GlobalMemoryBuffer:
@@ -107,32 +100,18 @@ _USERS = (
 
 
 def destroy_users_of_groups() -> None:
-    """Destroy Megatron's objects that use process groups, and log errors."""
+    """Destroy Megatron's objects that use process groups. Errors are ignored."""
     for module, path in _USERS:
-        try:
+        with contextlib.suppress(Exception):  # usually, the module is not imported
             attrgetter(path)(sys.modules.get(module))()
-        except Exception:  # usually, the module is not imported, or lacks the function
-            logger.debug("%s of %s failed", path, module, exc_info=True)
 
 
-# ---- NCCL, SHARP and UCC -----------------------------------------------------------------------
+# ---- NCCL --------------------------------------------------------------------------------------
 
 NcclConfig = dict[str, dict[str, Any]]
 Groups = list[ProcessGroup | None]
 
-_COLLNET = "NCCL_COLLNET_ENABLE"
 _PRIORITY = "is_high_priority_stream"
-_UCC_ENVIRONMENT = {
-    "NSYS_UCP_COMM_PARAMS": "1",
-    "UCC_CL_BASIC_TLS": "^sharp,nccl",
-    "UCX_NET_DEVICES": "all",
-    "UCX_RNDV_THRESH": "0",
-}
-_UCC_DEFAULTS = {
-    "TORCH_UCC_BLOCKING_WAIT": "none",
-    "UCC_EC_CUDA_STREAM_TASK_MODE": "driver",
-    "UCX_TLS": "ib,cuda_copy",
-}
 
 
 def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any]]) -> Any:
@@ -223,22 +202,6 @@ def _read(path: str) -> NcclConfig:
     return content
 
 
-def _set_environment(pipeline_backend: str | None) -> None:
-    """Set the environment variables of the backends.
-
-    Raises:
-        ConfigurationError: CUDA_DEVICE_MAX_CONNECTIONS is 1, which does not work with UCC.
-    """
-    ucc = pipeline_backend == "ucc"
-    if ucc and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        raise ConfigurationError(
-            "pipeline_model_parallel_comm_backend='ucc' needs CUDA_DEVICE_MAX_CONNECTIONS above 1"
-        )
-    os.environ.pop(_COLLNET, None)
-    if ucc:
-        os.environ.update({**_UCC_DEFAULTS, **os.environ, **_UCC_ENVIRONMENT})
-
-
 # ---- the state ----------------------------------------------------------------------------------
 
 
@@ -282,34 +245,28 @@ class ParallelState(ModuleState):
     def begin(
         self,
         config: table.Configuration,
-        get_options: Callable[..., Any] = get_nccl_options,
-        overwrite: Callable[..., None] = overwrite_nccl_comm_cfgs,
+        read_options: Callable[[table.Configuration], dict[str, Any]] = options_by_key,
         create_group: Callable[..., Any] | None = None,
     ) -> None:
         """Create all groups of a configuration, like `initialize`.
 
         Args:
             config: The configuration.
-            get_options: See `options_by_key`.
-            overwrite: See `options_by_key`.
+            read_options: A function that returns the backend options by NCCL key.
             create_group: A function that creates each group of the job. Default: the grid creates
                 only the groups of the calling rank.
         """
         names = (*table.ROWS, "_GLOBAL_MEMORY_BUFFER")
         layouts = self.check_new(names, "destroy_model_parallel", config.layouts)
-        options = options_by_key(config, get_options, overwrite)
-        by_function = create_group is not None
-        wanted = list(table.rows(config, layouts, options, by_function=by_function))
+        options = read_options(config)
+        wanted = list(table.rows(config, layouts, options, by_function=bool(create_group)))
         listed = copy(self.values[_LIST])
         with contextlib.ExitStack() as undo:
-            undo.callback(os.environ.update, dict(os.environ))
-            undo.callback(os.environ.clear)  # runs before the update
-            _set_environment(config.pipeline_model_parallel_comm_backend)
             grid = undo.enter_context(HyperCommGrid(layouts.dense, name="megatron"))
             grid.register_view(EXPERT, layouts.expert.shape, layouts.expert.dim_names)
             undo.callback(self._restore_list, listed)
             with current.use(self):
-                groups = _create_with_sharp(grid, config, wanted, create_group)
+                groups = _create(grid, wanted, create_group)
             undo.pop_all()
         self._own = [group for group in self.values[_LIST] or [] if group not in (listed or [None])]
         self.configuration = config
@@ -344,16 +301,19 @@ class ParallelState(ModuleState):
                 "create_all_gather_groups() needs groups; call initialize_model_parallel() first"
             )
         grid = self.grid
-        config = attrs.evolve(self.configuration, create_all_gather_group=True)
+        minutes = (timeout or self.configuration.timeout).total_seconds() / 60
+        config = attrs.evolve(
+            self.configuration, create_all_gather_group=True, distributed_timeout_minutes=minutes
+        )
         layouts = Layouts(*(view.layout for view in self.grids.values()))
-        wanted = list(table.rows(config, layouts, options, table=rows))
-        timeout = timeout or config.timeout
+        by_function = bool(create_group)
+        wanted = list(table.rows(config, layouts, options, table=rows, by_function=by_function))
         if create_group is not None:
             listed = len(self.values[_LIST])
-            groups = _create(grid, timeout, wanted, create_group)
+            groups = _create(grid, wanted, create_group)
             self._own += self.values[_LIST][listed:]
         else:
-            requests = [attrs.asdict(each, recurse=False) for each in _requests(wanted, timeout)]
+            requests = [attrs.asdict(each.request, recurse=False) for each in wanted]
             groups = [grid.ensure_pg(**request) for request in requests]
         self.values |= {each.name: group for each, group in zip(wanted, groups, strict=True)}
         self.list_groups(groups)
@@ -382,17 +342,6 @@ class ParallelState(ModuleState):
             if group not in listed:
                 listed.append(group)
 
-    def value_of(self, name: str, must_exist: bool = True) -> Any:
-        """Return the value of a global.
-
-        Raises:
-            StateError: The value is None, and `must_exist` is True.
-        """
-        value = self.values.get(name)
-        if value is None and must_exist:
-            raise self.missing(name)
-        return value
-
     def missing(self, name: str) -> StateError:
         """Return the error for a global that is None."""
         row = table.ROWS.get(name)
@@ -410,63 +359,26 @@ class ParallelState(ModuleState):
         return StateError(f"{words} is not initialized: {reason}")
 
 
-def _create_with_sharp(
-    grid: HyperCommGrid,
-    config: table.Configuration,
-    wanted: list[table.WantedGroup],
-    create_group: Callable[..., Any] | None,
-) -> Groups:
-    """Create all groups in one call. If a group uses SHARP, create it in a separate call.
-
-    NCCL uses SHARP for the first communicator only, and it creates a group's communicator at the
-    first collective of the group.
-    """
-    create = partial(_create, grid, config.timeout, create_group=create_group)
-    if not config.use_sharp:
-        return create(wanted)
-    sharp = _SHARP[config.sharp_enabled_group or "dp"]
-    place = [each.name for each in wanted].index(sharp)
-    before = create(wanted[:place])
-    os.environ[_COLLNET] = "1"
-    alone = attrs.evolve(wanted[place].request, share="never")
-    (group,) = create([attrs.evolve(wanted[place], request=alone)])
-    if group is not None:
-        device = [torch.cuda.current_device()] if torch.cuda.is_available() else None
-        dist.barrier(group=group, device_ids=device)
-        if device is not None:
-            torch.cuda.synchronize()
-    del os.environ[_COLLNET]
-    return [*before, group, *create(wanted[place + 1 :])]
-
-
 def _create(
     grid: HyperCommGrid,
-    timeout: timedelta,
     wanted: list[table.WantedGroup],
     create_group: Callable[..., Any] | None,
 ) -> Groups:
     """Create groups with a grid, or with a function that every rank calls for every group."""
-    requests = _requests(wanted, timeout)
+    requests = [each.request for each in wanted]
     if create_group is None:
         return grid.create_pgs(requests)
     groups: Groups = []
-    for each, request in zip(wanted, requests, strict=True):
+    for request in requests:
         layout = grid.layout if request.view is None else grid.views[request.view]
         of_dims = layout.groups(request.dims)
         derived = request.derive(of_dims) if callable(request.derive) else of_dims
-        options: Any = {"backend": request.backend, "pg_options": request.pg_options}
-        options |= {"timeout": timeout, "group_desc": each.description}
+        options = {
+            name: getattr(request, name)
+            for name in ("backend", "pg_options", "timeout", "group_desc")
+        }
         groups.append(create_each(create_group, dist.get_rank(), derived, **options))
     return groups
-
-
-def _requests(wanted: Iterable[table.WantedGroup], timeout: timedelta) -> list[GroupRequest]:
-    """Return the requests of groups. Shared groups do not have Megatron's descriptions."""
-    requests = []
-    for each in wanted:
-        description = None if each.request.share == "identical" else each.description
-        requests.append(attrs.evolve(each.request, timeout=timeout, group_desc=description))
-    return requests
 
 
 def create_each(

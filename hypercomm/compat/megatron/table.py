@@ -10,8 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from itertools import compress
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import attrs
 import numpy as np
@@ -72,11 +71,14 @@ class Configuration:
         name = "num_distributed_optimizer_instances"
         instances = positive(self.num_distributed_optimizer_instances, name)
         positive(self.min_dynamic_context_parallel_size, "min_dynamic_context_parallel_size")
-        if self.hybrid_context_parallel and self.dynamic_context_parallel:
+        if self.use_sharp or self.sharp_enabled_group is not None:
             raise ConfigurationError(
-                "hybrid_context_parallel and dynamic_context_parallel are names of one feature in "
-                "two branches of Megatron; give only one"
+                f"use_sharp={self.use_sharp} and sharp_enabled_group={self.sharp_enabled_group!r} "
+                f"are not supported; NCCL_COLLNET_ENABLE=1 lets NCCL use SHARP for all groups"
             )
+        if (backend := self.pipeline_model_parallel_comm_backend) is not None:
+            argument = "pipeline_model_parallel_comm_backend"
+            check_choice(argument, backend, ("nccl",), ConfigurationError)
         check_duration(self.timeout)
         check_choice("share", self.share, get_args(Share))
         if instances > 1 and self.has_gtp:
@@ -108,7 +110,6 @@ class Configuration:
             ConfigurationError, UnknownDimError: The order omits a dim, or names an unknown dim.
             ConfigurationError: Two choices contradict each other.
         """
-        self._check_sharp()
         if self.local_world_size is not None:
             world_size = as_world_size(self.local_world_size, "local_world_size")
         sizes = {argument: getattr(self, argument) for argument in SIZES}
@@ -122,23 +123,7 @@ class Configuration:
                 raise ConfigurationError(
                     f"virtual_pipeline_model_parallel_size={stages} needs at least 2 stages, got 1"
                 )
-        if (backend := self.pipeline_model_parallel_comm_backend) is not None:
-            name = "pipeline_model_parallel_comm_backend"
-            check_choice(name, backend, ("nccl", "ucc"), ConfigurationError)
         return layouts
-
-    def _check_sharp(self) -> None:
-        group = self.sharp_enabled_group
-        instances = self.num_distributed_optimizer_instances
-        if group is None:
-            return
-        if not self.use_sharp:
-            raise ConfigurationError(f"sharp_enabled_group={group!r} needs use_sharp=True")
-        check_choice("sharp_enabled_group", group, ("dp", "dp_replica"), ConfigurationError)
-        if group == "dp_replica" and instances < 2:
-            raise ConfigurationError(
-                f"sharp_enabled_group={group!r} needs several optimizer instances, got {instances}"
-            )
 
 
 _DEFAULTS = {field.name: field.default for field in attrs.fields(Configuration) if field.init}
@@ -242,32 +227,27 @@ def _by_instance(config: Configuration, groups: RankGroups) -> tuple[RankGroups,
     return groups.levels([groups.group_size // instances, instances])
 
 
-def hybrid_sizes(_: Configuration, replicas: int) -> list[int]:
-    """Return the group sizes of hybrid context parallelism: powers of 2 from 2 on.
+def hybrid_sizes(_: Configuration, count: int) -> list[int]:
+    """Return the sizes of the hybrid groups of `count` ranks.
 
     >>> hybrid_sizes(Configuration(), 16)
     [2, 4, 8]
     """
-    if replicas % 2:
+    return _powers_of_2(2, count)
+
+
+def dynamic_sizes(config: Configuration, count: int) -> list[int]:
+    """Return the sizes of the dynamic groups of `count` ranks."""
+    return _powers_of_2(config.min_dynamic_context_parallel_size, count)
+
+
+def _powers_of_2(least: int, count: int) -> list[int]:
+    if count % 2:
         raise ConfigurationError(
-            f"hybrid_context_parallel needs an even number of dp-cp ranks, got {replicas}"
+            f"hybrid_context_parallel and dynamic_context_parallel need an even number of dp-cp "
+            f"ranks, got {count}"
         )
-    return [2**power for power in range(1, int(math.log2(replicas)))]
-
-
-def dynamic_sizes(config: Configuration, replicas: int) -> list[int]:
-    """Return the group sizes of dynamic context parallelism: powers of 2 from a minimum on.
-
-    >>> dynamic_sizes(Configuration(min_dynamic_context_parallel_size=2), 16)
-    [2, 4, 8]
-    """
-    if replicas % 2:
-        raise ConfigurationError(
-            f"dynamic_context_parallel needs an even number of dp-cp ranks, got {replicas}"
-        )
-    least = config.min_dynamic_context_parallel_size
-    powers = [2**power for power in range(int(math.log2(replicas)))]
-    return [power for power in powers if power >= least]
+    return [2**power for power in range(int(math.log2(count))) if 2**power >= least]
 
 
 # ---- the table ----------------------------------------------------------------------------------
@@ -316,12 +296,15 @@ class Row:
         """Return the name of the group over `dims` in a grid, or None if it needs no name."""
         if dims and self.derive is None and not self.overlaps and part is None:
             return None
-        own = self.field or self.key
-        return own if part is None else self.numbered(own, part)
+        return self.numbered(self.field or self.key, part)
+
+    def description(self, name: str, part: object) -> str:
+        """Return Megatron's description of the process group in the global `name`."""
+        return self.numbered(name.lstrip("_").replace("GROUPS", "GROUP"), part)
 
     def numbered(self, name: str, part: object) -> str:
-        """Return the name of one of several groups of this row: `name` with the number `part`."""
-        return f"{name}_{self.part}{part}"
+        """Return `name`, with the number `part` if the row has several groups."""
+        return name if part is None else f"{name}_{self.part}{part}"
 
 
 _dense = partial(Row, "dense")
@@ -451,49 +434,35 @@ def own_dims(layout: RankLayout, dims: str, grid: Side) -> tuple[str, ...]:
         >>> own_dims(RankLayout("tp=2,cp=2,dp=2"), "dp", "expert")
         ('cp', 'dp')
     """
-    named = _megatron_dims(layout, grid)
-    return tuple(compress(named, map(dims.split("-").__contains__, named.values())))
-
-
-def _megatron_dims(layout: RankLayout, grid: str) -> dict[str, str]:
-    """Return Megatron's dim for each dim of a layout."""
+    wanted = dims.split("-")
     names = layout.dim_names
-    found = {}
-    for name, size in zip(names, layout.shape, strict=True):
-        if grid == "dense":
-            called = name
-        elif f"expt_{name}" in names:
+    found = []
+    for name, size in layout.sizes.items():
+        if grid == "expert" and f"expt_{name}" in names:
             continue  # experts use the dim with the prefix expt_ instead
-        else:
-            called = name.removeprefix("expt_")
-        found[name] = "dp" if name == _REPLICAS[grid] and size > 1 else called
-    return found
+        called = name if grid == "dense" else name.removeprefix("expt_")
+        if ("dp" if name == _REPLICAS[grid] and size > 1 else called) in wanted:
+            found.append(name)
+    return tuple(found)
 
 
 # ---- the groups of a model ----------------------------------------------------------------------
 
 
-@attrs.frozen(eq=False)
-class WantedGroup:
+class WantedGroup(NamedTuple):
     """One group of a row, for one model.
 
     Attributes:
         row: The row.
         part: The position or size of the group in a row with several groups, otherwise None.
         name: The global with the group, or with the list or dict that contains the group.
-        request: The arguments of `create_pg`.
+        request: The arguments of `create_pg`. A shared group does not have Megatron's description.
     """
 
     row: Row
     part: Any
     name: str
     request: GroupRequest
-
-    @property
-    def description(self) -> str:
-        """Megatron's description of the process group."""
-        name = self.name.lstrip("_").replace("GROUPS", "GROUP")
-        return name if self.part is None else self.row.numbered(name, self.part)
 
 
 def rows(
@@ -522,19 +491,16 @@ def rows(
         >>> wanted[0].name, wanted[0].request.dims
         ('_DATA_PARALLEL_GROUP_WITH_CP', ('cp', 'dp'))
     """
-    extra = _options(config, options)
     layout_of = layouts._asdict()
     chosen = {name for name, value in _DEFAULTS.items() if getattr(config, name) != value}
     has_gloo = {side: config.creates_gloo(side) for side in layout_of}
-    named = {side: _megatron_dims(layout, side) for side, layout in layout_of.items()}
-    sizes = {side: layout.sizes for side, layout in layout_of.items()}
     for row in table:
         layout = layout_of[row.grid]
-        own = named[row.grid]
         is_cut = row.derive is whole_instance and _INSTANCES in chosen
-        asked = ("dp" if is_cut else row.dims).split("-")
-        dims = tuple(compress(own, map(asked.__contains__, own.values())))
-        if row.gtp and GTP not in own.values():  # before 0.19, there are no groups of one peer
+        dims = own_dims(layout, "dp" if is_cut else row.dims, row.grid)
+        if row.gtp and not own_dims(
+            layout, GTP, row.grid
+        ):  # before 0.19, there are no groups of one peer
             is_made = row.dims == GTP or (by_function and row.name == EXPERT_MP_WITH_GTP)
             is_needed = is_made and "gtp_remat" in config.changes
         elif row.option is not None and row.dims != GTP:
@@ -544,34 +510,32 @@ def rows(
         if not is_needed:
             continue
         spanned = dims or layout.dim_names[:1]
-        common: dict[str, Any] = {"dims": spanned if len(spanned) > 1 else spanned[0]}
-        if view is not None and row.grid == "expert":
-            common["view"] = view
-        size = math.prod(map(sizes[row.grid].__getitem__, dims))
+        size = layout.size_of(*dims) if dims else 1
         # A group of one rank has no traffic to overlap.
-        if size == 1 or (config.share == "identical" and not row.overlaps):
-            common["share"] = "identical"
+        is_shared = size == 1 or (config.share == "identical" and not row.overlaps)
+        common: dict[str, Any] = {
+            "dims": spanned if len(spanned) > 1 else spanned[0],
+            "view": view if row.grid == "expert" else None,
+            "timeout": config.timeout,
+            "share": "identical" if is_shared and not by_function else None,
+        }
+        backend = config.pipeline_model_parallel_comm_backend if row.name == PP else None
         for part in row.parts(config, size) if row.parts else (None,):
             name = row.name_in_grid(dims, part)
-            given: Any = {**common, "name": name}
             if not dims or row.derive is not None:
-                given["derive"] = partial(_derive, row, config, not dims, part)
-            request = GroupRequest(**{**given, **extra.get(row.key, {})})
-            yield WantedGroup(row, part, row.name, request)
+                common["derive"] = partial(_derive, row, config, not dims, part)
+            wanted = [(row.name, name, backend, options.get(row.key))]
             if row.gloo and has_gloo[row.grid]:
-                given |= {"name": f"{name}_gloo" if name else "gloo", "backend": "gloo"}
-                yield WantedGroup(row, part, row.name + GLOO, GroupRequest(**given))
-
-
-def _options(config: Configuration, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the arguments that choose the backend and its options, by NCCL key."""
-    extra: dict[str, dict[str, Any]] = {key: {"pg_options": own} for key, own in options.items()}
-    backend = config.pipeline_model_parallel_comm_backend
-    if backend == "ucc":
-        extra["pp"] = {"backend": backend}
-    elif backend is not None:
-        extra.setdefault("pp", {})["backend"] = backend
-    return extra
+                wanted.append((row.name + GLOO, f"{name}_gloo" if name else "gloo", "gloo", None))
+            for variable, called, its_backend, pg_options in wanted:
+                request = GroupRequest(
+                    **common,
+                    name=called,
+                    backend=its_backend,
+                    pg_options=pg_options,
+                    group_desc=None if common["share"] else row.description(variable, part),
+                )
+                yield WantedGroup(row, part, variable, request)
 
 
 def values_of(

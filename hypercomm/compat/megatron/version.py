@@ -2,7 +2,7 @@
 
 The default is the installed release, or the newest known release if none is installed. `set`
 selects another release. The names and arguments of all releases always exist. `CHANGES` lists the
-behaviours that differ.
+behaviours that differ. Patch releases do not differ.
 """
 
 from __future__ import annotations
@@ -10,32 +10,30 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
+import sys
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from hypercomm.errors import ConfigurationError
+from hypercomm.errors import ConfigurationError, MissingPackageError
 
-Version: TypeAlias = tuple[int, int, int]
+Version: TypeAlias = tuple[int, int]
 
-OLDEST: Version = (0, 16, 0)
-NEWEST: Version = (0, 20, 0)
+OLDEST: Version = (0, 16)
+NEWEST: Version = (0, 20)
 """The oldest and the newest megatron-core whose names and behaviour are supported."""
 
 CHANGES: dict[str, Version] = {
     # A collection's field that was not set is None. In 0.16, reading the field raises
     # AttributeError.
-    "unset_is_none": (0, 17, 0),
+    "unset_is_none": (0, 17),
     # Data parallel getters return groups with GTP peers; RankGenerator has the dim gtp_remat.
-    "gtp_remat": (0, 19, 0),
+    "gtp_remat": (0, 19),
     # If an order does not name gtp_remat, it is inserted after cp in the dense layers
     # (Megatron-LM pull request 6868). Earlier releases insert it after tp. Pull request 6886
     # will fold cp into the GTP peers.
-    "cp_before_gtp_remat": (0, 20, 0),
+    "cp_before_gtp_remat": (0, 20),
 }
 """The behaviours that differ between releases, and the first release with the new behaviour."""
-
-_FORM = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.?(?:a|b|rc|dev|post|\+).*)?", re.ASCII)
-_NUMBER = re.compile(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d+)", re.MULTILINE)
 
 _chosen: Version | None = None
 
@@ -46,38 +44,43 @@ def get() -> str:
     Example:
         >>> set("0.16.1")
         >>> get()
-        '0.16.1'
+        '0.16'
         >>> set(None)
     """
-    return ".".join(map(str, current()))
+    return text_of(current())
 
 
 def set(version: str | None) -> None:  # noqa: A001 - `version.set(...)` is how it is called
     """Follow another release from now on. Initialised states keep their release.
 
     Args:
-        version: The release, such as "0.16.1" or "0.19". A release candidate counts as its release.
+        version: The release, such as "0.19" or "0.19.2". A release candidate counts as its release.
             None selects the installed release, or the newest known one.
 
     Raises:
         ConfigurationError: The text is not a version, or the release is not supported.
     """
     global _chosen  # noqa: PLW0603 - one setting for the process
-    if version is None:
-        _chosen = None
-    else:
-        found = _FORM.fullmatch(version)
-        major, minor, patch = (
-            (int(number or 0) for number in found.groups()) if found else (0, 0, 0)
-        )
-        if not OLDEST[:2] <= (major, minor) <= NEWEST[:2]:
-            known = " to ".join(f"{first}.{second}" for first, second, _ in (OLDEST, NEWEST))
+    chosen = None
+    if version is not None:
+        found = re.match(r"([0-9]+)\.([0-9]+)(?![0-9])", version)
+        chosen = (int(found[1]), int(found[2])) if found else (0, 0)
+        if not OLDEST <= chosen <= NEWEST:
             raise ConfigurationError(
-                f"version must be a release of megatron-core {known}, such as '0.16.1', got "
-                f"{version!r}"
+                f"version must be a release of megatron-core {text_of(OLDEST)} to "
+                f"{text_of(NEWEST)}, such as '0.16.1', got {version!r}"
             )
-        _chosen = major, minor, patch
+    _chosen = chosen
     changes.cache_clear()
+
+
+def text_of(release: Version) -> str:
+    """Return a release as text.
+
+    >>> text_of((0, 19))
+    '0.19'
+    """
+    return ".".join(map(str, release))
 
 
 def current() -> Version:
@@ -94,15 +97,46 @@ def changes() -> frozenset[str]:
 
 def installed() -> Version | None:
     """Return the version of megatron-core, without an import. Return None if not installed."""
+    path = _file("package_info")
+    if path is None:
+        return None
+    try:
+        numbers = re.findall(r"^(?:MAJOR|MINOR)\s*=\s*(\d+)", path.read_text("utf-8"), re.MULTILINE)
+        major, minor = map(int, numbers)
+    except (OSError, ValueError):
+        return NEWEST
+    return major, minor
+
+
+@functools.cache
+def original(name: str) -> Any:
+    """Execute a file of the installed `megatron.core`, which `install()` may have replaced.
+
+    Args:
+        name: The name of the module in `megatron.core`.
+
+    Raises:
+        MissingPackageError: megatron-core is not installed.
+    """
+    path = _file(name)
+    if path is None:
+        raise MissingPackageError(
+            f"this is a part of megatron.core.{name} that hypercomm does not replace: pip install "
+            f"megatron-core"
+        )
+    called = f"megatron.core.{name}_of_megatron"  # a name in the package, for relative imports
+    spec: Any = importlib.util.spec_from_file_location(called, path)
+    module = sys.modules[called] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _file(name: str) -> Path | None:
+    """Return the path of a module of the installed `megatron.core`, or None if not installed."""
     try:
         spec = importlib.util.find_spec("megatron.core")
     except Exception:  # noqa: BLE001 - a broken package counts as not installed
         return None
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        text = Path(spec.origin).with_name("package_info.py").read_text(encoding="utf-8")
-        numbers = dict(_NUMBER.findall(text))
-        return int(numbers["MAJOR"]), int(numbers["MINOR"]), int(numbers.get("PATCH", 0))
-    except (OSError, ValueError, KeyError):
-        return NEWEST
+    return (
+        None if spec is None or spec.origin is None else Path(spec.origin).with_name(f"{name}.py")
+    )
