@@ -1,6 +1,5 @@
 """Test ezpz.tp on a grid: groups, states, globals, invalid calls and real ranks."""
 
-import contextlib
 import textwrap
 from datetime import timedelta
 
@@ -99,20 +98,16 @@ def test_tensor_size_larger_than_the_world():
 
 # Without initialisation, the tensor parallel rank is 0, and the tensor parallel size is 1. Every
 # other getter raises AssertionError.
-@pytest.mark.parametrize("when", ["no world", "before", "destroyed"])
-def test_getters_without_initialisation(when):
-    with contextlib.nullcontext() if when == "no world" else fake_world(4, rank=2):
-        if when == "destroyed":
-            tp.initialize_tensor_parallel(2)
-            tp.destroy_tensor_parallel()
+def test_getters_without_initialisation():
+    with fake_world(4, rank=2):
         assert not tp.tensor_parallel_is_initialized()
         assert tp.get_tensor_parallel_rank() == 0
         assert tp.get_tensor_parallel_world_size() == 1
+        assert tp.get_tensor_parallel_src_rank() == 2
         for name in NAMES:
             for what in ("group", "ranks", "rank", "world_size")[: 2 if name == "tensor" else 4]:
                 with pytest.raises(AssertionError, match=f"{name} parallel group is not init"):
                     ask(name, what)
-        assert when == "no world" or tp.get_tensor_parallel_src_rank() == 2
 
 
 # Without a state, every global is None. With a state, a getter returns the value of its global,
@@ -157,14 +152,8 @@ def test_destroy_is_idempotent():
 
 BAD = [
     {"tensor_parallel_size": 3},
-    {"tensor_parallel_size": 4, "pipeline_parallel_size": 4},
-    {"pipeline_parallel_size": -2},
-    {"tensor_parallel_size": 2.0},
     {"context_parallel_size": True},
-    {"tensor_parallel_size": None},
     {"data_parallel_backend": "smoke"},
-    {"tensor_parallel_backend": 3},
-    {"timeout": 30},
     {"timeout": timedelta(0)},
 ]
 
@@ -187,23 +176,7 @@ def test_invalid_arguments(arguments):
 
 def test_without_torch_distributed():
     with pytest.raises(AssertionError, match="init_process_group"):
-        tp.initialize_tensor_parallel()
-    with pytest.raises(AssertionError, match="init_process_group"):
         TensorParallelState.create()
-
-
-# ---- arithmetic ---------------------------------------------------------------------------------
-
-
-@given(st.integers(-99, 99), st.integers(-9, 9))
-def test_divisibility(numerator, denominator):
-    if denominator and numerator % denominator == 0:
-        tp.ensure_divisibility(numerator, denominator)
-        assert tp.divide_and_check_no_remainder(numerator, denominator) * denominator == numerator
-        return
-    for check in (tp.ensure_divisibility, tp.divide_and_check_no_remainder):
-        with pytest.raises(AssertionError, match=f"^{numerator} is not divisible by {denominator}"):
-            check(numerator, denominator)
 
 
 @pytest.mark.parametrize("contiguous", [False, True])

@@ -13,7 +13,6 @@ import cloudpickle
 import megatron_comparison as comparison
 import pytest
 import torch
-import torch.distributed as dist
 from group_checks import tables as registered
 from megatron_comparison import ours, theirs
 
@@ -33,18 +32,14 @@ TP = "_TENSOR_MODEL_PARALLEL_GROUP"
 PP_SIZE = ("_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", "set_pipeline_model_parallel_world_size")
 MPU_TP = "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE"
 
-# The groups whose size and rank getters are named after the group's global.
-KINDS = [name.strip("_").lower().removesuffix("_group") for name in comparison.GLOBALS]
-KINDS = [kind for kind in KINDS if hasattr(theirs, f"get_{kind}_world_size")]
 OVERRIDES = [name for name in comparison.GLOBALS if name.startswith(("_MPU_", "_VIRTUAL_"))]
 SETTERS = [name for name in vars(theirs) if name.startswith("set_")]
 VALUES = [
     (name, value)
     for name in (*SETTERS, *OVERRIDES)
-    for value in (0, 3, None)
     # The tests have two pipeline stages, and Megatron fails for a size of 0 or 3.
-    if value is None or name not in PP_SIZE
-] + [(name, 1) for name in PP_SIZE]
+    for value in ((1, None) if name in PP_SIZE else (0, None))
+]
 
 
 INSTALLED = version.get()
@@ -142,19 +137,6 @@ def test_patched_globals_are_restored():
             patch.setattr(ours, "_TENSOR_MODEL_PARALEL_GROUP", None)
     assert ours._TENSOR_MODEL_PARALLEL_GROUP is held
     assert sizes() == (2, 2)
-
-
-# Getters follow the values of mocks.
-@pytest.mark.usefixtures("job")
-@pytest.mark.parametrize("kind", KINDS)
-def test_getters_follow_mocks(kind):
-    group = mock.create_autospec(dist.ProcessGroup, instance=True)
-    setattr(ours, f"_{kind}_group".upper(), group)
-    for size in (3, 4):
-        group.size.return_value = size
-        group.rank.return_value = size - 1
-        assert getattr(ours, f"get_{kind}_world_size")() == size
-        assert getattr(ours, f"get_{kind}_rank")() == size - 1
 
 
 # ---- overrides, before and after initialisation -----------------------------------------------
@@ -292,26 +274,19 @@ def test_destroy_one_of_two_states(states):
         assert sizes() == (8, 2)
 
 
-# Two threads call getters in turn, each within a block with a different state.
+# A block in one thread does not affect another thread.
 def test_each_thread_has_its_state(states):
-    barrier = threading.Barrier(2, timeout=60)
-
     def ask(state):
-        found = []
         with ours.use(state):
-            for _ in range(5):
-                barrier.wait()
-                found.append(sizes())
-                ours.set_data_parallel_rank(found[-1][0])
-                barrier.wait()
-                found.append(ours.get_data_parallel_rank())
-        barrier.wait()
-        return [*found, ours.is_initialized()]
+            barrier.wait()
+            found = sizes()
+            barrier.wait()
+        return found
 
+    barrier = threading.Barrier(2, timeout=60)
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(ask, states))
-    for values, (tensor, data) in zip(found, [(4, 4), (8, 2)], strict=True):
-        assert values == [*([(tensor, data), tensor] * 5), False]
+        assert list(pool.map(ask, states)) == [(4, 4), (8, 2)]
+    assert not ours.is_initialized()
 
 
 # A block may begin in one asyncio context and end in another context, as in a generator that is
@@ -336,7 +311,7 @@ def test_use_ends_in_another_context():
         return entered
 
     assert asyncio.run(enter_and_leave()) is False
-    assert current.alone is current.default
+    assert current.values is current.default.values
     assert ours.is_initialized()
 
 
@@ -347,12 +322,9 @@ def test_use_ends_in_another_context():
     "getter",
     [
         "get_tensor_model_parallel_world_size",
-        "get_tensor_model_parallel_rank",
-        "get_data_parallel_world_size",
-        "get_context_parallel_world_size",
-        "get_pipeline_model_parallel_next_rank",
         "get_tensor_model_parallel_src_rank",
-        "is_pipeline_first_stage",
+        "get_data_parallel_world_size",
+        "get_pipeline_model_parallel_next_rank",
     ],
 )
 def test_getters_can_be_compiled(getter):
@@ -364,8 +336,7 @@ def test_getters_can_be_compiled(getter):
     assert compiled(ones) == ask()
     before = ask()
     ours.set_tensor_model_parallel_world_size(7)
-    ours.set_tensor_model_parallel_rank(6)
     ours.set_pipeline_model_parallel_rank(1)
     ours._TENSOR_MODEL_PARALLEL_GLOBAL_RANKS = [3, 4]
     assert compiled(ones) == ask()
-    assert getter.startswith(("get_data", "get_context")) or ask() != before
+    assert getter.startswith("get_data") or ask() != before

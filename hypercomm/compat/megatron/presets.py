@@ -126,8 +126,7 @@ def megatron_requests(
     `cp`, may span only dims that the grid does not have. Groups of one rank are requested for such
     fields, because Megatron's code would treat None as WORLD. On each rank, all these fields share
     one group. `grid.reshape(...)` derives groups such as the embedding groups again if the dims
-    keep their names. SHARP is not requested, because only the first communicator of a job can use
-    SHARP.
+    keep their names.
 
     Args:
         grid: A grid with some of the dims tp, gtp_remat, cp, dp and pp. Its view "expert" has some

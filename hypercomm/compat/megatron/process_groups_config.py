@@ -1,7 +1,7 @@
 """Implements Megatron's `process_groups_config`: the groups of one model in one object.
 
 Only Megatron's own code uses the other names of that module, such as
-`MultiModuleProcessGroupCollection`. They are the names of the installed release.
+`MultiModuleProcessGroupCollection`. They are those of the installed release.
 
 Source: names, signatures and behaviour follow `megatron.core.process_groups_config`.
 """

@@ -336,7 +336,7 @@ _INSTANCES = "num_distributed_optimizer_instances"
 
 
 # Columns: dims, NCCL key, field of a collection, global of the group, global of its ranks. The rows
-# are in the order of creation. dp-cp is first, because only the first communicator can use SHARP.
+# are in the order of creation.
 # fmt: off
 TABLE = (
     _dense("dp-cp", "dp_cp", "dp_cp", DP_CP, "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP", gloo=True),

@@ -1,8 +1,7 @@
 """The megatron-core release whose behaviour the compatibility layer follows.
 
 The default is the installed release, or the newest known release if none is installed. `set`
-selects another release. The names and arguments of all releases always exist. `CHANGES` lists the
-behaviours that differ. Patch releases do not differ.
+selects another release. `CHANGES` lists the behaviours that differ. Patch releases do not differ.
 """
 
 from __future__ import annotations

@@ -1,24 +1,18 @@
 """Test process group collections against Megatron's: fields, states, grids, optimizer, DDP."""
 
 import dataclasses
-import itertools
 from types import SimpleNamespace
-from unittest import mock
 
 import megatron_comparison as comparison
 import pytest
 import torch.distributed as dist
 from megatron_comparison import THEIR_FIELDS as FIELDS
-from megatron_comparison import TheirCollection, ddp_config, set_up
-from megatron_oracle import process_groups_config as their_config
+from megatron_comparison import TheirCollection
 
 from hypercomm import HyperCommGrid
 from hypercomm.compat.megatron import ParallelState, version
 from hypercomm.compat.megatron import process_groups_config as our_config
-from hypercomm.compat.megatron.process_groups_config import (
-    MultiModuleProcessGroupCollection,
-    ProcessGroupCollection,
-)
+from hypercomm.compat.megatron.process_groups_config import ProcessGroupCollection
 from hypercomm.errors import UnknownFieldError
 from hypercomm.testing import fake_world
 
@@ -154,127 +148,30 @@ def test_from_grid_uses_named_groups():
         assert getattr(collection, "tp", None) is None
 
 
-# ---- setup for an optimizer and for DDP ---------------------------------------------------------
-
-DATA = ("dp", "dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "inter_dist_opt")
-NEEDED = {
-    "optimizer": (*DATA, "intra_dist_opt", "mp", "tp_ep_pp"),
-    "ddp": (*DATA, "tp", "pp", "ep"),
-}
+# ---- names of the installed release -------------------------------------------------------------
 
 
-def assert_same(found, expected):
-    """Assert equal keys and groups, or an error that code for Megatron's error catches."""
-    if isinstance(expected, Exception):
-        assert isinstance(found, type(expected)), f"{expected!r} was {found!r}"
-    else:
-        newer = {key for key in found if "gtp_remat" in key} - expected.keys()
-        assert {key: group for key, group in found.items() if key not in newer} == expected
-
-
-CONFIGS = [ddp_config(*flags) for flags in itertools.product([1, 2], [False, True])]
-
-
-@pytest.fixture
-def some_groups():
-    """Create a different group for each field, so that a mix-up is found."""
-    with fake_world(WORLD_SIZE):
-        pairs = {name: dist.new_group([0, 1 + at]) for at, name in enumerate(FIELDS[:15])}
-        triples = {name: dist.new_group([0, at, 15]) for at, name in enumerate(FIELDS[15:], 1)}
-        yield pairs | triples
-
-
-# For a collection that lacks one, two, all but one or all fields, in any combination, the groups or
-# errors match Megatron's. An empty collection is different from None, which selects the state.
-@pytest.mark.parametrize(("gloo", "cp_size"), [(False, None), (False, 1), (False, 2), (True, 1)])
-@pytest.mark.parametrize("what", NEEDED)
-def test_setup_from_a_collection_matches_megatron(what, cp_size, gloo, some_groups):
-    fields = NEEDED[what]
-    lacking = [*itertools.chain.from_iterable(itertools.combinations(fields, n) for n in (0, 1, 2))]
-    lacking += [tuple(name for name in fields if name != only) for only in (*fields, None)]
-    rejected = accepted = 0
-    for lacks, config in itertools.product(
-        lacking, [*CONFIGS, *([None] if what == "optimizer" else [])]
-    ):
-        given = {name: some_groups[name] for name in fields if name not in lacks}
-        found, expected = (set_up(kind, what, given, cp_size, config, gloo) for kind in KINDS)
-        assert_same(found, expected)
-        rejected += isinstance(expected, Exception)
-        accepted += isinstance(expected, dict)
-    assert rejected > 0
-    assert accepted > 0 or (what, gloo) == ("optimizer", True)
-
-
-# If a model lacks a configuration that is needed, Megatron's error is raised. If `config` is None,
-# the configuration of the inner module is used.
-@pytest.mark.parametrize(
-    "model",
-    [
-        SimpleNamespace(),
-        SimpleNamespace(module=SimpleNamespace()),
-        SimpleNamespace(config=None),
-        SimpleNamespace(
-            config=None,
-            module=SimpleNamespace(config=SimpleNamespace(context_parallel_size=1)),
-        ),
-        [SimpleNamespace(config=SimpleNamespace(context_parallel_size=1))],
-    ],
-    ids=["none", "none inside", "of None", "inside", "list"],
-)
-def test_setup_finds_the_configuration(model, some_groups):
-    results = []
-    for kind in KINDS:
-        given = kind(**{name: some_groups[name] for name in ("dp", "expt_dp", "mp", "tp_ep_pp")})
-        try:
-            found = given.setup_process_groups_for_optimizer(given, [model], False)
-            results.append({key: comparison.plain(group) for key, group in found.items()})
-        except Exception as error:  # noqa: BLE001 - whatever Megatron raises
-            results.append(error)
-    assert_same(*results)
-
-
-# If DDP has no expert group, a group that contains only the calling rank is created.
-@pytest.mark.parametrize("given", [{}, {"expt_dp": None}])
-def test_setup_for_ddp_creates_an_expert_group(given):
-    with fake_world(WORLD_SIZE, 5):
-        groups = dict.fromkeys(("dp", "tp", "pp", "ep"), dist.group.WORLD) | given
-        found = set_up(ProcessGroupCollection, "ddp", groups, 1, CONFIGS[0])
-        assert found["expt_dp_group"] == found["intra_expt_dp_group"] == (5,)
-
-
-# ---- several modules ----------------------------------------------------------------------------
-
-
-# A MultiModuleProcessGroupCollection behaves like a dict of collections, apart from iteration,
-# which yields the collections. Unknown modules raise a ValueError that is also a KeyError.
-def test_several_modules():
-    encoder, llm = ProcessGroupCollection(), ProcessGroupCollection(cp=mock.Mock(size=lambda: 2))
-    both = MultiModuleProcessGroupCollection({"encoder": encoder, "llm": llm}, "llm")
-    assert len(both) == 2
-    assert list(both) == list(both.values()) == [encoder, llm]
-    assert dict(both.items()) == both.module_pgs
-    assert list(both.keys()) == ["encoder", "llm"]
-    assert both["encoder"] is both.get_module_collection("encoder") is encoder
-    assert both.has_language_model()
-    assert both.get_language_model_collection() is llm
-    assert both.get_language_model_cp_size() == 2
-    for error in (ValueError, KeyError):
-        with pytest.raises(error, match=r"'decoder'.*encoder.*llm"):
-            both["decoder"]
-    for names, language_model in (([], None), (["encoder"], "llm"), (["llm"], "")):
-        with pytest.raises(ValueError, match="module"):
-            MultiModuleProcessGroupCollection(dict.fromkeys(names), language_model)
-    with pytest.raises(ValueError, match="none of"):
-        MultiModuleProcessGroupCollection({"encoder": encoder}).get_language_model_collection()
-
-
-# As in Megatron, a class with this metaclass rejects an assignment to one attribute. The error
-# names the method to call instead.
-@pytest.mark.parametrize("module", [our_config, their_config])
-def test_helper_metaclass(module):
-    class Helper(metaclass=module.ProcessGroupHelperMeta):
-        other = 1
-
-    Helper.other = 2
+# The groups for an optimizer and for DDP, and the names that only Megatron's own code uses, come
+# from the installed release. test_state_matches_megatron compares the groups.
+def test_names_of_the_installed_release():
+    with fake_world(WORLD_SIZE), HyperCommGrid([2, 8], ["tp", "dp"]) as grid:
+        given = {"dp": grid.create_pg("dp"), "expt_dp": None, "mp": None, "tp_ep_pp": None}
+        model = SimpleNamespace(config=SimpleNamespace(context_parallel_size=1))
+        found, expected = (
+            kind.setup_process_groups_for_optimizer(kind(**given), [model], False) for kind in KINDS
+        )
+        assert found == expected
+    helper = our_config.ProcessGroupHelperMeta("Helper", (), {})
     with pytest.raises(AttributeError, match="set_virtual_pipeline_model_parallel_size"):
-        Helper.virtual_pipeline_model_parallel_size = 2
+        helper.virtual_pipeline_model_parallel_size = 2
+    with pytest.raises(AttributeError, match="no attribute 'Collection'"):
+        _ = our_config.Collection
+
+
+# The weights are shared if a group of GTP peers has several ranks.
+def test_gtp_is_active():
+    active = ProcessGroupCollection.is_gtp_remat_active
+    with fake_world(WORLD_SIZE):
+        pair, alone = dist.new_group([0, 1]), dist.new_group([0])
+        assert active({"gtp_remat_group": None, "expt_gtp_remat_group": pair})
+        assert not active({"gtp_remat_group": alone, "tp_group": pair})

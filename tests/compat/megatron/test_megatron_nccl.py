@@ -1,9 +1,8 @@
-"""Test NCCL options, SHARP, UCC, the environment, failed initialisations and memory buffers."""
+"""Test NCCL options, failed initialisations and memory buffers."""
 
 import contextlib
 import functools
 import itertools
-import os
 import re
 import sys
 from collections import Counter
@@ -13,7 +12,6 @@ from unittest import mock
 
 import megatron_comparison as comparison
 import pytest
-import torch
 import torch.distributed as dist
 import yaml
 from group_checks import tables as registered
@@ -26,7 +24,6 @@ from hypercomm.errors import ConfigurationError
 from hypercomm.testing import fake_world
 
 WORLD_SIZE, RANK = 16, 5
-COLLNET = "NCCL_COLLNET_ENABLE"
 HELPER = "_new_process_group_helper"  # torch creates every group through this function
 
 WITH_PEERS = ("gtp_remat_dp", "gtp_remat_dp_cp", "ep_gtp_remat_dp", "tp_ep_gtp_remat_pp")
@@ -91,17 +88,9 @@ def without_nccl():
         yield
 
 
-@pytest.fixture(autouse=True)
-def _environment():
-    """Restore the environment after each test."""
-    with mock.patch.dict(os.environ):
-        os.environ.pop(COLLNET, None)
-        yield
-
-
 @contextlib.contextmanager
 def created_groups():
-    """Record each group of this rank: its description, ranks, options and environment."""
+    """Record each group of this rank: its description, ranks and options."""
     c10d = dist.distributed_c10d
     groups = []
     real_helper = c10d._new_process_group_helper
@@ -115,7 +104,6 @@ def created_groups():
                     group_desc=options["group_desc"],
                     ranks=tuple(sorted(ranks)),
                     options=as_value(options["backend_options"]),
-                    environment=dict(os.environ),
                 )
             )
         return made
@@ -221,26 +209,17 @@ def test_each_key_sets_options_of_its_groups(write_file):
     }
 
 
-# All options of a file are passed to NCCL as Megatron passes them. A group without options gets
-# none. hypercomm creates equal groups of one rank only once, so only larger groups are compared.
+# A group with high priority in a file or an argument has Megatron's options, on the first and the
+# last rank. hypercomm creates equal groups of one rank only once, so larger groups are compared.
 @pytest.mark.usefixtures("with_nccl")
 @pytest.mark.parametrize("rank", [0, 15])
-@pytest.mark.parametrize(
-    ("content", "high_priority"),
-    [
-        ("dp: {max_ctas: 8, min_ctas: 2, cga_cluster_size: 4, net_name: IB}", []),
-        ("dp: {is_high_priority_stream: false, max_ctas: 8}", ["dp", "cp", "cp"]),
-        (None, list(KEYS)),
-    ],
-)
-def test_nccl_options_match_megatron(content, high_priority, rank, write_file):
+def test_high_priority_matches_megatron(rank, write_file):
     arguments = {
-        "nccl_communicator_config_path": content and write_file(content),
-        "high_priority_stream_groups": high_priority,
-        "pipeline_model_parallel_size": 2,
+        "nccl_communicator_config_path": write_file("dp: {max_ctas: 8, net_name: IB}"),
+        "high_priority_stream_groups": ["dp", "cp", "cp"],
         "tensor_model_parallel_size": 2,
+        "context_parallel_size": 2,
     }
-    before = list(high_priority)
     found, expected = (
         Counter((group.ranks, group.options) for group in groups_of(module, rank, **arguments))
         for module in (ours, theirs)
@@ -248,144 +227,6 @@ def test_nccl_options_match_megatron(content, high_priority, rank, write_file):
     assert found.keys() == expected.keys()
     larger = [key for key in expected if len(key[0]) > 1]
     assert [found[key] for key in larger] == [expected[key] for key in larger]
-    assert high_priority == before
-
-
-# ---- SHARP --------------------------------------------------------------------------------------
-
-REPLICAS = {"use_sharp": True, "sharp_enabled_group": "dp_replica"}
-INSTANCES = {"num_distributed_optimizer_instances": 2}
-SHARP = [
-    ({"use_sharp": True}, lambda rank: range(rank % 2, 16, 2)),
-    ({"use_sharp": True, "sharp_enabled_group": "dp"}, lambda rank: range(rank % 2, 16, 2)),
-    (REPLICAS, lambda rank: (rank % 8, rank % 8 + 8)),
-    ({}, None),
-]
-"""dp has 8 ranks in steps of 2. A replica group has one rank of each half, at the same position."""
-
-
-# Megatron 0.19 and 0.20 fail with use_sharp: they read a group that they have not set yet.
-WITH_SHARP = [ours] if "gtp_remat" in version.changes() else [ours, theirs]
-
-
-def sharp_of(module, rank, arguments, sizes):
-    """Return the groups, and the ranks, device and environment of each barrier."""
-    barriers = []
-
-    def barrier(group=None, device_ids=None):
-        ranks = tuple(dist.get_process_group_ranks(group))
-        barriers.append((ranks, device_ids, os.environ.get(COLLNET)))
-
-    with (
-        mock.patch.object(dist, "barrier", barrier),
-        mock.patch.object(torch.cuda, "is_available", return_value=True),
-        mock.patch.object(torch.cuda, "current_device", return_value=3),
-        mock.patch.object(torch.cuda, "synchronize") as synchronize,
-    ):
-        groups = groups_of(module, rank, **sizes, **arguments)
-    assert synchronize.call_count == len(barriers)
-    return groups, barriers
-
-
-# One barrier, over the same group as in Megatron, runs with SHARP enabled. SHARP is disabled
-# afterwards.
-@pytest.mark.parametrize("preset", [None, "0", "1"])
-@pytest.mark.parametrize("rank", [0, 5, 15])
-@pytest.mark.parametrize(("arguments", "ranks"), SHARP)
-def test_sharp_barrier_matches_megatron(arguments, ranks, rank, preset):
-    sizes = {**INSTANCES, "tensor_model_parallel_size": 2}
-    found = []
-    for module in WITH_SHARP:
-        if preset is not None:
-            os.environ[COLLNET] = preset
-        found.append(sharp_of(module, rank, arguments, sizes)[1])
-        assert COLLNET not in os.environ
-    # Megatron repeats the barrier for each group of other ranks that it creates.
-    assert len(found[0]) <= 1
-    assert all(barrier == found[0][0] for barrier in found[-1])
-    assert bool(found[0]) == bool(found[-1])
-    assert found[0] == ([(tuple(ranks(rank)), [3], "1")] if ranks else [])
-
-
-# SHARP arguments that Megatron rejects raise here, too, and do not change the environment.
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"sharp_enabled_group": "dp"},
-        {"sharp_enabled_group": "tp", "use_sharp": True},
-        REPLICAS,
-        {"sharp_enabled_group": "dp_replica", **INSTANCES},
-    ],
-)
-def test_invalid_sharp_arguments(arguments):
-    assert type(error_of(theirs, **arguments)) is AssertionError
-    os.environ[COLLNET] = "1"
-    before = dict(os.environ)
-    error = error_of(ours, **arguments)
-    assert isinstance(error, AssertionError)
-    assert "sharp_enabled_group" in str(error)
-    assert dict(os.environ) == before
-
-
-# ---- UCC ----------------------------------------------------------------------------------------
-
-UCC = {"pipeline_model_parallel_comm_backend": "ucc", "pipeline_model_parallel_size": 2}
-UCC_NAMES = (
-    "TORCH_UCC_BLOCKING_WAIT",
-    "UCC_EC_CUDA_STREAM_TASK_MODE",
-    "UCX_TLS",
-    "NSYS_UCP_COMM_PARAMS",
-    "UCX_RNDV_THRESH",
-    "UCX_NET_DEVICES",
-    "UCC_CL_BASIC_TLS",
-)
-
-
-@pytest.fixture
-def with_ucc(monkeypatch):
-    """Make torch look as if it was built with every backend. A fake world uses none of them."""
-    monkeypatch.setattr(dist, "is_backend_available", lambda _: True)
-    for name in UCC_NAMES:
-        monkeypatch.delenv(name, raising=False)
-
-
-def environments(arguments, preset):
-    """Yield for each module the environment while the pipeline group is created, and afterwards."""
-    for module in (ours, theirs):
-        with mock.patch.dict(os.environ, preset):
-            groups = groups_of(module, **arguments)
-            pipeline = next(g for g in groups if g.group_desc == "PIPELINE_MODEL_PARALLEL_GROUP")
-            yield pipeline.environment, dict(os.environ)
-
-
-# The variables for UCC are set as in Megatron: some only if they are unset, some always. They stay
-# set.
-@pytest.mark.usefixtures("with_ucc")
-@pytest.mark.parametrize(
-    "preset",
-    [
-        {},
-        {"TORCH_UCC_BLOCKING_WAIT": "all", "UCX_TLS": "tcp", "UCC_EC_CUDA_STREAM_TASK_MODE": ""},
-        dict.fromkeys(UCC_NAMES, "mine"),
-    ],
-)
-def test_ucc_environment_matches_megatron(preset):
-    found, expected = environments(UCC, preset)
-    assert found == expected
-    assert found[0]["UCX_RNDV_THRESH"] == "0"
-    assert found[1]["UCX_TLS"] == preset.get("UCX_TLS", "ib,cuda_copy")
-
-
-# UCC with only one hardware queue is rejected, as in Megatron, and nothing changes.
-@pytest.mark.usefixtures("with_ucc")
-def test_ucc_with_one_queue_raises():
-    with mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1"):
-        before = dict(os.environ)
-        assert isinstance(error_of(theirs, **UCC), AssertionError)
-        os.environ.clear()
-        os.environ.update(before)
-        assert isinstance(error_of(ours, **UCC), AssertionError)
-        assert dict(os.environ) == before
 
 
 # ---- failures -----------------------------------------------------------------------------------
@@ -397,10 +238,6 @@ class OfTheTestError(Exception):
 
 def fails(*_, **__):
     raise OfTheTestError
-
-
-def failing_barrier():
-    return mock.patch.object(dist, "barrier", fails)
 
 
 @contextlib.contextmanager
@@ -420,49 +257,28 @@ def failing_creation(number, error):
         yield
 
 
-def assert_recovers(error, arguments, fault):
-    """Assert that a failed initialisation changes nothing, and that the next one succeeds."""
-    os.environ[COLLNET] = "0"
-    with job(ours):
-        before = registered()
-        environment = dict(os.environ)
-        with pytest.raises(error), fault:
-            ours.initialize_model_parallel(**arguments)
-        assert registered() == before
-        assert dict(os.environ) == environment
-        assert all(not getattr(ours, name) for name in comparison.GLOBALS)
-        assert not ours.is_initialized()
-        assert ours.get_context_parallel_group(check_initialized=False) is None
-        ours.initialize_model_parallel(**ALL_GROUPS)
-        found = {**comparison.ask(ours), **comparison.read_globals(ours)}
-    with job(theirs):
-        theirs.initialize_model_parallel(**comparison.taken_by(theirs, ALL_GROUPS))
-        assert found == {**comparison.ask(theirs), **comparison.read_globals(theirs)}
-
-
-# Initialisation recovers if a caller's function raises, an option is invalid, or a barrier fails.
-@pytest.mark.usefixtures("with_ucc")
+# If a function of the caller raises, an option is invalid, or the creation of any group fails or is
+# interrupted, nothing has changed, and the next initialisation succeeds.
 @pytest.mark.parametrize(
     ("error", "arguments", "fault"),
     [
-        (OfTheTestError, {"get_embedding_ranks": fails}, contextlib.nullcontext),
-        (OfTheTestError, {"get_position_embedding_ranks": fails}, contextlib.nullcontext),
-        (OfTheTestError, {**UCC, "get_embedding_ranks": fails}, contextlib.nullcontext),
-        (ConfigurationError, {"high_priority_stream_groups": ["ep"]}, without_nccl),
-        (OfTheTestError, {"use_sharp": True}, failing_barrier),
-        (OfTheTestError, {**REPLICAS, **INSTANCES}, failing_barrier),
+        (OfTheTestError, {"get_embedding_ranks": fails}, contextlib.nullcontext()),
+        (OfTheTestError, {"get_position_embedding_ranks": fails}, contextlib.nullcontext()),
+        (ConfigurationError, {"high_priority_stream_groups": ["ep"]}, without_nccl()),
+        (OfTheTestError, ALL_GROUPS, failing_creation(1, OfTheTestError())),
+        (KeyboardInterrupt, ALL_GROUPS, failing_creation(9, KeyboardInterrupt())),
     ],
-    ids=["embedding", "position embedding", "ucc", "options", "sharp dp", "sharp dp_replica"],
+    ids=["embedding", "position embedding", "options", "first", "interrupted"],
 )
 def test_recovers_from_an_error(error, arguments, fault):
-    assert_recovers(error, arguments, fault())
-
-
-# Initialisation recovers if the creation of any group fails or is interrupted.
-@pytest.mark.parametrize("error", [OfTheTestError(), KeyboardInterrupt()], ids=repr)
-@pytest.mark.parametrize("number", [1, 9, sum("gtp" not in key for key in KEYS)])
-def test_recovers_from_a_failed_creation(number, error):
-    assert_recovers(type(error), ALL_GROUPS, failing_creation(number, error))
+    with job(ours):
+        before = registered()
+        with pytest.raises(error), fault:
+            ours.initialize_model_parallel(**arguments)
+        assert registered() == before
+        assert all(not getattr(ours, name) for name in comparison.GLOBALS)
+        ours.initialize_model_parallel(**ALL_GROUPS)
+        assert ours.get_context_parallel_world_size() == 2
 
 
 # ---- memory buffers -----------------------------------------------------------------------------

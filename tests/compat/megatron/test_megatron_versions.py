@@ -13,34 +13,23 @@ from hypercomm.compat.megatron import process_groups_config as our_config
 from hypercomm.errors import ConfigurationError
 from hypercomm.testing import fake_world
 
-INSTALLED = ".".join(their_core.__version__.split(".")[:3])
+INSTALLED = ".".join(their_core.__version__.split(".")[:2])
 
 
 # hypercomm follows the installed version until another version is set.
 def test_followed_version():
     assert version.get() == INSTALLED
-    with following("0.17"):
-        assert version.get() == "0.17.0"
-        with following("0.20.1"):
-            assert version.get() == "0.20.1"
-            assert version.current() == (0, 20, 1)
-        assert version.get() == "0.17.0"
-    version.set("0.18.2")
-    assert version.get() == "0.18.2"
-    version.set(None)
+    for text in ("0.17", "0.17.0rc0", "0.17.0.dev3", "0.17.1+local"):
+        with following(text):
+            assert version.get() == "0.17"
+            assert version.current() == (0, 17)
     assert version.get() == INSTALLED
 
-    for text in ("0.17.0rc0", "0.17.0.dev3", "0.17", "0.17.0+local"):
-        with following(text):
-            assert version.get() == "0.17.0"
 
-
-@pytest.mark.parametrize("wrong", ["", "0.x", "1.2.3.4", "9.9", "0.21", "0.15.3"])
+@pytest.mark.parametrize("wrong", ["", "0.x", "1.2.3.4", "0.21", "0.15.3"])
 def test_unknown_versions_raise(wrong):
     with pytest.raises(ConfigurationError):
         version.set(wrong)
-    with pytest.raises(ConfigurationError), following(wrong):
-        pass
     assert version.get() == INSTALLED
 
 
@@ -137,7 +126,7 @@ def run(folder):
 # A newer megatron-core gives one warning.
 def test_newer_megatron_warns(folder):
     warned, release = run(folder)
-    assert release == "0.99.1"
+    assert release == "0.99"
     assert warned.count("0.99 is newer than 0.20, the newest release") == 1
 
 
@@ -150,7 +139,7 @@ def test_broken_package_is_treated_as_missing(folder):
     )
     done = forked_programs.run(f"{begin}\n{program}")
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "0.20.0\n", done.stderr
+    assert done.stdout == "0.20\n", done.stderr
 
 
 # If a part of megatron-core is missing or cannot be parsed, hypercomm still works.
@@ -159,8 +148,8 @@ def test_broken_package_is_treated_as_missing(folder):
     ("file", "text", "found"),
     [
         ("__init__.py", None, INSTALLED),  # no longer a package, so INSTALLED is found
-        ("package_info.py", None, "0.20.0"),
-        ("package_info.py", "MAJOR = 0\nMINOR = 16", "0.16.0"),
+        ("package_info.py", None, "0.20"),
+        ("package_info.py", "MAJOR = 0\nMINOR = 16", "0.16"),
     ],
 )
 def test_incomplete_megatron(folder, file, text, found):

@@ -128,11 +128,8 @@ def megatrons_collection(world_size, rank, options, **sizes):
     ("options", "error"),
     [
         ({"num_distributed_optimizer_instances": 3}, ConfigurationError),
-        ({"hierarchical_context_parallel_sizes": [3]}, ConfigurationError),
-        ({"num_distributed_optimizer_instances": 0}, LayoutError),
         ({"timeout": 3}, GroupOptionsError),
         ({"backend": "bogus"}, GroupOptionsError),
-        ({"share": "bad"}, GroupOptionsError),
         ({"tensor_parallel": 2}, TypeError),
     ],
 )
