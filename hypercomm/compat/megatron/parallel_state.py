@@ -641,18 +641,19 @@ def get_expert_data_parallel_rank(
     return _expert_data_group(with_gtp_remat, partial_expert_data_parallel).rank()
 
 
-def _data_group(
-    with_context_parallel: bool, with_gtp_remat: bool, is_partial: bool
-) -> ProcessGroup:
-    given = {} if with_gtp_remat else {"with_gtp_remat": False}  # a replaced getter may lack it
-    return get_data_parallel_group(
-        with_context_parallel=with_context_parallel, partial_data_parallel=is_partial, **given
-    )
+def _data_group(with_cp: bool, with_gtp_remat: bool, is_partial: bool) -> ProcessGroup:
+    get = get_data_parallel_group
+    if with_gtp_remat:  # a replaced getter may lack this argument
+        return get(with_context_parallel=with_cp, partial_data_parallel=is_partial)
+    return get(with_cp, with_gtp_remat=False, partial_data_parallel=is_partial)
 
 
 def _expert_data_group(with_gtp_remat: bool, is_partial: bool) -> ProcessGroup:
-    given = {} if with_gtp_remat else {"with_gtp_remat": False}
-    return get_expert_data_parallel_group(partial_expert_data_parallel=is_partial, **given)
+    if with_gtp_remat:
+        return get_expert_data_parallel_group(partial_expert_data_parallel=is_partial)
+    return get_expert_data_parallel_group(
+        with_gtp_remat=False, partial_expert_data_parallel=is_partial
+    )
 
 
 def get_sequence_data_parallel_world_size() -> int:

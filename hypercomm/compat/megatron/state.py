@@ -372,25 +372,19 @@ def _create(
     for request in requests:
         layout = grid.layout if request.view is None else grid.views[request.view]
         of_dims = layout.groups(request.dims)
-        derived = request.derive(of_dims) if callable(request.derive) else of_dims
-        options = {
-            name: getattr(request, name)
-            for name in ("backend", "pg_options", "timeout", "group_desc")
-        }
-        groups.append(create_each(create_group, dist.get_rank(), derived, **options))
+        own = None
+        for ranks in request.derive(of_dims) if callable(request.derive) else of_dims:
+            group = create_group(
+                [*ranks],
+                backend=request.backend,
+                pg_options=request.pg_options,
+                timeout=request.timeout,
+                group_desc=request.group_desc,
+            )
+            if dist.get_rank() in ranks:
+                own = group
+        groups.append(own)
     return groups
-
-
-def create_each(
-    create_group: Callable[..., Any], rank: int, groups: Iterable[Sequence[int]], **options: Any
-) -> ProcessGroup | None:
-    """Create several groups, and return the group of one rank. All ranks must call this."""
-    own = None
-    for ranks in groups:
-        group = create_group([*ranks], **options)
-        if rank in ranks:
-            own = group
-    return own
 
 
 def _values_of(wanted: list[table.WantedGroup], groups: Groups) -> dict[str, Any]:
