@@ -211,7 +211,7 @@ class ProcessGroupCollection:
         Args:
             process_group_dict: The result of `setup_process_groups_for_optimizer` or `..._for_ddp`.
         """
-        found = [process_group_dict.get(f"{name}_group") for name in _PEERS]
+        found = map(process_group_dict.get, ("gtp_remat_group", "expt_gtp_remat_group"))
         return any(group is not None and group.size() > 1 for group in found)
 
 
@@ -228,9 +228,6 @@ def _check_fields(kind: type[ProcessGroupCollection], complaint: str, *names: st
 def _size(group: Any) -> object:
     return [item.size() for item in group] if isinstance(group, list) else group.size()
 
-
-_PEERS = ("gtp_remat", "expt_gtp_remat")
-"""The fields of the groups of GTP peers."""
 
 # ---- the groups of a grid -----------------------------------------------------------------------
 
