@@ -34,10 +34,7 @@ from hypercomm.compat.megatron import table, version
 from hypercomm.compat.megatron.install import MegatronNotReplacedWarning
 from hypercomm.compat.megatron.state import current
 from hypercomm.compat.megatron.table import CP, DP, DP_CP, EP, EXPERT_DP, EXPERT_TP, GLOO, PP, TP
-from hypercomm.errors import (
-    GroupMissingError,
-    StateError,
-)
+from hypercomm.errors import GroupMissingError, StateError
 from hypercomm.layout.checks import check_duration
 from hypercomm.layout.text import short_repr
 from hypercomm.process_groups import torch_internals as torchdist
