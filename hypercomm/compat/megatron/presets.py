@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import attrs
+
 from hypercomm.compat.layouts import DIMS, EXPERT, GTP, Layouts, megatron_layouts
 from hypercomm.compat.megatron import table, version
 from hypercomm.compat.megatron.process_groups_config import ProcessGroupCollection
@@ -188,7 +190,7 @@ def megatron_requests(
     asked = (*table.TABLE, table.EXPERT_ALL_GATHER) if has_experts else table.TABLE
     requests: dict[GroupKey, GroupRequest] = {}
     for wanted in table.rows(configuration, layouts, options, view=view, table=asked):
-        request = wanted.request
+        request = attrs.evolve(wanted.request, timeout=None, group_desc=None)
         here = grid if request.view is None else grid.view(request.view)
         requests.setdefault(here.key_of(request.dims, name=request.name), request)
     return list(requests.values())
