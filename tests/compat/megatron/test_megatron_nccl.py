@@ -12,6 +12,7 @@ from unittest import mock
 
 import megatron_comparison as comparison
 import pytest
+import torch
 import torch.distributed as dist
 import yaml
 from group_checks import tables as registered
@@ -312,3 +313,11 @@ def test_global_memory_buffers(kind, monkeypatch):
             get()
         fill()
         assert get() is not buffer
+
+
+# A buffer grows if a larger tensor is requested. A smaller tensor shares its memory.
+def test_buffers_grow():
+    buffer = ours.GlobalMemoryBuffer()
+    _, larger, smaller = (buffer.get_tensor((size,), torch.float32, "x") for size in (2, 6, 4))
+    assert (larger.shape, smaller.shape) == ((6,), (4,))
+    assert smaller.data_ptr() == larger.data_ptr()
