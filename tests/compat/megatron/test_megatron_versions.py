@@ -7,6 +7,7 @@ from megatron_comparison import following, ours, plain, theirs
 from megatron_oracle import core as their_core
 from megatron_oracle import hyper_comm_grid, process_groups_config
 
+from hypercomm import megatron_grids
 from hypercomm.compat.megatron import ParallelState, version
 from hypercomm.compat.megatron import hyper_comm_grid as our_grid
 from hypercomm.compat.megatron import process_groups_config as our_config
@@ -67,6 +68,9 @@ def test_order_of_cp_and_gtp_remat(release, cp, gtp):
         assert state.values["_CONTEXT_PARALLEL_GLOBAL_RANKS"] == cp
         assert state.values["_GTP_WEIGHT_REMAT_GLOBAL_RANKS"] == gtp
         assert state.values["_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"] == [0, 1]
+    with following(release):
+        layout = megatron_grids(tp=2, cp=2, gtp_remat=2, world_size=16)["training"].layout
+    assert [list(layout.groups(dim).of(0)) for dim in ("cp", "gtp_remat")] == [cp, gtp]
     named = sizes | {"order": "tp-gtp_remat-cp-ep-dp-pp"}  # an explicit order is kept
     with following(release), fake_world(16), ParallelState.create(**named) as state:
         assert state.values["_GTP_WEIGHT_REMAT_GLOBAL_RANKS"] == [0, 2]
