@@ -3,13 +3,20 @@
 A test fails when a file differs from what these functions draw.
 """
 
+import contextlib
+import io
 import itertools
+import re
+import shlex
 import sys
+import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from hypercomm import RankLayout, RankMapping, draw, read_config
+from hypercomm.cli import main as run_command
 from hypercomm.layout.difference import difference
 
 FOLDER = Path(__file__).parent / "pictures"
@@ -142,6 +149,26 @@ def _launch_file() -> Drawing:
     return draw(config.layouts["training"], on=config.gpus_per_node)
 
 
+class Command:
+    """The picture of a command, such as `draw tp=2,dp=4 --on 8`."""
+
+    def __init__(self, line: str) -> None:
+        self.line = line
+
+    def svg(self) -> str:
+        """Run the command, and return the text of the file that it writes."""
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+            file = Path(folder, "picture.svg")
+            run_command([*shlex.split(self.line), "-o", str(file)])
+            return file.read_text()
+
+
+def commands(page: Path) -> dict[str, Callable[[], Drawing]]:
+    """Return the pictures of a page that follow the commands that draw them."""
+    pattern = r"\$ hypercomm (draw .+)\n(?:(?!.*\$ ).*\n)*?.*pictures/(\w+)\.svg\)"
+    return {name: partial(Command, line) for line, name in re.findall(pattern, page.read_text())}
+
+
 PICTURES: dict[str, Callable[[], Drawing]] = {
     "groups": Groups,  # README.md, index.md
     "cube": _cube,  # tutorials/first_hour.md, start/concepts.md, how-to/draw.md
@@ -151,6 +178,7 @@ PICTURES: dict[str, Callable[[], Drawing]] = {
     "loss": _loss,  # tutorials/elastic.md
     "launch_file": _launch_file,  # how-to/launch_files.md
     "mapping": _mapping,  # tutorials/encoder_and_llm.md, how-to/draw.md
+    **commands(FOLDER.parent / "how-to" / "layouts.md"),
 }
 """The drawing of each file; a comment names the pages that show it."""
 

@@ -37,12 +37,13 @@ class Drawing:
         >>> picture.svg()[:4]
         '<svg'
         >>> print(picture)
-        tp=2,dp=3  6 ranks; the first dim varies fastest
+        tp=2,dp=3  6 ranks; in a row, one number is one group
         <BLANKLINE>
-         rank 0 1 2 3 4 5
-         ────────────────
-         tp   0 1 0 1 0 1
-         dp   0 0 1 1 2 2
+         rank       0   1   2   3   4   5
+         ────────────────────────────────
+         tp,dp    0,0 1,0 0,1 1,1 0,2 1,2
+         tp group   0   0   1   1   2   2
+         dp group   0   1   0   1   0   1
         <BLANKLINE>
         <BLANKLINE>
          dim   groups
@@ -81,7 +82,7 @@ class Drawing:
             >>> import hypercomm
             >>> picture = hypercomm.draw("tp=2,dp=3", groups="dp")
             >>> print(picture.text(width=60).splitlines()[0])
-            tp=2,dp=3  6 ranks; the first dim varies fastest
+            tp=2,dp=3  6 ranks; in a row, one number is one group
         """
         colors = "truecolor" if color else None
         rich = required("rich.console", "Drawing.text()")
@@ -151,10 +152,10 @@ def draw(
 ) -> Drawing:
     """Return a picture of a layout, a grid, a change or a mapping.
 
-    For up to 64 ranks, the picture has a table for each host. The table shows the coordinates of
-    the host's ranks along each dim, coloured by group. Larger layouts are drawn as schematics,
-    which show one host with its ranks, the dims that repeat this host, and pipeline stages as
-    columns.
+    For up to 64 ranks, the picture has a table for each host. A row has the number of each rank's
+    group over some dims, as in `layout.groups("tp")`, and colours that repeat above 8 groups. Up
+    to 16 ranks, another row has coordinates. Larger layouts are drawn as schematics, which show
+    one host with its ranks, the dims that repeat this host, and pipeline stages as columns.
 
     Args:
         what: A layout or its sizes, as in "tp=2,dp=4"; a grid, the views of a module in
@@ -178,12 +179,13 @@ def draw(
     Example:
         >>> import hypercomm
         >>> print(hypercomm.draw("tp=2,dp=2", on=2))
-        tp=2,dp=2  4 ranks on 2 hosts; the first dim varies fastest
+        tp=2,dp=2  4 ranks on 2 hosts; in a row, one number is one group
         <BLANKLINE>
-         host0 rank 0 1     host1 rank 2 3
-         ──────────────     ──────────────
-         tp         0 1     tp         0 1
-         dp         0 0     dp         1 1
+         host0 rank   0   1     host1 rank   2   3
+         ──────────────────     ──────────────────
+         tp,dp      0,0 1,0     tp,dp      0,1 1,1
+         tp group     0   0     tp group     1   1
+         dp group     0   1     dp group     0   1
         <BLANKLINE>
         <BLANKLINE>
          dim   groups                                link

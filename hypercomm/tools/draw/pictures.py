@@ -23,11 +23,15 @@ from hypercomm.transfers.mapping import RankMapping
 # The most ranks of a picture that shows each rank. Larger pictures are schematics.
 MOST_RANKS = 64
 
-# The largest number of repetitions that a schematic draws individually.
+# The largest number of repetitions, and of pipeline stages, that a schematic draws individually.
 MOST_DRAWN = 4
+MOST_STAGES = 3
 
 # The largest number of ranks in one table. Each rank is a column.
 IN_ROW = 8
+
+# The most ranks of a picture that has a row of coordinates. It needs wide columns.
+MOST_WITH_COORDS = 16
 
 # The most rows and columns of a mapping's matrix. In larger mappings, ranks share a row or column.
 MOST_ROWS = 16
@@ -62,8 +66,16 @@ class Cell(NamedTuple):
     tip: str = ""
 
 
-# Rows of cells. The first row has the titles.
-Table = list[list[Cell]]
+class Table(NamedTuple):
+    """Rows of cells. The first row has the titles, and the first column the names of the rows.
+
+    Args:
+        rows: The cells.
+        is_text: Whether columns are texts, which are aligned on the left. Numbers are centred.
+    """
+
+    rows: list[list[Cell]]
+    is_text: bool = False
 
 
 class Box(NamedTuple):
@@ -73,7 +85,7 @@ class Box(NamedTuple):
         bold: The start of the heading, in bold.
         words: The rest of the heading.
         inside: The cells or the other parts. A box does not mix cells with other parts.
-        columns: The number of parts in a row. Default: as many as fit, at most 8.
+        columns: The number of parts in a row. Default: as many as fit.
         framed: Whether the box has a frame.
         is_repeated: Whether the box represents several equal boxes.
     """
@@ -118,17 +130,21 @@ class Scene:
             used = np.bincount(self._units(level)) > 0
             units.append(pluralize(int(used.sum()), level.name))
         where = f" on {', '.join(units)}" if units else ""
-        line = f"{pluralize(self.layout.size, 'rank')}{where}; the first dim varies fastest"
         every = lit or self.long_dims
         reaches = {dims: self._reach(dims) for dims in dict.fromkeys([*self.long_dims, *every])}
         if self.layout.size <= MOST_RANKS:
-            box = self.ranks(every)
+            parts = self.ranks(every)
+            legend = "in a row, one number is one group"
         else:
-            box = self._schematic(every[0], {dims: link for dims, (_, link) in reaches.items()})
+            links = {dims: link for dims, (_, link) in reaches.items()}
+            parts = [self._schematic(every[0], links)]
+            legend = f"a cell has a rank and, after the colon, its {_name_of(every[0])}"
         table = [[Cell("dim"), Cell("groups"), Cell("link")]]
         table += [[Cell("+".join(dims)), *map(Cell, reach)] for dims, reach in reaches.items()]
         columns = 3 if self.levels else 2  # without a machine, links are unknown
-        return Box(str(self.layout), line, [box, [row[:columns] for row in table]], columns=1)
+        about = Table([row[:columns] for row in table], is_text=True)
+        line = f"{pluralize(self.layout.size, 'rank')}{where}; {legend}"
+        return Box(str(self.layout), line, [*parts, about])
 
     @cached_property
     def long_dims(self) -> list[Dims]:
@@ -136,14 +152,11 @@ class Scene:
         names = [dim for dim, size in self.layout.sizes.items() if size > 1]
         return [(dim,) for dim in names or self.layout.dim_names[:1]]
 
-    def ranks(
-        self, every: Sequence[Dims], caption: str = "", kept: Groups = (), otherwise: str = ""
-    ) -> Box:
+    def ranks(self, every: Sequence[Dims], kept: Groups = (), otherwise: str = "") -> list[Part]:
         """Return a table for each host, with a column for each rank and a row for each dim.
 
         Args:
             every: The dims of the rows.
-            caption: A heading above the tables.
             kept: The groups that a change keeps. They have one colour.
             otherwise: The effect of the change on all other groups.
         """
@@ -151,31 +164,41 @@ class Scene:
         for rank in sorted(self.layout.ranks):
             units = ", ".join(level.name_of(rank) for level in reversed(self.levels))
             hosts.setdefault(f"{units} rank".strip(), []).append(rank)
-        tables: list[Part] = []
+        tables = []
         for host, held in hosts.items():
             for some in (held[at : at + IN_ROW] for at in range(0, len(held), IN_ROW)):
-                table = [[Cell(host), *(Cell(f"{rank}") for rank in some)]]
+                rows = [[Cell(text) for text in (host, *map(str, some))]]
+                if self.layout.size <= MOST_WITH_COORDS:
+                    rows.append(self._coords(some))
                 for dims in every:
                     groups = self._layout_of(dims).groups(*dims)
-                    fates = ("kept" if groups.of(rank) in kept else otherwise for rank in some)
+                    fates = ["kept" if groups.of(rank) in kept else otherwise for rank in some]
                     cells = map(self._cell, some, [dims] * len(some), fates)
-                    table.append([Cell("+".join(dims)), *cells])
-                tables.append(table)
-        return Box(caption, "", tables)
+                    rows.append([Cell(_name_of(dims)), *cells])
+                tables.append(rows)
+        return _aligned(tables)
+
+    def _coords(self, ranks: Sequence[int]) -> list[Cell]:
+        """Return a row with the coordinates of some ranks."""
+        dims = [dim for (dim,) in self.long_dims]
+        texts = [",".join(dims)]
+        for rank in ranks:
+            coords = self.layout.coords(rank)
+            texts.append(",".join(f"{coords[dim]}" for dim in dims))
+        return [*map(Cell, texts)]
 
     def _layout_of(self, dims: Dims) -> RankLayout:
         """Return the layout or the view that has some dims."""
         return self.views.layout_of(self.views.view_with(dims)[0])
 
     def _cell(self, rank: int, dims: Dims, fate: str = "") -> Cell:
-        """Return a cell with a rank's coordinates, coloured by group or by a change's effect."""
+        """Return a cell with the number of a rank's group, coloured by it or a change's effect."""
         layout = self._layout_of(dims)
-        coords = layout.coords(rank)
         index = layout.groups(*dims).index_of(rank)
-        text = ",".join(f"{coords[dim]}" for dim in dims) + MARKS.get(fate, "")
-        group = f"{'+'.join(dims)} group {index}{f': {fate}' if fate else ''}"
+        text = f"{index}{MARKS.get(fate, '')}"
+        group = f"{_name_of(dims)} {index}{f': {fate}' if fate else ''}"
         places = ", ".join(level.name_of(rank) for level in self.levels)
-        tip = f"rank {rank}: {format_coords(coords)}\n{group}\n{places}".strip()
+        tip = f"rank {rank}: {format_coords(layout.coords(rank))}\n{group}\n{places}".strip()
         return Cell(text, FATES.get(fate, FILLS[index % len(FILLS)]), tip)
 
     def _reach(self, dims: Dims) -> tuple[str, str]:
@@ -214,14 +237,20 @@ class Scene:
         """
         host, layout, inner, outer = self._blocks
         stage = next((dim for dim in outer if kind_of(dim) == "pp" and (dim,) in links), "")
+        columns = 1 if stage else 0  # stages are side by side, so their hosts are not
         repeated = [dim for dim in outer if dim != stage and layout.size_of(dim) > 1]
+
+        longest = len(f"{layout.last_rank}:{len(self._layout_of(lit).groups(*lit)) - 1}")
 
         def nested(dims: Sequence[str], part: RankLayout) -> Box:
             """Return the box of the last dim around the boxes of the other dims."""
             if not dims:
                 title = host.name_of(part.ranks[0]) if host else "ranks"
                 words = " x ".join(f"{layout.size_of(dim):,} {dim}" for dim in inner)
-                cells = [self._cell(rank, lit)._replace(text=f"{rank}") for rank in part.ranks]
+                cells = []
+                for rank in part.ranks:
+                    cell = self._cell(rank, lit)
+                    cells.append(cell._replace(text=f"{rank}:{cell.text}".rjust(longest)))
                 return Box(title, words, cells, columns=4, framed=True)
             *others, dim = dims
             name = dim.removesuffix(OUTER)
@@ -229,21 +258,20 @@ class Scene:
             drawn = times if times <= MOST_DRAWN and not others else 1
             boxes = [nested(others, part.select(**{dim: index})) for index in range(drawn)]
             title = f"{'x ' if drawn < times else ''}{times:,} {name}"
-            return Box(title, links[name,], boxes, 1, framed=True, is_repeated=drawn < times)
+            repeats = drawn < times
+            return Box(title, links[name,], boxes, columns, framed=True, is_repeated=repeats)
 
-        notes = [f"colours: {'+'.join(lit)} groups"]
-        if self.levels and not host:
-            notes.append("the dims do not fill hosts evenly")
+        note = "the dims do not fill hosts evenly" if self.levels and not host else ""
         if not stage:
-            return Box("", "; ".join(notes), [nested(repeated, layout)])
+            return Box("", note, [nested(repeated, layout)])
         times = layout.size_of(stage)
         parts: list[Part] = []
-        for index in range(times) if times <= MOST_DRAWN else (0, 1, times - 1):
+        for index in range(times) if times <= MOST_STAGES else (0, 1, times - 1):
             part = layout.select(**{stage: index})
             ranks = f"{part.size:,} ranks in {part.rank_offset}..{part.last_rank}"
-            arrow = f"{times - 3:,} more" if index >= MOST_DRAWN else ""
+            arrow = f"{times - MOST_STAGES:,} more" if index >= MOST_STAGES else ""
             parts += [arrow, Box(f"{stage}={index}", ranks, [nested(repeated, part)], framed=True)]
-        words = "; ".join(filter(None, [links[stage,], *notes]))
+        words = "; ".join(filter(None, [links[stage,], note]))
         return Box(f"{times:,} stages of {stage}", words, parts[1:], columns=len(parts))
 
     @cached_property
@@ -288,6 +316,21 @@ class Scene:
         return level.of_rank[some]
 
 
+def _name_of(dims: Dims) -> str:
+    return f"{'+'.join(dims)} group"
+
+
+def _aligned(tables: list[list[list[Cell]]]) -> list[Part]:
+    """Return tables whose columns all have the same width, by spaces before numbers."""
+    every = [row for rows in tables for row in rows]
+    name = max(len(row[0].text) for row in every)
+    number = max(len(cell.text) for row in every for cell in row[1:])
+    for row in every:
+        row[0] = row[0]._replace(text=row[0].text.ljust(name))
+        row[1:] = [cell._replace(text=cell.text.rjust(number)) for cell in row[1:]]
+    return [*map(Table, tables)]
+
+
 # ---- changes and mappings ----------------------------------------------------------------------
 
 
@@ -303,13 +346,15 @@ def change_picture(found: LayoutDifference, levels: Sequence[Level]) -> Box:
                 kept |= {*before.groups(*change.before)} & {*after.groups(*change.after)}
         for side, layout, otherwise in (("before", before, "gone"), ("after", after, "new")):
             scene = Scene(layout, levels, Views(layout))
-            parts.append(scene.ranks(scene.long_dims, f"{side}: {layout}", kept, otherwise))
+            tables = scene.ranks(scene.long_dims, kept, otherwise)
+            legend = f"{MARKS['kept']} kept, {MARKS[otherwise]} {otherwise}"
+            parts.append(Box(f"{side}: {layout}", legend, tables))
     table = [[Cell(text) for text in COLUMNS]]
     for change in found.changes:
         *texts, result = change.cells
         table.append([*map(Cell, texts), Cell(result, FATES[change.result])])
     title, _, summary = found.summary.partition(": ")
-    return Box(title, summary, [*parts, table], columns=1)
+    return Box(title, summary, [*parts, Table(table, is_text=True)])
 
 
 def mapping_picture(mapping: RankMapping) -> Box:
@@ -347,8 +392,9 @@ def mapping_picture(mapping: RankMapping) -> Box:
     )
     whole = int(np.prod(np.max(table["stop"], axis=0)))
     part = f"a part is 1/{whole:,} of the tensor"
-    legend = "= marks kept parts, . no parts"
-    return Box(str(mapping), "", [Box("", f"{summary}; {part}; {legend}", [cells])])
+    legend = Box("", "= marks kept parts, . no parts", _aligned([cells]))
+    title, _, how = str(mapping).partition(": ")
+    return Box(title, how, [Box("", f"{summary}; {part}", [legend])])
 
 
 def _amount_cell(pair: str, moved: int, kept: int, most: int) -> Cell:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+import textwrap
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -11,15 +12,20 @@ from typing import NamedTuple
 from hypercomm.tools.draw.pictures import Box, Cell, Part, Table
 
 # The largest width of a row, in pixels.
-WIDTH = 1_120
+WIDTH = 1_200
 
-# The most parts in a row.
-MOST_IN_ROW = 8
+# The width that a heading may have above narrower parts, and the height of its lines.
+LEAST_WIDTH = 320
+LINE = 18
 
 _STYLE = """.hc text{font:12px system-ui,'Segoe UI','DejaVu Sans',Arial,sans-serif;fill:#1b1f24}
 .hc .bold{font-size:13px;font-weight:600}
 .hc .small{font-size:10px} .hc .soft{fill:#59636e} .hc .middle{text-anchor:middle}
-.hc .frame{fill:#f6f8fa;stroke:#afb8c1} .hc .arrow{stroke:#57606a;fill:#57606a}"""
+.hc .frame{fill:#f6f8fa;stroke:#afb8c1} .hc .arrow{stroke:#57606a;fill:#57606a}
+.hc .page{fill:#fff}
+@media screen and (prefers-color-scheme:dark){.hc text{fill:#e6edf3} .hc .soft{fill:#9da7b3}
+.hc .filled{fill:#1b1f24} .hc .page{fill:#0d1117}
+.hc .frame{fill:#161b22;stroke:#57606a} .hc .arrow{stroke:#9da7b3;fill:#9da7b3}}"""
 
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
@@ -41,7 +47,7 @@ def svg_of(picture: Box) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="hc" role="img" width="{width}" '
         f'height="{height}" viewBox="0 0 {width} {height}"><title>{_escape(picture.bold)}'
-        f'</title><style>{_STYLE}</style><rect width="100%" height="100%" fill="#fff"/>'
+        f'</title><style>{_STYLE}</style><rect width="100%" height="100%" class="page"/>'
         f"{_moved(inside, 20, 20)}</svg>\n"
     )
 
@@ -93,8 +99,9 @@ def _in_row(blocks: Sequence[_Block], gap: float) -> _Block:
 
 def _cell(cell: Cell, width: float, look: str) -> _Block:
     markup = f"<title>{_escape(cell.tip)}</title>" if cell.tip else ""
+    look += " filled" if cell.fill else ""
     markup += _rectangle(0, width, 24, f'fill="{cell.fill or "none"}"')
-    markup += _text(width / 2 if look == "middle" else 8, 16, cell.text, look)
+    markup += _text(width / 2 if "middle" in look else 6, 16, cell.text, look)
     return _Block(width, 24, f'<g class="cell">{markup}</g>')
 
 
@@ -102,26 +109,41 @@ def _box(box: Box) -> _Block:
     """Return the parts of a box in rows below its heading."""
     blocks = [_block(part) for part in box.inside]
     gap = 3 if isinstance(box.inside[0], Cell) else 10 if box.framed else 20
-    fitting = int((WIDTH + gap) // (max(block.width for block in blocks) + gap))
-    columns = box.columns or max(1, min(fitting, MOST_IN_ROW))
-    rows = [blocks[start : start + columns] for start in range(0, len(blocks), columns)]
+    rows: list[list[_Block]] = [[]]
+    for block in blocks:
+        is_full = sum(one.width + gap for one in rows[-1]) + block.width > WIDTH
+        if rows[-1] and (len(rows[-1]) == box.columns if box.columns else is_full):
+            rows.append([])
+        rows[-1].append(block)
     inside = _in_column([_in_row(row, gap) for row in rows], gap)
     edge = 8 if box.framed else 0
     behind = 12 if box.is_repeated else 0
     indent = _width(box.bold, 14) + 10 if box.bold else 0
-    top = 26 if box.bold or box.words else edge
-    width = max(inside.width, indent + _width(box.words)) + 2 * edge
+    bold = "x" * round(indent / _width("x"))  # as long as the bold start of the first line
+    room = int(max(inside.width, LEAST_WIDTH) / _width("x"))
+    text = f"{bold} {box.words}".strip()
+    first, *others = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) or [
+        ""
+    ]
+    width = max(inside.width, *(_width(line) for line in (first, *others))) + 2 * edge
+    top = 26 + LINE * len(others) if first else edge
     height = top + inside.height + edge
     frames = [_rectangle(at, width, height, 'class="frame"') for at in range(behind, -1, -6)]
     markup = "".join(frames) if box.framed else ""
-    markup += _text(edge, 17, box.bold, "bold") + _text(edge + indent, 17, box.words, "soft")
+    markup += _text(edge, 17, box.bold, "bold")
+    markup += _text(edge + indent, 17, first.removeprefix(bold).strip(), "soft")
+    for count, line in enumerate(others, 1):
+        markup += _text(edge, 17 + LINE * count, line, "soft")
     return _Block(width + behind, height + behind, markup + _moved(inside, edge, top))
 
 
 def _table(table: Table) -> _Block:
     columns = []
-    for column in zip(*table, strict=True):
-        width = max(_width(cell.text) for cell in column) + 16
-        cells = [_cell(cell, width, "" if cell is not column[0] else "bold") for cell in column]
+    for column in zip(*table.rows, strict=True):
+        width = max(_width(cell.text, 13) for cell in column) + 12
+        look = "" if table.is_text or not columns else " middle"
+        cells = [
+            _cell(cell, width, ("" if at else "bold") + look) for at, cell in enumerate(column)
+        ]
         columns.append(_in_column(cells, 3))
     return _in_row(columns, 3)

@@ -20,23 +20,24 @@ def lines_of(box: Box, indent: str = "") -> Iterator[Text | RichTable | Columns]
             head.append(" ").append_text(_text(cell))
     if head:
         yield head
-    tables = [one for one in box.inside if isinstance(one, list)]
-    if len(tables) == len(box.inside):
-        yield Columns([_table(table, 0) for table in tables], padding=(0, 3))
-        return
+    tables = [one for one in box.inside if isinstance(one, Table) and not one.is_text]
+    if tables:
+        yield Columns([_table(table) for table in tables], padding=(0, 3))
     for one in box.inside:
-        if isinstance(one, list):
-            yield _table(one, 1)
+        if isinstance(one, Table) and one.is_text:
+            yield _table(one)
         elif isinstance(one, Box):
             yield from lines_of(one, indent + "  ")
         elif isinstance(one, str):
             yield Text(f"{indent}-> {one}")
 
 
-def _table(table: Table, padding: int) -> RichTable:
-    heads, *rows = table
-    names = (cell.text for cell in heads)
-    found = RichTable(*names, box=SIMPLE_HEAD, pad_edge=False, padding=(0, padding))
+def _table(table: Table) -> RichTable:
+    padding = 1 if table.is_text else 0
+    found = RichTable(box=SIMPLE_HEAD, pad_edge=False, padding=(0, padding))
+    heads, *rows = table.rows
+    for at, head in enumerate(heads):
+        found.add_column(_text(head), justify="right" if at and not table.is_text else "left")
     for row in rows:
         found.add_row(*map(_text, row))
     return found

@@ -29,20 +29,38 @@ def cells_of(svg):
         tip = cell.find(f"{SVG}title")
         if tip is not None:
             text, rectangle = cell.find(f"{SVG}text"), cell.find(f"{SVG}rect")
-            found.append((text.text, rectangle.get("fill"), tip.text))
+            found.append((text.text.strip(), rectangle.get("fill"), tip.text))
     return found
 
 
 def texts_of(svg):
-    return [text.text or "" for text in ET.fromstring(svg).iter(f"{SVG}text")]
+    return [(text.text or "").strip() for text in ET.fromstring(svg).iter(f"{SVG}text")]
+
+
+def positions_of(svg):
+    """List the texts of an SVG, each with its absolute x, and the width of its cell or None."""
+    found = []
+
+    def visit(node, x):
+        moved = re.match(r"translate\((\S+) ", node.get("transform", ""))
+        x += float(moved[1]) if moved else 0
+        rectangle = node.find(f"{SVG}rect") if node.get("class") == "cell" else None
+        for child in node:
+            if child.tag == f"{SVG}text" and child.text:
+                width = None if rectangle is None else float(rectangle.get("width"))
+                found.append((child.text.strip(), x + float(child.get("x")), width))
+            visit(child, x)
+
+    visit(ET.fromstring(svg), 0)
+    return found
 
 
 def rank_of(tip):
     return int(re.match(r"rank (\d+):", tip)[1])
 
 
-# Each rank of a small layout appears once per row, with its coordinates, group and host in the
-# tooltip. Ranks of one group have the same colour, and neighbouring groups have different ones.
+# Each rank of a small layout appears once per row, with the number of its group. The tooltip has
+# the coordinates, the group and the host. Neighbouring groups have different colours.
 @given(layout=layouts(max_ranks=64, listed=True))
 def test_each_rank_appears_once(layout):
     for dim in layout.dim_names:
@@ -52,13 +70,82 @@ def test_each_rank_appears_once(layout):
         for text, fill, tip in cells:
             rank = rank_of(tip)
             coords = layout.coords(rank)
-            group = layout.groups(dim).index_of(rank)
-            assert text == str(coords[dim])
+            (group,) = [at for at, ranks in enumerate(layout.groups(dim)) if rank in ranks]
+            assert text == str(group)
             listed = ", ".join(f"{name}={at}" for name, at in coords.items())
             lines = [f"rank {rank}: {listed}", f"{dim} group {group}", f"host{rank // 4}"]
             assert tip.split("\n") == lines
             assert colours.setdefault(group % 8, fill) == fill
         assert len(set(colours.values())) == len(colours)
+
+
+# In a picture of any size, two groups have different numbers, and ranks of one group have the same
+# number. The groups are computed from the coordinates: ranks of a group differ in one dim only.
+@pytest.mark.parametrize("sizes", ["tp=2,cp=2,dp=2", "tp=8,cp=2,dp=4", "tp=8,cp=2,dp=16,pp=4"])
+def test_groups_have_different_numbers(sizes):
+    layout = RankLayout(sizes)
+    for dim in layout.dim_names:
+        groups, numbers = {}, {}
+        for text, _, tip in cells_of(draw(layout, on=8, groups=dim).svg()):
+            coords = layout.coords(rank_of(tip))
+            others = tuple(coords[other] for other in coords if other != dim)
+            number = text.rpartition(":")[2]
+            assert groups.setdefault(others, number) == number
+            assert numbers.setdefault(number, others) == others
+        assert len(groups) > 1
+
+
+# Numbers are in the middle of their cells. All cells have one width, so that hosts are aligned.
+@pytest.mark.parametrize("sizes", ["tp=2,cp=2,dp=6", "tp=8,cp=2,dp=4"])
+def test_hosts_are_aligned(sizes):
+    svg = draw(sizes, on=4).svg()
+    cells = ET.fromstring(svg).iter(f"{SVG}g")
+    filled = [cell for cell in cells if cell.find(f"{SVG}title") is not None]
+    assert filled
+    for cell in filled:
+        text, rectangle = cell.find(f"{SVG}text"), cell.find(f"{SVG}rect")
+        assert float(text.get("x")) == pytest.approx(float(rectangle.get("width")) / 2, abs=0.1)
+        assert "middle" in text.get("class").split()
+    titles = [(x, width) for text, x, width in positions_of(svg) if re.match(r"host\d+ rank", text)]
+    assert len({width for _, width in titles}) == 1
+    assert len({x for x, _ in titles}) < len(titles)  # some hosts are below others
+
+
+# No half of a picture is empty: a tenth of the texts begins in each half.
+@pytest.mark.parametrize(
+    "what",
+    [
+        *("dp=8", "tp=2,cp=2,dp=2", "tp=4,dp=6", "tp=8,cp=2,dp=4", "tp=4,dp=16"),
+        *("tp=8,dp=32", "tp=8,pp=4,dp=8", "tp=8,cp=2,dp=16,pp=4", "tp=32,dp=32"),
+        difference(RankLayout("tp=2,cp=2,dp=2"), RankLayout("tp=4,dp=2")),
+        RankMapping("tp=2,dp=4", RankLayout("tp=4,dp=2", rank_offset=8)),
+    ],
+    ids=repr,
+)
+def test_no_half_is_empty(what):
+    svg = draw(what, **({} if isinstance(what, RankMapping) else {"on": 8})).svg()
+    width = float(ET.fromstring(svg).get("width"))
+    starts = [x / width for _, x, _ in positions_of(svg)]
+    on_the_right = sum(start > 0.5 for start in starts) / len(starts)
+    assert 0.1 <= on_the_right <= 0.9
+
+
+# A picture of at most 16 ranks has a row with the coordinates of each rank.
+def test_row_of_coordinates():
+    text = draw("tp=2,cp=1,dp=3").text(width=80)
+    assert re.search(r"^ rank +0 +1 +2 +3 +4 +5$", text, re.MULTILINE)
+    assert " tp,dp    0,0 1,0 0,1 1,1 0,2 1,2\n" in text
+    assert "tp,dp" not in draw("tp=2,dp=9").text(width=80)
+
+
+# A dark screen gets light text on a dark page. Text on a fill stays dark. Print stays light.
+def test_dark_style():
+    svg = draw("tp=2,dp=2").svg()
+    assert "@media screen and (prefers-color-scheme:dark){.hc text{fill:#e6edf3}" in svg
+    for cell in ET.fromstring(svg).iter(f"{SVG}g"):
+        if cell.get("class") == "cell":
+            is_filled = cell.find(f"{SVG}rect").get("fill") != "none"
+            assert ("filled" in cell.find(f"{SVG}text").get("class").split()) == is_filled
 
 
 # The schematic of a large layout shows one host. The factors in the schematic multiply to the
@@ -84,8 +171,9 @@ def test_schematic_multiplies_to_all_ranks(sizes, on, host):
     numbers = [*inner, *(found[1].replace(",", "") for found in factors if found)]
     assert math.prod(map(int, numbers)) == layout.size
     for shown, _, tip in cells_of(svg):
-        coords = ", ".join(f"{dim}={at}" for dim, at in layout.coords(int(shown)).items())
-        assert tip.startswith(f"rank {shown}: {coords}\n")
+        rank = shown.partition(":")[0]
+        coords = ", ".join(f"{dim}={at}" for dim, at in layout.coords(int(rank)).items())
+        assert tip.startswith(f"rank {rank}: {coords}\n")
     root = ET.fromstring(svg)
     assert float(root.get("width")) < 1900
     assert float(root.get("height")) < 1000
@@ -101,7 +189,7 @@ def test_stages_are_columns():
     assert {f"128 ranks in {end[0]}..{end[-1]}" for end in ends} <= {*texts}
     assert {"5 more", "x 8 dp", "2 cp"} <= {*texts}
     assert svg.count('class="arrow"') == 2
-    assert [int(text) for text, *_ in cells_of(svg)] == [
+    assert [rank_of(tip) for *_, tip in cells_of(svg)] == [
         first + rank for first in (0, 128, 896) for rank in range(16)
     ]
 
@@ -192,7 +280,8 @@ def test_change_marks_kept_gone_and_new_groups(before, after):
         for dim in [dim for dim in side.dim_names if side.size_of(dim) > 1] or side.dim_names[:1]:
             for group in side.groups(dim):
                 fate = "kept" if group in every(other) else otherwise
-                expected |= {(rank, dim, side.coords(rank)[dim], fate) for rank in group}
+                number = [*side.groups(dim)].index(group)
+                expected |= {(rank, dim, number, fate) for rank in group}
     found = set()
     for text, fill, tip in cells_of(picture.svg()):
         fate = FATES[fill]
@@ -249,7 +338,7 @@ def test_matrix_counts_parts(source, target, roles, offset):
     assert "= marks kept parts . no parts" in " ".join(text.split())
 
 
-# Text output has one column per rank, with the coordinates of the rank, and fits any width.
+# Text output has one column per rank, with the numbers of its groups, and fits any width.
 @pytest.mark.parametrize(("width", "on"), [(40, None), (80, 4), (200, 72)])
 def test_text_fits_the_width(width, on):
     layout = RankLayout("tp=4,dp=3,pp=5")
@@ -257,13 +346,14 @@ def test_text_fits_the_width(width, on):
     assert max(map(len, text.splitlines())) <= width
     rows = {"rank": [], "tp": [], "dp": [], "pp": []}
     for line in text.splitlines():
-        for name, numbers in re.findall(r"(\w+)((?: +\d+)+)(?= |$)", line):
+        for name, numbers in re.findall(r"(\w+)(?: group)?((?: +\d+)+)(?= |$)", line):
             if name in rows and "groups" not in line:
                 rows[name] += map(int, numbers.split())
     assert sorted(rows["rank"]) == list(layout.ranks)
     for dim in layout.dim_names:
-        coords = dict(zip(rows["rank"], rows[dim], strict=True))
-        assert coords == {rank: layout.coords(rank)[dim] for rank in layout.ranks}
+        numbers = dict(zip(rows["rank"], rows[dim], strict=True))
+        groups = enumerate(layout.groups(dim))
+        assert numbers == {rank: number for number, group in groups for rank in group}
 
 
 # Output to an ASCII stream is ASCII.
