@@ -61,7 +61,7 @@ def train(ep: int, sizes: str) -> list[float]:
             assert model.weights.grad is not None
             model.weights.grad = expert["expt_dp"].sum(model.weights.grad) / grid.size
             optimizer.step()
-            losses.append(dense.mean(loss).item())
+            losses.append(dense.mean(loss.detach()).item())
     return losses
 
 

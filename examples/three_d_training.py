@@ -71,7 +71,7 @@ def on_a_grid() -> list[float]:
             schedule.step(*([x] if pp.is_first else []), target=x.roll(1, 1), losses=parts)
             optimizer.step()
             if pp.is_last:
-                losses.append(dp.mean(torch.stack(parts).mean()).item())
+                losses.append(dp.mean(torch.stack(parts).mean().detach()).item())
         return losses
 
 

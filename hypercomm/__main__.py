@@ -9,7 +9,7 @@ def main() -> int:
     lacking = [name for name in ("click", "rich") if importlib.util.find_spec(name) is None]
     if lacking:
         needed = " and ".join(lacking)
-        message = f"hypercomm: the command line needs {needed}: pip install 'hypercomm[cli]'\n"
+        message = f"hypercomm: the command line needs {needed}: pip install {' '.join(lacking)}\n"
         sys.stderr.write(message)
         return 2
     from hypercomm.cli import main as run

@@ -82,6 +82,7 @@ def test_example(name, tmp_path):
         assert "cannot reconfigure process groups; 2.14 can" in done.stderr
         return
     assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
     figures = dict(re.findall(r"^([a-z][a-z ]*): (\S+)$", done.stdout, re.MULTILINE))
     if TOLERANCES[name] is not None:
         assert float(figures.pop("largest difference")) <= TOLERANCES[name]

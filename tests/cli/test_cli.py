@@ -140,5 +140,5 @@ def test_without_torch_or_an_extra():
     for name in ("click", "rich"):
         find = f"lambda name: None if name == {name!r} else 1"
         done = hypercomm("plan", before=f"import importlib.util as u; u.find_spec = {find}")
-        message = f"hypercomm: the command line needs {name}: pip install 'hypercomm[cli]'\n"
+        message = f"hypercomm: the command line needs {name}: pip install {name}\n"
         assert (done.returncode, done.stderr) == (2, message)

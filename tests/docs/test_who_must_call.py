@@ -1,4 +1,4 @@
-"""Test the tables of docs/start/concepts.md, which list the ranks that make each call.
+"""Test the tables of docs/reference/calls.md, which list the ranks that make each call.
 
 The tests run on four real ranks. In tp=2,dp=2, the tp groups are (0, 1) and (2, 3), and the dp
 groups are (0, 2) and (1, 3).
@@ -102,8 +102,7 @@ def test_edges_and_transfers():
 
 # The page has a row for each strategy, and for each call with special rules.
 def test_rows():
-    page = (DOCS / "start" / "concepts.md").read_text()
-    section = page.partition("## Which ranks make which call")[2].partition("\n## ")[0]
-    cells = " ".join(line.split("|")[1] for line in section.splitlines() if line.startswith("| "))
+    page = (DOCS / "reference" / "calls.md").read_text()
+    cells = " ".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| "))
     for name in ("local", "split", "enumerate", "create_pgs", "reshape(target)", "edges(...)"):
         assert f"`{name}`" in cells

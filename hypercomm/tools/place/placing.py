@@ -380,7 +380,7 @@ class Placed:
         Example:
             >>> from hypercomm import place
             >>> place("dp=4,tp=2", on=2, traffic="tp=3G,dp=1G").advice
-            'order: tp-dp in place of dp-tp; steps wait for 71 % less across units'
+            'order: tp-dp in place of dp-tp; steps wait for 71 % fewer bytes across units'
             >>> place("tp=2,dp=2", on=["a", "b", "a", "b"]).advice
             'ranks: sorted by host, ranks=[0, 2, 1, 3]; groups with more traffic stay inside'
         """
@@ -441,7 +441,7 @@ _MOST_RANKS = 64
 """The most ranks that the advice lists. `reordered` and JSON contain all ranks."""
 
 _SAVINGS = (
-    "steps wait for {} less across units",
+    "steps wait for {} fewer bytes across units",
     "{} less crosses units during computation",
     "{} less crosses hosts within domains",
 )
@@ -495,7 +495,7 @@ def place(
         cp    host   8 of 8  2                48 MB
         bytes across: the sum over all groups in a step; the first dim varies fastest
         warning: 8 of 8 tp groups leave their host, the first is (0, 4)
-        order: tp-cp-pp in place of pp-tp-cp; steps wait for 94 % less across units
+        order: tp-cp-pp in place of pp-tp-cp; steps wait for 94 % fewer bytes across units
           tp  host  8 of 8 -> 0 of 8  2 -> 1  144 MB -> 0
           cp  host  8 of 8 -> 0 of 8  2 -> 1  48 MB -> 0
           pp  host  0 of 4 -> 4 of 4  1 -> 4  0 -> 12 MB
