@@ -110,6 +110,7 @@ def test_pictures_are_up_to_date():
         assert (drawings.FOLDER / f"{name}.svg").read_text() == draw().svg(), name
     files = {path.stem for path in drawings.FOLDER.glob("*.svg")}
     assert files == set(drawings.PICTURES)
+    assert len([name for name in files if name.startswith("layout_")]) == 10  # how-to/layouts.md
     pages = "".join(path.read_text() for path in PAGES.values())
     assert all(f"pictures/{name}.svg)" in pages for name in files)
 

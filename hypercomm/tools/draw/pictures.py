@@ -239,8 +239,8 @@ class Scene:
         stage = next((dim for dim in outer if kind_of(dim) == "pp" and (dim,) in links), "")
         columns = 1 if stage else 0  # stages are side by side, so their hosts are not
         repeated = [dim for dim in outer if dim != stage and layout.size_of(dim) > 1]
-
-        longest = len(f"{layout.last_rank}:{len(self._layout_of(lit).groups(*lit)) - 1}")
+        last_group = len(self._layout_of(lit).groups(*lit)) - 1
+        longest = len(f"{layout.last_rank}:{last_group}")
 
         def nested(dims: Sequence[str], part: RankLayout) -> Box:
             """Return the box of the last dim around the boxes of the other dims."""
@@ -256,9 +256,9 @@ class Scene:
             name = dim.removesuffix(OUTER)
             times = layout.size_of(dim)
             drawn = times if times <= MOST_DRAWN and not others else 1
-            boxes = [nested(others, part.select(**{dim: index})) for index in range(drawn)]
-            title = f"{'x ' if drawn < times else ''}{times:,} {name}"
             repeats = drawn < times
+            boxes = [nested(others, part.select(**{dim: index})) for index in range(drawn)]
+            title = f"{'x ' if repeats else ''}{times:,} {name}"
             return Box(title, links[name,], boxes, columns, framed=True, is_repeated=repeats)
 
         note = "the dims do not fill hosts evenly" if self.levels and not host else ""

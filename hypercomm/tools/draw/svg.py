@@ -12,7 +12,7 @@ from typing import NamedTuple
 from hypercomm.tools.draw.pictures import Box, Cell, Part, Table
 
 # The largest width of a row, in pixels.
-WIDTH = 1_200
+WIDTH = 1_240
 
 # The width that a heading may have above narrower parts, and the height of its lines.
 LEAST_WIDTH = 320
@@ -116,34 +116,42 @@ def _box(box: Box) -> _Block:
             rows.append([])
         rows[-1].append(block)
     inside = _in_column([_in_row(row, gap) for row in rows], gap)
+    heading = _heading(box, max(inside.width, LEAST_WIDTH))
     edge = 8 if box.framed else 0
     behind = 12 if box.is_repeated else 0
-    indent = _width(box.bold, 14) + 10 if box.bold else 0
-    bold = "x" * round(indent / _width("x"))  # as long as the bold start of the first line
-    room = int(max(inside.width, LEAST_WIDTH) / _width("x"))
-    text = f"{bold} {box.words}".strip()
-    first, *others = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) or [
-        ""
-    ]
-    width = max(inside.width, *(_width(line) for line in (first, *others))) + 2 * edge
-    top = 26 + LINE * len(others) if first else edge
+    top = heading.height or edge
+    width = max(inside.width, heading.width) + 2 * edge
     height = top + inside.height + edge
     frames = [_rectangle(at, width, height, 'class="frame"') for at in range(behind, -1, -6)]
     markup = "".join(frames) if box.framed else ""
-    markup += _text(edge, 17, box.bold, "bold")
-    markup += _text(edge + indent, 17, first.removeprefix(bold).strip(), "soft")
-    for count, line in enumerate(others, 1):
-        markup += _text(edge, 17 + LINE * count, line, "soft")
-    return _Block(width + behind, height + behind, markup + _moved(inside, edge, top))
+    markup += _moved(heading, edge, 0) + _moved(inside, edge, top)
+    return _Block(width + behind, height + behind, markup)
+
+
+def _heading(box: Box, room: float) -> _Block:
+    """Return the bold start of a box's heading, and the words in lines of at most a width."""
+    start = _width(box.bold, 14) + 10 if box.bold else 0
+    bold = "x" * round(start / _width("x"))  # as long as the bold start of the first line
+    lines = textwrap.wrap(
+        f"{bold} {box.words}".strip(),
+        int(room / _width("x")),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    markup = _text(0, 17, box.bold, "bold") if bold else ""
+    for at, line in enumerate(lines):
+        words = line if at else line[len(bold) :].strip()
+        markup += _text(0 if at else start, 17 + LINE * at, words, "soft")
+    height = 26 + LINE * (len(lines) - 1) if lines else 0
+    return _Block(max(map(_width, lines), default=0), height, markup)
 
 
 def _table(table: Table) -> _Block:
     columns = []
     for column in zip(*table.rows, strict=True):
         width = max(_width(cell.text, 13) for cell in column) + 12
-        look = "" if table.is_text or not columns else " middle"
-        cells = [
-            _cell(cell, width, ("" if at else "bold") + look) for at, cell in enumerate(column)
-        ]
+        look = "" if table.is_text or not columns else "middle"
+        title, *others = column
+        cells = [_cell(title, width, f"bold {look}"), *(_cell(one, width, look) for one in others)]
         columns.append(_in_column(cells, 3))
     return _in_row(columns, 3)
