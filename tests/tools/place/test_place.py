@@ -143,7 +143,7 @@ def test_alternating_hosts_get_a_list_of_ranks():
     # before: 2 rings of 4 ranks in 2 units, 4 * 9 GB; after: 4 pairs in 2 units, 8 * 1 GB
     assert (placed.cost.waited, better.cost.waited) == (36e9, 8e9)
     assert placed.advice.startswith("ranks: sorted by host, ranks=[0, 2, 6, 4, 3, 1, 5, 7]; steps")
-    assert "78 % less" in placed.advice
+    assert "78 % fewer bytes" in placed.advice
     assert place(better.layout, on=on, traffic="tp=9G,dp=1G").proposal is None
 
 
