@@ -55,10 +55,11 @@ def save_and_load(folder: str) -> tuple[float, int]:
         wanted = model_of(0).state_dict()
         difference = 0.0
         for name, weight in model.state_dict().items():
-            if isinstance(weight, DTensor):  # dp first: torch warns of both dims in one call
-                over_tp = weight.redistribute(placements=[Replicate(), weight.placements[1]])
-                weight = over_tp.full_tensor()
-            difference = max(difference, (weight - wanted[name]).abs().max().item())
+            assert isinstance(weight, DTensor)
+            # Gather over dp, then over tp. torch warns if one call gathers over both.
+            over_tp = weight.redistribute(placements=[Replicate(), weight.placements[1]])
+            whole = over_tp.full_tensor()
+            difference = max(difference, (whole - wanted[name]).abs().max().item())
     return difference, len(registered_groups() - before)
 
 
