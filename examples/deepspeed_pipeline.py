@@ -11,8 +11,11 @@ oneDNN does not support it on the processor. It does not support ZeRO-2 and ZeRO
 """
 
 import os
+import warnings
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+# DeepSpeed calls functions that torch has renamed.
+warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
 
 import torch
 from torch import nn
