@@ -147,7 +147,7 @@ def _heading(box: Box, room: float) -> _Block:
 
 
 def _table(table: Table) -> _Block:
-    columns = []
+    columns: list[_Block] = []
     for column in zip(*table.rows, strict=True):
         width = max(_width(cell.text, 13) for cell in column) + 12
         look = "" if table.is_text or not columns else "middle"
