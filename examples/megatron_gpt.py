@@ -115,8 +115,7 @@ def forward(pieces: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
 
 def train(sizes: dict[str, Any], extra: dict[str, Any]) -> Run:
     """Train one model. Only the last pipeline stage returns losses, which are averaged over dp."""
-    from megatron.core import parallel_state as mpu
-    from megatron.core import tensor_parallel
+    from megatron.core import parallel_state as mpu, tensor_parallel
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,

@@ -2,41 +2,19 @@
 
 from hypercomm import (
     cli as cli,
-)
-from hypercomm import (
     compat as compat,
-)
-from hypercomm import (
     errors as errors,
-)
-from hypercomm import (
     grid as grid,
-)
-from hypercomm import (
     launch as launch,
-)
-from hypercomm import (
     layout as layout,
-)
-from hypercomm import (
     testing as testing,
-)
-from hypercomm import (
     tools as tools,
-)
-from hypercomm import (
     training as training,
-)
-from hypercomm import (
     transfers as transfers,
 )
 from hypercomm.compat.megatron.presets import (
     create_megatron_pgs as create_megatron_pgs,
-)
-from hypercomm.compat.megatron.presets import (
     megatron_grids as megatron_grids,
-)
-from hypercomm.compat.megatron.presets import (
     megatron_requests as megatron_requests,
 )
 from hypercomm.compat.torchtitan import torchtitan_grids as torchtitan_grids
@@ -46,41 +24,22 @@ from hypercomm.grid.grid_set import GridSet as GridSet
 from hypercomm.grid.view import GridView as GridView
 from hypercomm.launch import (
     Joined as Joined,
-)
-from hypercomm.launch import (
     JoinedWorld as JoinedWorld,
-)
-from hypercomm.launch import (
     Renewed as Renewed,
-)
-from hypercomm.launch import (
     join as join,
-)
-from hypercomm.launch import (
     join_world as join_world,
-)
-from hypercomm.launch import (
     renew_world as renew_world,
-)
-from hypercomm.launch import (
     run_ranks as run_ranks,
 )
-from hypercomm.layout import RankGroups as RankGroups
-from hypercomm.layout import RankLayout as RankLayout
-from hypercomm.process_groups.spec import GroupKey as GroupKey
-from hypercomm.process_groups.spec import GroupRequest as GroupRequest
+from hypercomm.layout import RankGroups as RankGroups, RankLayout as RankLayout
+from hypercomm.process_groups.spec import GroupKey as GroupKey, GroupRequest as GroupRequest
 from hypercomm.process_groups.world import World as World
 from hypercomm.testing import fake_world as fake_world
 from hypercomm.tools.draw import draw as draw
-from hypercomm.tools.launch_files import LaunchConfig as LaunchConfig
-from hypercomm.tools.launch_files import read_config as read_config
+from hypercomm.tools.launch_files import LaunchConfig as LaunchConfig, read_config as read_config
 from hypercomm.tools.place import (
     live_topology as live_topology,
-)
-from hypercomm.tools.place import (
     place as place,
-)
-from hypercomm.tools.place import (
     read_topology as read_topology,
 )
 from hypercomm.training import clip_grad_norm_ as clip_grad_norm_

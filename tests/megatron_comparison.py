@@ -11,12 +11,13 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch.distributed as dist
-from megatron_oracle import core, process_groups_config
-from megatron_oracle import parallel_state as theirs
+from megatron_oracle import core, parallel_state as theirs, process_groups_config
 
-from hypercomm.compat.megatron import parallel_state as ours
-from hypercomm.compat.megatron import process_groups_config as our_config
-from hypercomm.compat.megatron import version
+from hypercomm.compat.megatron import (
+    parallel_state as ours,
+    process_groups_config as our_config,
+    version,
+)
 from hypercomm.testing import fake_world
 
 NOT_COMPARED = {

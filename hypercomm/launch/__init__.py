@@ -9,20 +9,12 @@ from hypercomm.lazy import attributes
 if TYPE_CHECKING:
     from hypercomm.launch.joining import (
         Joined as Joined,
-    )
-    from hypercomm.launch.joining import (
         Renewed as Renewed,
-    )
-    from hypercomm.launch.joining import (
         join as join,
-    )
-    from hypercomm.launch.joining import (
         renew_world as renew_world,
     )
-    from hypercomm.launch.run import report as report
-    from hypercomm.launch.run import run_ranks as run_ranks
-    from hypercomm.launch.worlds import JoinedWorld as JoinedWorld
-    from hypercomm.launch.worlds import join_world as join_world
+    from hypercomm.launch.run import report as report, run_ranks as run_ranks
+    from hypercomm.launch.worlds import JoinedWorld as JoinedWorld, join_world as join_world
 
 _HOMES = {
     "hypercomm.launch.joining": ("Joined", "Renewed", "join", "renew_world"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from hypercomm.layout.groups import RankGroups as RankGroups
-from hypercomm.layout.layout import RankLayout as RankLayout
-from hypercomm.layout.layout import read_layout as read_layout
+from hypercomm.layout.layout import RankLayout as RankLayout, read_layout as read_layout
 
 __all__ = ["RankGroups", "RankLayout"]

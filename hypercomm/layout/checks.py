@@ -10,8 +10,7 @@ import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Mapping, Sequence, Set as AbstractSet
 from datetime import timedelta
 from numbers import Real
 from typing import Any

@@ -15,36 +15,19 @@ if TYPE_CHECKING:
     from hypercomm.launch import run_ranks as run_ranks
     from hypercomm.testing import properties as properties
     from hypercomm.testing.on_ranks import given_ranks as given_ranks
-    from hypercomm.testing.simulation import Simulation as Simulation
-    from hypercomm.testing.simulation import simulate as simulate
+    from hypercomm.testing.simulation import Simulation as Simulation, simulate as simulate
     from hypercomm.testing.strategies import (
         dim_subsets as dim_subsets,
-    )
-    from hypercomm.testing.strategies import (
         grids as grids,
-    )
-    from hypercomm.testing.strategies import (
         layouts as layouts,
-    )
-    from hypercomm.testing.strategies import (
         mappings as mappings,
-    )
-    from hypercomm.testing.strategies import (
         orders as orders,
-    )
-    from hypercomm.testing.strategies import (
         ranks_of as ranks_of,
-    )
-    from hypercomm.testing.strategies import (
         shardings as shardings,
-    )
-    from hypercomm.testing.strategies import (
         views_of as views_of,
     )
     from hypercomm.testing.worlds import (
         fake_world as fake_world,
-    )
-    from hypercomm.testing.worlds import (
         registered_groups as registered_groups,
     )
 

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from group_checks import sum_over
-from group_checks import tables as registered
-from hypothesis import given
-from hypothesis import strategies as st
+from group_checks import sum_over, tables as registered
+from hypothesis import given, strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from example_counts import examples
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from numpy_oracle import group_of
 
 from hypercomm import HyperCommGrid

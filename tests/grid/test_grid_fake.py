@@ -8,8 +8,7 @@ import pytest
 import torch.distributed as dist
 from example_counts import examples
 from group_checks import tables as registered
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from numpy_oracle import group_of
 from processes import run_python
 

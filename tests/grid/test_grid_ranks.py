@@ -7,8 +7,7 @@ from itertools import chain, combinations
 import pytest
 import torch
 import torch.distributed as dist
-from group_checks import all_reduce_of, sum_over
-from group_checks import tables as registered
+from group_checks import all_reduce_of, sum_over, tables as registered
 from numpy_oracle import group_of
 
 from hypercomm import HyperCommGrid, RankLayout

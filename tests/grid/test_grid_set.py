@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from group_checks import tables as registered
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 
 from hypercomm import GridSet, HyperCommGrid, RankLayout
 from hypercomm.compat.megatron import collections_of

@@ -5,8 +5,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from group_checks import sum_over
-from group_checks import tables as registered
+from group_checks import sum_over, tables as registered
 from numpy_oracle import sum_of
 
 from hypercomm import GridSet, RankLayout

@@ -6,8 +6,7 @@ import re
 import numpy as np
 import pytest
 from drawn_layouts import in_layout_order, layouts_with_tables
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hypercomm import RankLayout
 from hypercomm.errors import LayoutError

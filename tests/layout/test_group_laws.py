@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from drawn_layouts import groups_with_lists, in_layout_order, layouts_with_tables
 from example_counts import examples
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import hypercomm.layout.groups
 import hypercomm.layout.layout

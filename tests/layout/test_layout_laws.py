@@ -20,8 +20,7 @@ from drawn_layouts import (
     table_of,
 )
 from example_counts import examples
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hypercomm import RankLayout
 from hypercomm.errors import LayoutError, RankOutsideError, WorldSizeError

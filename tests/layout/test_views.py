@@ -5,8 +5,7 @@ import pytest
 import torch.distributed as dist
 from drawn_layouts import groups_of
 from example_counts import examples
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hypercomm import HyperCommGrid
 from hypercomm.errors import (

@@ -7,8 +7,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 from example_counts import examples
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from numpy_oracle import group_of
 from torch.distributed.device_mesh import init_device_mesh
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from processes import run_python
 
 from hypercomm import GridSet, HyperCommGrid, RankLayout, RankMapping

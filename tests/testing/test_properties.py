@@ -242,8 +242,7 @@ def test_dtensor_modules_pass():
 @pytest.mark.ranks(2)
 def test_megatron_layers_pass():
     warnings.simplefilter("ignore")
-    from megatron.core import ModelParallelConfig
-    from megatron.core import parallel_state as state
+    from megatron.core import ModelParallelConfig, parallel_state as state
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     state.initialize_model_parallel(tensor_model_parallel_size=2)

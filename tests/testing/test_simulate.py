@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from group_checks import patched_attributes
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch.distributed import get_rank as bound_early
 from torch.distributed.device_mesh import init_device_mesh
 

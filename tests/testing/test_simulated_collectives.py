@@ -8,10 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from group_checks import coalescing
-from hypothesis import given
-from hypothesis import strategies as st
-from torch.distributed import all_gather_object as bound_early
-from torch.distributed import all_reduce as early_all_reduce
+from hypothesis import given, strategies as st
+from torch.distributed import all_gather_object as bound_early, all_reduce as early_all_reduce
 
 from hypercomm import HyperCommGrid, run_ranks
 from hypercomm.errors import RankFailedError, SimulationError

@@ -2,8 +2,7 @@
 
 import hypothesis
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from processes import run_python
 
 from hypercomm import RankLayout

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 from example_counts import examples
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from numpy_oracle import held
 
 from hypercomm import RankLayout, RankMapping

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from drawn_layouts import layouts_with_tables
 from example_counts import examples
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from numpy_oracle import cuts_of, held, whole_of
 
 from hypercomm import RankLayout, RankMapping

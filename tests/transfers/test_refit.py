@@ -21,8 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 from hypercomm import Fused, RankLayout, RankMapping, transfer_state
 from hypercomm.errors import CreationError, LayoutError, PlanMismatchError
-from hypercomm.transfers import mover
-from hypercomm.transfers import state as module
+from hypercomm.transfers import mover, state as module
 from hypercomm.transfers.exchange import Exchange
 
 

@@ -29,8 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypercomm.compat.megatron import state as _states
-from hypercomm.compat.megatron import table, version
+from hypercomm.compat.megatron import state as _states, table, version
 from hypercomm.compat.megatron.install import MegatronNotReplacedWarning
 from hypercomm.compat.megatron.state import current
 from hypercomm.compat.megatron.table import CP, DP, DP_CP, EP, EXPERT_DP, EXPERT_TP, GLOO, PP, TP

@@ -30,8 +30,6 @@ from hypercomm.process_groups.torch_internals.capabilities import (
 )
 from hypercomm.process_groups.torch_internals.gloo import (
     address_key,
-)
-from hypercomm.process_groups.torch_internals.gloo import (
     lazy_init as lazy_init_of_gloo,
 )
 from hypercomm.process_groups.torch_internals.split import (

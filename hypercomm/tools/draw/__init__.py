@@ -1,6 +1,5 @@
 """Pictures of layouts, grids, changes and mappings: SVG, PNG, and text for a terminal."""
 
-from hypercomm.tools.draw.drawing import Drawing as Drawing
-from hypercomm.tools.draw.drawing import draw as draw
+from hypercomm.tools.draw.drawing import Drawing as Drawing, draw as draw
 
 __all__ = ["Drawing", "draw"]

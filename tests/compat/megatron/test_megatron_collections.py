@@ -6,12 +6,10 @@ from types import SimpleNamespace
 import megatron_comparison as comparison
 import pytest
 import torch.distributed as dist
-from megatron_comparison import THEIR_FIELDS as FIELDS
-from megatron_comparison import TheirCollection
+from megatron_comparison import THEIR_FIELDS as FIELDS, TheirCollection
 
 from hypercomm import HyperCommGrid
-from hypercomm.compat.megatron import ParallelState, version
-from hypercomm.compat.megatron import process_groups_config as our_config
+from hypercomm.compat.megatron import ParallelState, process_groups_config as our_config, version
 from hypercomm.compat.megatron.process_groups_config import ProcessGroupCollection
 from hypercomm.errors import UnknownFieldError
 from hypercomm.testing import fake_world

@@ -4,8 +4,7 @@ import functools
 import os
 from unittest import mock
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from megatron_oracle import hyper_comm_grid
 
 from hypercomm import HyperCommGrid

@@ -8,8 +8,7 @@ If megatron-core has GTP, test_megatron_state.py also compares groups with megat
 import megatron_comparison as comparison
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from megatron_comparison import plain
 
 from hypercomm import megatron_grids

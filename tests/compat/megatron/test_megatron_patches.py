@@ -13,8 +13,7 @@ from unittest import mock
 import cloudpickle
 import pytest
 import torch.distributed as dist
-from group_checks import all_reduce_of
-from group_checks import tables as registered
+from group_checks import all_reduce_of, tables as registered
 from megatron_comparison import (
     TAKEN,
     forget,

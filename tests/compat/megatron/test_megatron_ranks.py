@@ -8,8 +8,7 @@ from functools import partial
 import cloudpickle
 import pytest
 import torch.distributed as dist
-from group_checks import all_reduce_of, left_over, settle, threads_and_files
-from group_checks import tables as registered
+from group_checks import all_reduce_of, left_over, settle, tables as registered, threads_and_files
 from megatron_comparison import state_of, theirs
 
 from hypercomm.compat.megatron import ParallelState, parallel_state

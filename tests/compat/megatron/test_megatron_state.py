@@ -5,8 +5,7 @@ import math
 
 import pytest
 from example_counts import examples
-from hypothesis import event, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import event, example, given, settings, strategies as st
 from megatron_comparison import (
     TAKEN,
     THEIR_FIELDS,

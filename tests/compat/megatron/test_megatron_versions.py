@@ -4,13 +4,15 @@ import forked_programs
 import pytest
 import torch.distributed as dist
 from megatron_comparison import following, ours, plain, theirs
-from megatron_oracle import core as their_core
-from megatron_oracle import hyper_comm_grid, process_groups_config
+from megatron_oracle import core as their_core, hyper_comm_grid, process_groups_config
 
 from hypercomm import megatron_grids
-from hypercomm.compat.megatron import ParallelState, version
-from hypercomm.compat.megatron import hyper_comm_grid as our_grid
-from hypercomm.compat.megatron import process_groups_config as our_config
+from hypercomm.compat.megatron import (
+    ParallelState,
+    hyper_comm_grid as our_grid,
+    process_groups_config as our_config,
+    version,
+)
 from hypercomm.errors import ConfigurationError
 from hypercomm.testing import fake_world
 

@@ -6,8 +6,7 @@ import megatron_comparison as comparison
 import numpy as np
 import pytest
 from example_counts import examples
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from megatron_comparison import FIELDS, LONG, TheirCollection, megatrons_fields, theirs
 
 from hypercomm import GridSet, HyperCommGrid, megatron_grids
