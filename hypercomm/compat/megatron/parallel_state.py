@@ -999,7 +999,17 @@ def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> Non
 
 
 def _replaced_create_group() -> Callable[..., Any] | None:
-    """Return `create_group` if a program has replaced it or torch's `new_group`, otherwise None."""
+    """Return `create_group` if a program has replaced it or torch's `new_group`, otherwise None.
+
+    Raises:
+        StateError: A program has replaced a function that Megatron asks for the ranks of groups.
+    """
+    for name in _THEIRS:  # `__getattr__` returns them, and the module has only replacements
+        if name in globals() and not version.is_original(globals()[name]):
+            raise StateError(
+                f"{name} of {__name__} was replaced, but the grid computes the ranks of groups; "
+                f"replace create_group or torch.distributed.new_group instead"
+            )
     module = getattr(dist.new_group, "__globals__", {}).get("__name__", "")
     is_own = create_group is _own_create_group and module.startswith("torch.")
     return None if is_own else create_group

@@ -107,6 +107,9 @@ def installed() -> Version | None:
     return major, minor
 
 
+_SUFFIX = "_of_megatron"
+
+
 @functools.cache
 def original(name: str) -> Any:
     """Execute a file of the installed `megatron.core`, which `install()` may have replaced.
@@ -123,11 +126,16 @@ def original(name: str) -> Any:
             f"this is a part of megatron.core.{name} that hypercomm does not replace: pip install "
             f"megatron-core"
         )
-    called = f"megatron.core.{name}_of_megatron"  # a name in the package, for relative imports
+    called = f"megatron.core.{name}{_SUFFIX}"  # a name in the package, for relative imports
     spec: Any = importlib.util.spec_from_file_location(called, path)
     module = sys.modules[called] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def is_original(function: object) -> bool:
+    """Return whether a function is from a module that `original` has executed."""
+    return getattr(function, "__module__", "").endswith(_SUFFIX)
 
 
 def _file(name: str) -> Path | None:

@@ -26,6 +26,7 @@ from megatron_comparison import (
 )
 
 from hypercomm.compat.megatron import ParallelState
+from hypercomm.errors import StateError
 from hypercomm.launch import run_ranks
 from hypercomm.testing import fake_world
 
@@ -81,7 +82,7 @@ RANKS = {
     "create_hybrid_dp_cp_groups",
     "generate_masked_orthogonal_rank_groups",
 }
-"""Functions with which Megatron finds ranks. hypercomm's grid computes the ranks instead."""
+"""Functions with which Megatron finds ranks. hypercomm rejects a replacement of them."""
 
 COMPARED = [
     (outer, inner)
@@ -337,6 +338,19 @@ def test_nccl_options_are_ignored_on_gloo(caplog):
         ours.destroy_model_parallel()
     finally:
         dist.destroy_process_group()
+
+
+# Replacements of functions that compute ranks would have no effect, so they are an error.
+@pytest.mark.parametrize("name", [name for name in sorted(RANKS) if hasattr(theirs, name)])
+def test_replaced_rank_functions_are_rejected(name, monkeypatch):
+    with fake_world(8):
+        monkeypatch.setattr(ours, name, raise_replaced)
+        with pytest.raises(StateError, match=f"{name} .* was replaced.*new_group instead"):
+            ours.initialize_model_parallel(2)
+        assert not ours.is_initialized()
+        monkeypatch.undo()
+        ours.initialize_model_parallel(2)
+        assert ours.RankGenerator.__module__.startswith("megatron.core")
 
 
 # If a replacement of a function fails half-way, no group is left, and no global is set.
