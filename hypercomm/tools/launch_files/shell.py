@@ -49,6 +49,10 @@ _PARTS = re.compile(
 """The kinds of nodes that are evaluated inside a word or a text."""
 
 
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)\s*(?:[-+*/%]?=(?!=)|\+\+|--)")
+"""The variables that an arithmetic expression assigns."""
+
+
 class Place(NamedTuple):
     """A line of a file. "" is the name of a text."""
 
@@ -216,6 +220,7 @@ class Script:
         self._returned: list[Variables] = []
         self._depth = self._steps = self._variant = 0
         self._width = 1
+        self._varying: set[str] = set()
 
     def follow(self, text: str, first: Place) -> None:
         """Follow a text that starts in a line."""
@@ -258,8 +263,24 @@ class Script:
         self._variant, self._width = outer
         return results
 
-    def _branch(self, condition: str, bodies: Sequence[Sequence[_Node]]) -> None:
-        """Follow each body from the same variables, and unite the variables at their ends."""
+    def _single(self, evaluate: Callable[[], T]) -> T | None:
+        """Return the result of an evaluation, or None if it reads alternatives of two variables.
+
+        It is not known which of these alternatives occur together.
+        """
+        outer, self._varying = self._varying, set()
+        result = evaluate()
+        is_single = len(self._varying) < 2
+        self._varying |= outer
+        return result if is_single else None
+
+    def _branch(self, condition: str, bodies: Sequence[Sequence[_Node]]) -> bool | None:
+        """Follow each body from the same variables, and unite the variables at their ends.
+
+        Returns:
+            Whether the body succeeds, or None if it is unknown or if there are several bodies.
+        """
+        result = None
         if len(bodies) > 1:
             self.tested += re.findall(r"\$\{?(\w+)", condition)
         before, ends = self._variables, []
@@ -267,11 +288,12 @@ class Script:
         for body in bodies:
             self._variables = dict(before)
             with contextlib.suppress(_End):
-                self._all(body)
+                result = self._all(body)
                 ends.append(self._variables)
         if not ends and len(self._returned) + len(self.commands) > count:
             raise _End  # otherwise it is a check that fails only because a variable is unknown
         self._variables = _united(ends or [before])
+        return result if len(bodies) == 1 else None
 
     def _do_if_statement(self, node: _Node) -> bool | None:
         bodies: list[Sequence[_Node]] = []
@@ -291,7 +313,8 @@ class Script:
     def _do_case_statement(self, node: _Node) -> bool | None:
         items = [child for child in node.children if child.kind == "case_item"]
         bodies: dict[int, Sequence[_Node]] = {}
-        for subject in self._each(lambda: text_of(self._pieces(node.named[0]))):
+        for text in self._each(lambda: self._single(lambda: text_of(self._pieces(node.named[0])))):
+            subject = "$" if text is None else text
             for at, item in enumerate(items):
                 names, body = item.split(")")
                 patterns = [text_of(self._pieces(name)) for name in names]
@@ -305,10 +328,26 @@ class Script:
         return None
 
     def _do_while_statement(self, node: _Node) -> bool | None:
+        *condition, body = node.named
+        self._branch(node.children[1].text, [[*condition, body], condition])
+        return None
+
+    def _do_c_style_for_statement(self, node: _Node) -> bool | None:
         self._branch(node.children[1].text, [node.named[-1:], []])
         return None
 
-    _do_c_style_for_statement = _do_while_statement
+    def _do_subshell(self, node: _Node) -> bool | None:
+        before = dict(self._variables)
+        result = self._all(node.named)
+        self._variables = before
+        return result
+
+    def _do_compound_statement(self, node: _Node) -> bool | None:
+        """Follow `{ ...; }`. What `(( ... ))` assigns is unknown."""
+        if not node.text.startswith("(("):
+            return self._all(node.named)
+        self._forget(_ASSIGNED.findall(node.text))
+        return None
 
     def _do_for_statement(self, node: _Node) -> bool | None:
         name, *lists, body = node.named
@@ -332,8 +371,7 @@ class Script:
             succeeds = succeeds is not False  # a command that is started is assumed to succeed
         if succeeds is not None and succeeds != (sign == "&&"):
             return succeeds
-        self._branch(left.text, [[right]] if succeeds is not None else [[right], []])
-        return None
+        return self._branch(left.text, [[right]] if succeeds is not None else [[right], []])
 
     def _do_negated_command(self, node: _Node) -> bool | None:
         succeeds = self._all(node.named)
@@ -341,6 +379,9 @@ class Script:
 
     def _do_variable_assignment(self, node: _Node) -> bool | None:
         name, sign, *values = node.children
+        if name.kind == "subscript":
+            self._forget([name.named[0].text])
+            return True
         is_array = any(value.kind == "array" for value in values)
 
         def assigned() -> Words:
@@ -357,12 +398,19 @@ class Script:
         self._set(name.text, self._each(assigned))
         return True
 
-    def _set(self, name: str, alternatives: Iterable[Words]) -> None:
+    def _set(self, name: str, alternatives: Iterable[Words | None]) -> None:
         if name not in self._given:
             self._variables[name] = _distinct(alternatives)
 
+    def _forget(self, names: Iterable[str]) -> None:
+        """Note that the values of variables are no longer known."""
+        for name in names:
+            self._set(name, [None])
+
     def _do_test_command(self, node: _Node) -> bool | None:
-        results = {*self._each(lambda: self._holds(node.named[0]))} if node.named else {None}
+        results: set[bool | None] = {None}
+        if node.named:
+            results = {*self._each(lambda: self._single(lambda: self._holds(node.named[0])))}
         return results.pop() if len(results) == 1 else None
 
     def _do_redirected_statement(self, node: _Node) -> bool | None:
@@ -479,9 +527,17 @@ class Script:
             self._returned.append(self._variables)
         raise _End
 
-    def _shift(self, _node: _Node, _variants: Sequence[Words]) -> bool | None:
+    def _shift(self, _node: _Node, variants: Sequence[Words]) -> bool | None:
+        count = text_of(variants[0][0]) if variants[0] else "1"
         arguments = self._variables.get("@", ())
-        self._variables["@"] = _distinct(words and words[1:] for words in arguments)
+        known = int(count) if count.isdecimal() else None
+        self._variables["@"] = _distinct(
+            None if words is None or known is None else words[known:] for words in arguments
+        )
+        return None
+
+    def _let(self, node: _Node, _variants: Sequence[Words]) -> bool | None:
+        self._forget(_ASSIGNED.findall(node.text))
         return None
 
     def _eval(self, node: _Node, variants: Sequence[Words]) -> bool | None:
@@ -510,6 +566,7 @@ class Script:
         words = [text_of(word) for word in variants[0]]
         names = [word for word in words if word[:1] != "-"]
         if not text or not is_known(text):
+            self._forget(names)
             return self._skip(node, [(_literal(" ".join(names)),)])
         separators = text_of(self._value("IFS", "", node.place)).replace("$IFS", " \t\n")
         parts = re.split(f"[{re.escape(separators)}]+", text)
@@ -519,6 +576,11 @@ class Script:
         for name, alternative in zip(names, found, strict=False):
             self._set(name, [tuple(alternative)])
         return None
+
+    def _skip_file(self, node: _Node, variants: Sequence[Words]) -> bool | None:
+        """Forget the array of `mapfile NAME`."""
+        self._forget([text_of(word) for word in variants[0][-1:]])
+        return self._skip(node, variants)
 
     def _skip(self, node: _Node, variants: Sequence[Words]) -> bool | None:
         """Remember a command that may set variables and is not followed."""
@@ -588,7 +650,8 @@ class Script:
         if node.kind in ("simple_expansion", "expansion"):
             return self._expansion(node)
         if node.kind == "arithmetic_expansion":
-            number = self._number(node.named[0]) if len(node.named) == 1 else None
+            only = node.named[0] if len(node.named) == 1 else None
+            number = None if only is None else self._single(lambda: self._number(only))
             text = "".join(node.text.split()) if number is None else str(number)
             return [Piece(text, node.text, node.place)]
         if node.kind in ("command_substitution", "process_substitution"):
@@ -615,6 +678,8 @@ class Script:
         is_argument = name.isdecimal() or name == "#"
         alternatives = self._variables.get("@" if is_argument else name) or (None,)
         self._width = max(self._width, len(alternatives))
+        if len(alternatives) > 1:
+            self._varying.add(name)
         words = alternatives[min(self._variant, len(alternatives) - 1)]
         if words is None or not is_argument:
             return words
@@ -682,8 +747,9 @@ _BUILTINS: dict[str, Callable[[Script, _Node, Sequence[Words]], bool | None]] = 
     "source": Script._source,
     ".": Script._source,
     "read": Script._read,
-    "mapfile": Script._skip,
-    "readarray": Script._skip,
+    "mapfile": Script._skip_file,
+    "readarray": Script._skip_file,
+    "let": Script._let,
 }
 
 _ARITHMETIC: dict[str, Callable[[int, int], int]] = {

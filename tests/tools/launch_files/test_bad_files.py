@@ -213,6 +213,49 @@ def test_branches(text, lines, name, choices):
     assert read_config(text, variables={"TP": "4"}).layouts["training"].size_of("tp") == 4
 
 
+# A value that may have changed, or that combines alternatives of two variables, is not used.
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (
+            "if [ $X ]; then T=2; else T=4; fi; if [ $Y ]; then C=4; else C=2; fi; T=$((T*C))",
+            "needs",
+        ),
+        ("case $X in a) T=2 P=4;; b) T=4 P=4;; *) T=4 P=2;; esac; T=$((T*P))", "needs"),
+        (
+            "if [ $X ]; then A=1 B=2; else A=2 B=1; fi; if [ $A = $B ]; then T=2; else T=4; fi",
+            "differs",
+        ),
+        ("T=2; read -r T < file", "needs T"),
+        ("T=2; while read -r T; do :; done < file", "needs T"),
+        ("T=2; mapfile -t T < file", "needs T"),
+        ("T=2; ((T*=2))", "needs T"),
+        ("T=2; let T=T*2", "needs T"),
+        ("T=(2 4); T[0]=8", "needs T"),
+    ],
+)
+def test_values_that_are_not_known(text, shown):
+    config = read_config(f"{text}\n{RUN} $T")
+    assert config.views == {}
+    assert any(shown in problem for problem in config.problems), config.problems
+
+
+# Lists, subshells and `shift COUNT` are followed.
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("N=1; Q=2; [ $N = 1 ] && [ $Q = 2 ] && T=2", 2),
+        ("N=1; [ $N = 1 ] && T=2 || T=4", 2),
+        ("T=2; (T=4)", 2),
+        ("f() { shift 2; T=$1; }; f 2 4 8", 8),
+    ],
+)
+def test_values_that_are_known(text, size):
+    config = read_config(f"{text}\n{RUN} $T")
+    assert config.layouts["training"].size_of("tp") == size
+    assert config.problems == ()
+
+
 # Of branches that start a program and end the script, only the one that is given is shown.
 def test_branches_that_end_the_script():
     text = f"case $1 in a) {RUN} 2; exit;; b) {RUN} 4; exit;; esac\n{RUN} 8"
