@@ -48,6 +48,11 @@ _defaults_lock = threading.Lock()
 _CONNECTS_S = 5.0
 """Time after the creation of a gloo group in which other members may still connect, in seconds."""
 
+_RELEASES_S = 0.5
+"""Time that the threads of a gloo group have to release the last tensors, in seconds."""
+
+_NOT_KEPT: tuple[list[str], str, float] = ([], "", 0.0)
+
 _kept: WeakKeyDictionary[ProcessGroup, tuple[list[str], str, float]] = WeakKeyDictionary()
 """Maps each group of `new_group` to a list for stale keys, the key of this rank's address, and the
 time of the creation.
@@ -285,18 +290,31 @@ def destroy(groups: Iterable[ProcessGroup]) -> None:
     """Destroy groups in the order given, and raise the first error once all are destroyed.
 
     A gloo group that this rank has never used stays connected for five seconds after its creation,
-    because other members may still be connecting to this rank.
+    because other members may still be connecting to this rank. The other gloo groups stay for half
+    a second: their threads need the GIL to release the tensors of the last collective, and torch
+    waits for these threads with the GIL held when the last reference to a group ends.
     """
     groups = list(groups)
-    held = [group for group in groups if _may_connect(group)]
-    if held:
-        threading.Timer(_CONNECTS_S, held.clear).start()
+    connecting = [group for group in groups if _may_connect(group)]
+    others = [
+        group for group in groups if _kept.get(group, _NOT_KEPT)[1] and group not in connecting
+    ]
+    _hold(connecting, _CONNECTS_S, is_daemon=False)
+    _hold(others, _RELEASES_S, is_daemon=True)
     _end_each(groups, _destroy)
+
+
+def _hold(groups: list[ProcessGroup], seconds: float, *, is_daemon: bool) -> None:
+    """Keep references to groups for some time. Python waits for this at exit, except a daemon."""
+    if groups:
+        timer = threading.Timer(seconds, groups.clear)
+        timer.daemon = is_daemon
+        timer.start()
 
 
 def _may_connect(group: ProcessGroup) -> bool:
     """Return whether other members of a gloo group may still be connecting to this rank."""
-    _, key, created = _kept.get(group, ([], "", 0.0))
+    _, key, created = _kept.get(group, _NOT_KEPT)
     if not key or time.monotonic() - created > _CONNECTS_S or group.size() < 2:
         return False
     count_calls = getattr(group, "_get_sequence_number_for_group", None)
@@ -307,7 +325,7 @@ def _destroy(group: ProcessGroup) -> None:
     """Destroy a group, and delete the empty list that torch keeps for the group's tag."""
     tag = _torch._world.pg_to_tag.get(group)
     tagged = _torch._world.tags_to_pg
-    stale, key, _ = _kept.get(group, ([], "", 0.0))
+    stale, key, _ = _kept.get(group, _NOT_KEPT)
     if key:
         stale.append(key)
     dist.destroy_process_group(group)
