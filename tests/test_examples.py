@@ -77,7 +77,8 @@ def test_all_examples_are_tested():
 def test_example(name, tmp_path):
     script = [EXAMPLES / f"{name}.py", *ARGUMENTS.get(name, [])]
     # This limit is longer than the limit of run_ranks, which reports the stacks of all ranks.
-    done = run_python(*script, folder=tmp_path, seconds=330, DS_ACCELERATOR="cpu")
+    variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    done = run_python(*script, folder=tmp_path, seconds=330, **variables)
     if name == "survivors_in_place" and not hasattr(dist, "_reconfigure"):
         assert "cannot reconfigure process groups; 2.14 can" in done.stderr
         return

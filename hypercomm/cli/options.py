@@ -76,7 +76,7 @@ def read_sizes(
         >>> read_sizes("tp=2,dp=-1", 8)
         {'tp': 2, 'dp': 4}
     """
-    if "=" not in text and os.path.isdir(text):  # noqa: PTH112 - Path raises for a long text
+    if ranks is None and "=" not in text and os.path.isdir(text):  # noqa: PTH112 - Path raises for a long text
         raise LayoutError(
             f"{short_repr(text)} is a folder; give the path of a launch file, or sizes, as in "
             f"tp=8,dp=4"

@@ -30,6 +30,7 @@ _FLAGS = ("lazy_init", "verify", "enable_reconfigure")
 """Arguments of a grid whose values are often written as 0 and 1."""
 
 _USUAL_NAMES = {
+    "share_with": "; make both grids in GridSet(..., share='identical')",
     "dims": "; give 'tp=2,dp=4', or ([2, 4], ['tp', 'dp'])",
     "mesh_dim_names": "; HyperCommGrid([2, 4], ['tp', 'dp']), with the fastest varying dim first, "
     "has the dims of init_device_mesh(device, (4, 2), mesh_dim_names=('dp', 'tp'))",

@@ -132,8 +132,8 @@ def _check_equal_meshes(mesh: DeviceMesh, groups: Mapping[str, ProcessGroup]) ->
                     f"dim {name!r} of {mesh} equals a dim of another mesh, but has different "
                     f"process groups; DTensor does not distinguish equal dims, so it could use the "
                     f"wrong groups; use another name, let the meshes share groups (through "
-                    f"shared_dims= of a view, or share='identical' in one grid or GridSet), or "
-                    f"destroy the other grid first"
+                    f"shared_dims= of a view, or share='identical' in one grid or GridSet, where a "
+                    f"grid uses the groups of those before it), or destroy the other grid first"
                 )
 
 
@@ -170,7 +170,7 @@ def read_dims(
         raise LayoutError(
             f"{dims[0]} is one dim of the mesh, over all dims of the grid; write "
             f"device_mesh{read[0]} for a mesh of {len(dim_names)} dims, or "
-            f"device_mesh({'+'.join(read[0])!r}) for a mesh of one dim"
+            f"device_mesh({'+'.join(reversed(order(read[0])))!r}) for a mesh of one dim"
         )
     for names in read:
         ordered = tuple(reversed(order(names)))

@@ -68,8 +68,8 @@ class GridSet(Mapping[str, HyperCommGrid]):
         backend: See `HyperCommGrid`. This and the next five arguments apply to each grid that the
             set makes.
         creation: The strategy that creates groups.
-        share: Whether keys may use the same group. With "identical", grids on the same ranks share
-            groups too.
+        share: Whether keys may use the same group. With "identical", a grid also uses groups that
+            the grids before it in the set have created for the same ranks.
         lazy_init: Whether the members of a group connect only at their first message.
         verify: Whether ranks compare the groups that they create.
         enable_reconfigure: Whether groups stay when a reshape changes their members.

@@ -619,7 +619,7 @@ class RankLayout:
         if not isinstance(dim, str) or dim not in self.dim_names:
             hint = did_you_mean(dim, self.dim_names)
             words = re.findall(r"\w+", dim) if isinstance(dim, str) else []
-            if words and {*words} <= {*self.dim_names}:  # "tp cp", as in einops
+            if len({*words} & {*self.dim_names}) == len(words) > 1 and "+" not in str(dim):
                 hint = f"; write {'+'.join(words)!r}"
             raise UnknownDimError(
                 f"unknown dim {short_repr(dim)}; this layout has dims {self.dim_names}{hint}"

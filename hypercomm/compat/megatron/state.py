@@ -27,7 +27,7 @@ from hypercomm.compat.module_state import CurrentState, ModuleState
 from hypercomm.errors import ConfigurationError, NotInitializedError, StateError
 from hypercomm.grid import HyperCommGrid
 from hypercomm.grid.view import GridView
-from hypercomm.layout.checks import as_ordered, check_choice
+from hypercomm.layout.checks import as_ordered, check_choice, check_duration
 from hypercomm.layout.text import short_repr
 from hypercomm.process_groups import torch_internals as torchdist
 
@@ -300,6 +300,7 @@ class ParallelState(ModuleState):
             raise NotInitializedError(
                 "create_all_gather_groups() needs groups; call initialize_model_parallel() first"
             )
+        check_duration(timeout)
         grid = self.grid
         minutes = (timeout or self.configuration.timeout).total_seconds() / 60
         config = attrs.evolve(

@@ -71,6 +71,11 @@ class Configuration:
         name = "num_distributed_optimizer_instances"
         instances = positive(self.num_distributed_optimizer_instances, name)
         positive(self.min_dynamic_context_parallel_size, "min_dynamic_context_parallel_size")
+        if self.hybrid_context_parallel and self.dynamic_context_parallel:
+            raise ConfigurationError(
+                "hybrid_context_parallel and dynamic_context_parallel are names of one feature in "
+                "two branches of Megatron; give only one"
+            )
         if self.use_sharp or self.sharp_enabled_group is not None:
             raise ConfigurationError(
                 f"use_sharp={self.use_sharp} and sharp_enabled_group={self.sharp_enabled_group!r} "
