@@ -300,7 +300,10 @@ def _create_enumerate(spec: GroupSpec, *_: object) -> ProcessGroup | None:
             if spec.own is not None:
                 own = made[spec.own[0]]
     torchdist.forget_non_members()
-    return torchdist.as_member(own)
+    group = torchdist.as_member(own)
+    if group is not None:
+        torchdist.note_creation(group)
+    return group
 
 
 class Strategy(NamedTuple):

@@ -62,6 +62,7 @@ from hypercomm.process_groups.torch_internals.groups import (
     destroy_world as destroy_world,
     end_world as end_world,
     forget_non_members as forget_non_members,
+    note_creation as note_creation,
     is_plain_gloo as is_plain_gloo,
     is_registered as is_registered,
     isolate as isolate,

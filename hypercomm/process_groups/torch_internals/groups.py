@@ -12,6 +12,7 @@ from typing import Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -57,6 +58,17 @@ _kept: WeakKeyDictionary[ProcessGroup, tuple[list[str], str, float]] = WeakKeyDi
 """Maps each group of `new_group` to a list for stale keys, the key of this rank's address, and the
 time of the creation.
 """
+
+
+_enumerated: WeakKeyDictionary[ProcessGroup, float] = WeakKeyDictionary()
+"""The time of the creation of each gloo group that a function of torch has created."""
+
+
+def note_creation(group: ProcessGroup) -> None:
+    """Note when a function of torch has created a group, if it is a gloo group."""
+    with contextlib.suppress(RuntimeError):  # the group has no backend for the CPU
+        if type(group._get_backend(torch.device("cpu"))).__name__ == "ProcessGroupGloo":
+            _enumerated[group] = time.monotonic()
 
 
 def why_not_members() -> str | None:
@@ -297,7 +309,9 @@ def destroy(groups: Iterable[ProcessGroup]) -> None:
     groups = list(groups)
     connecting = [group for group in groups if _may_connect(group)]
     others = [
-        group for group in groups if _kept.get(group, _NOT_KEPT)[1] and group not in connecting
+        group
+        for group in groups
+        if (_kept.get(group, _NOT_KEPT)[1] or group in _enumerated) and group not in connecting
     ]
     _hold(connecting, _CONNECTS_S, is_daemon=False)
     _hold(others, _RELEASES_S, is_daemon=True)
@@ -315,7 +329,9 @@ def _hold(groups: list[ProcessGroup], seconds: float, *, is_daemon: bool) -> Non
 def _may_connect(group: ProcessGroup) -> bool:
     """Return whether other members of a gloo group may still be connecting to this rank."""
     _, key, created = _kept.get(group, _NOT_KEPT)
-    if not key or time.monotonic() - created > _CONNECTS_S or group.size() < 2:
+    if not key:
+        created = _enumerated.get(group, -_CONNECTS_S)
+    if time.monotonic() - created > _CONNECTS_S or group.size() < 2:
         return False
     count_calls = getattr(group, "_get_sequence_number_for_group", None)
     return count_calls is None or count_calls() == 0
