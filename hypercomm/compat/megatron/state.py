@@ -300,7 +300,8 @@ class ParallelState(ModuleState):
             raise NotInitializedError(
                 "create_all_gather_groups() needs groups; call initialize_model_parallel() first"
             )
-        check_duration(timeout)
+        if timeout is not None:
+            check_duration(timeout)
         grid = self.grid
         minutes = (timeout or self.configuration.timeout).total_seconds() / 60
         config = attrs.evolve(

@@ -7,7 +7,6 @@ import functools
 import sys
 import warnings
 from pathlib import Path
-from typing import ClassVar
 from unittest import mock
 
 import cloudpickle
@@ -220,33 +219,37 @@ def test_replaced_new_group(rank, arguments):
     assert found == expected
 
 
-class FreeableGroup(dist.ProcessGroup):
-    """Stands for a group that can be destroyed and created again, as in slime and miles."""
+def freeable_group():
+    """Return a class of groups that can be freed. Ranks make it, because it cannot be pickled."""
+    every = []
 
-    every: ClassVar[list["FreeableGroup"]] = []
+    class FreeableGroup(dist.ProcessGroup):
+        """Stands for a group that can be destroyed and created again, as in slime and miles."""
 
-    def __init__(self, create, arguments):
-        self.create, self.arguments = create, arguments
-        self.group = create(**arguments)
-        super().__init__(dist.get_rank(self.group), dist.get_world_size(self.group))
-        self.every.append(self)
+        def __init__(self, create, arguments):
+            self.create, self.arguments = create, arguments
+            self.group = create(**arguments)
+            super().__init__(dist.get_rank(self.group), dist.get_world_size(self.group))
+            every.append(self)
 
-    def rank(self):
-        return self.group.rank()
+        def rank(self):
+            return self.group.rank()
 
-    def size(self):
-        return self.group.size()
+        def size(self):
+            return self.group.size()
 
-    @classmethod
-    def free_all(cls):
-        for each in cls.every:
-            dist.destroy_process_group(each.group)
-            each.group = None
+        @staticmethod
+        def free_all():
+            for each in every:
+                dist.destroy_process_group(each.group)
+                each.group = None
 
-    @classmethod
-    def create_all(cls):
-        for each in cls.every:
-            each.group = each.create(**each.arguments)
+        @staticmethod
+        def create_all():
+            for each in every:
+                each.group = each.create(**each.arguments)
+
+    return FreeableGroup
 
 
 def unwrapping(function):
@@ -264,11 +267,12 @@ def free_all_groups(arguments):
     from hypercomm.compat.megatron import parallel_state
 
     real_new_group = dist.new_group
+    groups = freeable_group()
     with contextlib.ExitStack() as stack:
         for name in ("get_process_group_ranks", "all_reduce", "get_rank", "get_world_size"):
             stack.enter_context(mock.patch.object(dist, name, unwrapping(getattr(dist, name))))
         replaced = mock.patch.object(
-            dist, "new_group", lambda **given: FreeableGroup(real_new_group, given)
+            dist, "new_group", lambda **given: groups(real_new_group, given)
         )
         stack.enter_context(replaced)
         parallel_state.initialize_model_parallel(**arguments)
@@ -277,9 +281,9 @@ def free_all_groups(arguments):
             for name, value in parallel_state.current.default.values.items()
             if isinstance(value, dist.ProcessGroup)
         }
-        FreeableGroup.free_all()
+        groups.free_all()
         left = registered()[0] - {dist.group.WORLD}
-        FreeableGroup.create_all()
+        groups.create_all()
         sums = {name: all_reduce_of(2 ** dist.get_rank(), group) for name, group in held.items()}
         world_size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
         parallel_state.destroy_model_parallel()
