@@ -52,23 +52,18 @@ _CONNECTS_S = 5.0
 _RELEASES_S = 0.5
 """Time that the threads of a gloo group have to release the last tensors, in seconds."""
 
-_NOT_KEPT: tuple[list[str], str, float] = ([], "", 0.0)
+_kept: WeakKeyDictionary[ProcessGroup, tuple[list[str], str]] = WeakKeyDictionary()
+"""Maps each group of `new_group` to a list for stale keys, and the key of this rank's address."""
 
-_kept: WeakKeyDictionary[ProcessGroup, tuple[list[str], str, float]] = WeakKeyDictionary()
-"""Maps each group of `new_group` to a list for stale keys, the key of this rank's address, and the
-time of the creation.
-"""
-
-
-_enumerated: WeakKeyDictionary[ProcessGroup, float] = WeakKeyDictionary()
-"""The time of the creation of each gloo group that a function of torch has created."""
+_created: WeakKeyDictionary[ProcessGroup, float] = WeakKeyDictionary()
+"""The time of the creation of each gloo group."""
 
 
 def note_creation(group: ProcessGroup) -> None:
     """Note when a function of torch has created a group, if it is a gloo group."""
     with contextlib.suppress(RuntimeError):  # the group has no backend for the CPU
         if type(group._get_backend(torch.device("cpu"))).__name__ == "ProcessGroupGloo":
-            _enumerated[group] = time.monotonic()
+            _created[group] = time.monotonic()
 
 
 def why_not_members() -> str | None:
@@ -111,7 +106,8 @@ def new_gloo_group(
         timeout=timeout or default_timeout(_GLOO),
         group_desc=group_desc,
     )
-    _kept[group] = stale, address_key(name, position), time.monotonic()
+    _kept[group] = stale, address_key(name, position)
+    _created[group] = time.monotonic()
     _torch._world.pg_group_ranks[group] = _numbers(members)
     return group  # type: ignore[no-any-return]
 
@@ -177,7 +173,9 @@ def new_group(
             **more,
         )
     key = address_key(name, position) if "gloo" in singles else ""
-    _kept[group] = stale, key, time.monotonic()
+    _kept[group] = stale, key
+    if key:
+        _created[group] = time.monotonic()
     _torch._world.pg_group_ranks[group] = _numbers(members)
     return group  # type: ignore[no-any-return]
 
@@ -308,11 +306,7 @@ def destroy(groups: Iterable[ProcessGroup]) -> None:
     """
     groups = list(groups)
     connecting = [group for group in groups if _may_connect(group)]
-    others = [
-        group
-        for group in groups
-        if (_kept.get(group, _NOT_KEPT)[1] or group in _enumerated) and group not in connecting
-    ]
+    others = [group for group in groups if group in _created and group not in connecting]
     _hold(connecting, _CONNECTS_S, is_daemon=False)
     _hold(others, _RELEASES_S, is_daemon=True)
     _end_each(groups, _destroy)
@@ -328,10 +322,8 @@ def _hold(groups: list[ProcessGroup], seconds: float, *, is_daemon: bool) -> Non
 
 def _may_connect(group: ProcessGroup) -> bool:
     """Return whether other members of a gloo group may still be connecting to this rank."""
-    _, key, created = _kept.get(group, _NOT_KEPT)
-    if not key:
-        created = _enumerated.get(group, -_CONNECTS_S)
-    if time.monotonic() - created > _CONNECTS_S or group.size() < 2:
+    created = _created.get(group)
+    if created is None or time.monotonic() - created > _CONNECTS_S or group.size() < 2:
         return False
     count_calls = getattr(group, "_get_sequence_number_for_group", None)
     return count_calls is None or count_calls() == 0
@@ -341,7 +333,7 @@ def _destroy(group: ProcessGroup) -> None:
     """Destroy a group, and delete the empty list that torch keeps for the group's tag."""
     tag = _torch._world.pg_to_tag.get(group)
     tagged = _torch._world.tags_to_pg
-    stale, key, _ = _kept.get(group, _NOT_KEPT)
+    stale, key = _kept.get(group, ([], ""))
     if key:
         stale.append(key)
     dist.destroy_process_group(group)
