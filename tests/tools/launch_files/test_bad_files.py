@@ -15,6 +15,7 @@ from hypercomm.tools.launch_files.shell import Place, Script
 from hypercomm.tools.launch_files.tables import frameworks, similar
 
 RUN = "torchrun --nproc-per-node 8 train.py --tensor-model-parallel-size"
+CP = "--context-parallel-size=4"
 
 
 @contextlib.contextmanager
@@ -304,21 +305,7 @@ def test_two_commands():
         f"CMD='{RUN} 2'\neval $CMD --context-parallel-size 4",
         f"IFS=, read -r T C <<< 2,4\n{RUN} $T --context-parallel-size $C",
         f"read -r -d '' A <<EOF\n--context-parallel-size 4\nEOF\n{RUN} 2 $A",
-    ],
-)
-def test_shell(text):
-    config = read_config(text)
-    assert str(config.layouts["training"]) == "tp=2,cp=4,dp=1,pp=1"
-    assert config.problems == ()
-
-
-CP = "--context-parallel-size=4"
-
-
-# `read` from a here-document and from a text, `shift`, and arguments of a sourced file.
-@pytest.mark.parametrize(
-    "text",
-    [
+        # arguments of functions and of the script, and branches that end the script
         f"read -ra A <<< '--x 1 --context-parallel-size 4'\n{RUN} 2 ${{A[@]}}",
         f'f() {{ T=$1; shift; {RUN} $T "$@"; }}\nf 2 --context-parallel-size 4',
         f"f() {{ if [ $# = 1 ]; then T=8; else T=$1; fi; {RUN} $T $2; }}\nf 2 {CP}",
@@ -327,7 +314,7 @@ CP = "--context-parallel-size=4"
         f"f() {{ if [ $1 = a ]; then T=2; return; fi; T=8; }}\nf a\n{RUN} $T {CP}",
     ],
 )
-def test_arguments_and_functions(text):
+def test_shell(text):
     config = read_config(text)
     assert str(config.layouts["training"]) == "tp=2,cp=4,dp=1,pp=1"
     assert config.problems == ()
