@@ -306,8 +306,12 @@ class RankGroups(Sequence[tuple[int, ...]]):
             >>> listed.digest() == RankLayout("tp=2,dp=2").groups("tp").digest()
             True
         """
-        members = np.fromiter(chain.from_iterable(self), np.int64)
-        sizes = np.fromiter(map(len, self), np.int64)
+        if len(self.sizes) > 1:
+            members = np.fromiter(chain.from_iterable(self), np.int64)
+            sizes = np.fromiter(map(len, self), np.int64)
+        else:
+            members = self.to_array()
+            sizes = np.full(len(self), self.group_size, np.int64)
         return hashlib.sha256(members.tobytes() + sizes.tobytes()).hexdigest()[:12]
 
     def __eq__(self, other: object) -> bool:

@@ -196,9 +196,11 @@ def default_position_embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
 
 
 def _picked(groups: RankGroups, function: Callable[[list[int]], Sequence[int]]) -> RankGroups:
+    if function in (default_embedding_ranks, default_position_embedding_ranks):
+        # the same stages of every pipeline, so there is no call for each pipeline
+        return groups_of_rows(groups.to_array()[:, function([*range(groups.group_size)])])
     picked = groups.pick(lambda ranks: function(list(ranks)))
-    if function not in (default_embedding_ranks, default_position_embedding_ranks):
-        picked.to_array()  # reads all pipelines, so that all ranks raise the same error
+    picked.to_array()  # reads all pipelines, so that all ranks raise the same error
     return picked
 
 

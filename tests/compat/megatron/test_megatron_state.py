@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import sys
 
 import pytest
 from example_counts import examples
@@ -237,3 +238,22 @@ def test_offset_shifts_all_ranks(configuration, offset, spare, data):
         )
         groups = [name for name in outside if name.startswith("_") and name.endswith("GROUP")]
         assert {outside[name] for name in groups} == {None}
+
+
+def calls_of_initialisation(world_size):
+    """Return the number of Python functions that an initialisation of a fake world calls."""
+    calls = []
+    with fake_world(world_size):
+        sys.setprofile(lambda _, event, __: event == "call" and calls.append(event))
+        try:
+            ours.initialize_model_parallel(8, 8, create_gloo_process_groups=False)
+        finally:
+            sys.setprofile(None)
+        forget(ours)
+    return len(calls)
+
+
+# An initialisation costs the same in a world of any size: no function is called for each group.
+def test_calls_do_not_grow_with_the_world():
+    calls_of_initialisation(1024)  # imports modules
+    assert calls_of_initialisation(16384) < 1.1 * calls_of_initialisation(1024)
