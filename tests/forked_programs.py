@@ -39,4 +39,8 @@ def _run_as_main(program, arguments, environment, folder, *outputs):
     sys.argv = ["-c", *arguments]
     main = sys.modules["__main__"] = types.ModuleType("__main__")  # replaces pytest's
     sys.modules.pop("__mp_main__", None)
-    exec(compile(program, "<string>", "exec"), vars(main))
+    try:
+        exec(compile(program, "<string>", "exec"), vars(main))
+    except Exception:  # noqa: BLE001 - as Python does for the main program
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
