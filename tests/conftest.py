@@ -15,7 +15,17 @@ import hypercomm
 
 ROOT = Path(__file__).resolve().parents[1]
 
-NEEDED = ("hypothesis", "numpy", "attrs", "click", "rich", "yaml", "einops", "megatron.core")
+NEEDED = (
+    "hypothesis",
+    "numpy",
+    "attrs",
+    "click",
+    "rich",
+    "yaml",
+    "einops",
+    "sybil",
+    "megatron.core",
+)
 """Modules that the whole suite imports, apart from torch. Extras `cli` and `test` bring them."""
 
 LIMIT_S, SLOW_LIMIT_S = 120, 1800
@@ -144,7 +154,7 @@ class Completed(NamedTuple):
 
 
 @pytest.fixture
-def in_process(capsys, monkeypatch) -> Callable[..., Completed]:
+def in_process(capfd, monkeypatch) -> Callable[..., Completed]:
     """Return a function that runs a command line in this process."""
     from hypercomm.cli import main
 
@@ -153,7 +163,7 @@ def in_process(capsys, monkeypatch) -> Callable[..., Completed]:
 
     def call(*arguments: str) -> Completed:
         code = main(arguments)
-        out, err = capsys.readouterr()
+        out, err = capfd.readouterr()
         return Completed(code, out, err)
 
     return call

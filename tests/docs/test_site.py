@@ -4,25 +4,24 @@ MkDocs checks links, anchors and the navigation, as `validation:` in mkdocs.yml 
 """
 
 import ast
-import importlib
 import importlib.util
 import json
 import re
 import shutil
+from pathlib import Path
 
-import attrs
-import page_runner as runner
 import pytest
 from processes import run_python
 from tools.blame.dumps import Dumps
 
 import hypercomm
 from hypercomm import errors
-from hypercomm.cli.doctor import Report
 
-ROOT = runner.ROOT
-DOCS = runner.DOCS
-PAGES = runner.pages()
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+PAGES = {path.relative_to(DOCS).as_posix(): path for path in DOCS.rglob("*.md")}
+TEXTS = {name: path.read_text() for name, path in PAGES.items()}
 
 
 def module_of_docs(name):
@@ -36,6 +35,33 @@ def module_of_docs(name):
 TABLES = module_of_docs("tables")
 
 
+# The commands for the setup are at the top of the README, and CI reads them from there.
+def test_ci_runs_the_commands_of_the_readme():
+    commands = [line.split("#")[0].strip() for line in README.read_text().splitlines()[:12]]
+    assert "pip install '.[cli]' && hypercomm check tp=2,cp=2,dp=2" in commands
+    assert "pip install '.[cli,test]' && pytest" in commands
+    asked = re.findall(r'readme_command "(.+)"', (ROOT / ".ci" / "run").read_text())
+    assert len(asked) == 3
+    assert all(any(line.startswith(command) for line in commands) for command in asked)
+
+
+# The machine of the README splits 12 of 16 `dp` groups. With domains of 64 GPUs, no group is split.
+def test_place_shows_what_the_readme_says(in_process):
+    command = "place tp=4,dp=16,pp=4 --on 4,72"
+    assert f"`hypercomm {command}` shows that 12 of 16 `dp` groups" in README.read_text()
+    assert re.search(r"^dp +domain +12 of 16 ", in_process(*command.split()).stdout, re.MULTILINE)
+    smaller = command.replace("4,72", "4,64").split()
+    assert re.search(r"^dp +domain +0 of 16 ", in_process(*smaller).stdout, re.MULTILINE)
+
+
+# The README has at most 60 lines, and every link leads to a file.
+def test_size_and_links_of_the_readme():
+    text = README.read_text()
+    assert len(text.splitlines()) <= 60
+    targets = re.findall(r"\]\(([^)\s#]+)", text)
+    assert [target for target in targets if not (ROOT / target).exists()] == []
+
+
 # The site loads nothing from other servers.
 def test_site_loads_nothing_external():
     configuration = (ROOT / "mkdocs.yml").read_text()
@@ -43,48 +69,57 @@ def test_site_loads_nothing_external():
     assert "http" not in configuration
 
 
-# The generated tables must be up to date. If this fails, run `python docs/tables.py --write`.
-@pytest.mark.parametrize("name", PAGES)
-def test_tables_are_up_to_date(name):
-    page = PAGES[name].read_text()
-    assert TABLES.with_tables(page) == page
+# The generated tables are up to date. If this fails, run `python docs/tables.py --write`. The table
+# of names links each public name to the reference.
+def test_tables_are_up_to_date():
+    assert [name for name, page in TEXTS.items() if TABLES.with_tables(page) != page] == []
+    used = {part[1] for page in TEXTS.values() for part in TABLES._PART.findall(page)}
+    assert used == {"shown", *TABLES.PARTS}
+    listed = re.findall(r"^\| (\[?)`(\w+)`", TEXTS["reference/index.md"], re.MULTILINE)
+    assert [name for link, name in listed if not link] == []
+    public = set(hypercomm.__all__) - set(errors.__all__) - {"__version__"}
+    assert public <= {name for _, name in listed}
 
 
-def test_tables_are_all_used():
-    used = {name for path in PAGES.values() for name in TABLES._PART.findall(path.read_text())}
-    assert {name for _, name, _ in used} == {"shown", *TABLES.PARTS}
+# The table of errors has a cause and a fix for each.
+def test_table_has_every_error():
+    row = re.compile(r"^\| `(\w+)` \|.*\| (.*) \| (.*) \|$", re.MULTILINE)
+    rows = row.findall(TEXTS["reference/errors.md"])
+    assert [name for name, *_ in rows] == errors.__all__
+    assert [name for name, cause, fix in rows if not (cause and fix[:1].isupper())] == []
 
 
-# Each page of the reference shows its public names and a link to the source, even to readers who
-# open the Markdown files without the site.
-def test_the_reference_without_a_site():
-    for name, path in PAGES.items():
-        page = path.read_text()
-        if name.startswith("reference/") and "\n::: " in page and name != "reference/errors.md":
-            assert "<!-- shown, by docs/tables.py -->" in page, name
-            assert re.search(r'<p class="raw">Source: (<a href="\S+">\S+</a>(, )?)+</p>', page), (
-                name
-            )
+# The table of names covers every package that has public names; `process_groups` has none.
+def test_reference_covers_all_public_packages():
+    packages = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for path in (ROOT / "hypercomm").rglob("__init__.py")
+        if re.search(r"^__all__|^__getattr__, ", path.read_text(), re.MULTILINE)
+        and "process_groups" not in path.parts
+    }
+    assert packages <= set(TABLES.PUBLIC)
 
 
-# In the Markdown files, a link follows each program that the page includes.
+# In the Markdown files, a link follows each program that a page includes, and each page of the
+# reference links to the source.
 def test_links_for_readers_of_the_files():
-    included = 0
-    for name, path in PAGES.items():
-        page = path.read_text()
-        for file, rest in re.findall(r'^--8<-- "(\S+)"\n(?:```\n)?\n(.*)', page, re.MULTILINE):
-            included += 1
-            assert rest.startswith('<p class="raw">'), (name, file)
-            assert file in rest, (name, file)
-        assert page.count("--8<--") == len(re.findall(r"^--8<--", page, re.MULTILINE)), name
-        links = re.findall(r'<p class="raw">.*', page)
-        for link in re.findall(r'href="(\S+)"', " ".join(links)):
-            assert (path.parent / link).is_file(), (name, link)
-    assert included > 8
     assert ".raw { display: none }" in (DOCS / "pictures" / "site.css").read_text()
+    programs = 0
+    for name, page in TEXTS.items():
+        links = re.findall(r'<p class="raw">.*', page)
+        files = re.findall(r'href="(\S+)"', " ".join(links))
+        assert [file for file in files if not (PAGES[name].parent / file).is_file()] == [], name
+        included = re.findall(r'^--8<-- "(\S+)"\n(?:```\n)?\n(.*)', page, re.MULTILINE)
+        assert all(link in links and file in link for file, link in included), name
+        assert len(included) == page.count("--8<--"), name
+        programs += len(included)
+        if name.startswith("reference/") and "\n::: " in page and name != "reference/errors.md":
+            assert '<p class="raw">Source: <a ' in page, name
+    assert programs > 8
 
 
-# If another copy of hypercomm is installed, the tables and the tests still use the checkout.
+# If another copy of hypercomm is installed, the tables and the tests still use the checkout. If
+# pytest cannot use it, it stops.
 @pytest.mark.full
 def test_tests_and_tables_use_the_checkout(tmp_path):
     shutil.copytree(ROOT / "hypercomm", tmp_path / "hypercomm")
@@ -95,24 +130,20 @@ def test_tests_and_tables_use_the_checkout(tmp_path):
     words = "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", test
     done = run_python(*words, folder=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    # If pytest cannot use the checkout, it stops and names both folders.
     words = *words, "-o", f"pythonpath={ROOT / 'tests'}"
     done = run_python(*words, folder=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 4
     assert f"hypercomm is imported from {tmp_path}" in done.stderr
-    assert "run pip install -e '.[cli,test]' there" in done.stderr
 
 
-# The pictures must be up to date. If this fails, run `python docs/drawings.py --write`.
+# The pictures are up to date and shown. If this fails, run `python docs/drawings.py --write`.
 def test_pictures_are_up_to_date():
     drawings = module_of_docs("drawings")
     for name, draw in drawings.PICTURES.items():
         assert (drawings.FOLDER / f"{name}.svg").read_text() == draw().svg(), name
     files = {path.stem for path in drawings.FOLDER.glob("*.svg")}
     assert files == set(drawings.PICTURES)
-    assert len([name for name in files if name.startswith("layout_")]) == 10  # how-to/layouts.md
-    pages = "".join(path.read_text() for path in PAGES.values())
-    assert all(f"pictures/{name}.svg)" in pages for name in files)
+    assert all(f"pictures/{name}.svg)" in "".join(TEXTS.values()) for name in files)
 
 
 # Without animation, the picture of the README shows the first of its groups and no other.
@@ -123,63 +154,6 @@ def test_first_frame_of_the_picture():
     assert "keyframes" in style
     assert "opacity" not in static
     assert re.findall(r'<g class="phase" opacity="(\d)"', svg) == ["1", "0", "0", "0"]
-
-
-# The table has every error, with a builtin base, a cause and a fix.
-def test_table_has_every_error():
-    rows = re.findall(
-        r"^\| `(\w+)` \| (.+?) \| (.+?) \| (.+?) \|$", TABLES.error_table(), re.MULTILINE
-    )
-    assert [name for name, *_ in rows] == sorted(errors.__all__)
-    assert [name for name, _, cause, fix in rows if not (cause and fix[0].isupper())] == []
-
-
-def objects_of_the_reference():
-    """Yield the objects behind `:::` in the reference, and the listed members of modules."""
-    for name, path in PAGES.items():
-        if not name.startswith("reference/"):
-            continue
-        asked = re.findall(r"^::: ([\w.]+)(?:\n    (.+))?", path.read_text(), re.MULTILINE)
-        for target, options in asked:
-            thing = TABLES.resolved(target)
-            yield thing
-            members = re.search(r"members: \[(.*?)\]", options)
-            if members:
-                yield from (getattr(thing, member) for member in members[1].split(", "))
-            elif not isinstance(thing, type) and hasattr(thing, "__path__"):
-                yield from (getattr(thing, member) for member in thing.__all__)
-            elif not isinstance(thing, type) and hasattr(thing, "__spec__"):
-                yield from (value for key, value in vars(thing).items() if not key.startswith("_"))
-
-
-# Every public name of the package and of its public modules is in the reference.
-def test_public_names_are_in_the_reference():
-    there = list(objects_of_the_reference())
-    assert len(there) > 60
-    missing = [
-        f"{module}.{name}"
-        for module in TABLES.PUBLIC
-        for name in TABLES.names_of(module)
-        if not name.startswith("__") and name not in errors.__all__ and name not in TABLES._MODULES
-        if not any(getattr(importlib.import_module(module), name) is thing for thing in there)
-    ]
-    assert not missing
-    page = PAGES["reference/index.md"].read_text()
-    listed = re.findall(r"^\| \[`(\w+)`\]\(\S+\) \|", page, re.MULTILINE)
-    assert page.count("\n| `") == 0  # each name is a link
-    public = set(hypercomm.__all__) - set(errors.__all__) - {"__version__"}
-    assert public <= set(listed)
-
-
-# The reference lists the names of every package that has public names; `process_groups` has none.
-def test_reference_covers_all_public_packages():
-    packages = {
-        ".".join(path.parent.relative_to(ROOT).parts)
-        for path in (ROOT / "hypercomm").rglob("__init__.py")
-        if re.search(r"^__all__", path.read_text(), re.MULTILINE)
-        and "process_groups" not in path.parts
-    }
-    assert packages <= set(TABLES.PUBLIC)
 
 
 def keys_of(value, path=""):
@@ -195,93 +169,41 @@ def keys_of(value, path=""):
 
 def documented(command):
     """Yield the key paths on the page for a command. `.x` is a sibling of the key before it."""
-    page = PAGES["reference/cli.md"].read_text()
-    section = page.partition("## JSON")[2].partition(f"### {command}\n")[2].partition("\n### ")[0]
-    for cell in re.findall(r"^\| (`.+?) \|", section, re.MULTILINE):
+    section = TEXTS["reference/cli.md"].partition("## JSON")[2].partition(f"### {command}\n")[2]
+    for cell in re.findall(r"^\| (`.+?) \|", section.partition("\n### ")[0], re.MULTILINE):
         before = ""
         for key in re.findall(r"`([^`]+)`", cell):
-            full = before.rpartition(".")[0] + key if key.startswith(".") else key
-            before = full
-            yield full
+            before = before.rpartition(".")[0] + key if key.startswith(".") else key
+            yield before
 
 
-def printed_json(*arguments):
-    return json.loads(run_python("-m", "hypercomm", *arguments, "--json").stdout)
-
-
-# The page lists exactly the keys of the JSON that a command prints.
-@pytest.mark.full
+# The page lists exactly the keys of the JSON that a command prints, down to the nested objects
+# whose keys are fixed. In blame, `groups[].waits[]` has the keys of `findings[].calls[]`.
 @pytest.mark.parametrize(
-    ("arguments", "nested"),
+    ("command", "nested"),
     [
-        (("place", "tp=2,dp=2", "--on", "2"), ("groups[].", "cost.")),
-        (("diff", "tp=2,dp=2", "tp=4"), ("changes[].",)),
-        (("plan", "tp=2,dp=2"), ("groups[].",)),
-        (("check", "tp=2"), ("groups[].",)),
-        pytest.param(("doctor",), (), marks=pytest.mark.clients),
+        ("place tp=2,dp=2 --on 2", r"groups\[\]\.|cost\."),
+        ("diff tp=2,dp=2 tp=4", r"changes\[\]\."),
+        ("plan tp=2,dp=2", r"groups\[\]\."),
+        ("blame .", r"(?!groups\[\]\.waits\[\]\.).*\."),
+        pytest.param("check tp=2", r"groups\[\]\.", marks=pytest.mark.full),
+        pytest.param("doctor", "-", marks=pytest.mark.full),
     ],
 )
-def test_json_keys_are_documented(arguments, nested):
-    found = {
-        key
-        for key in keys_of(printed_json(*arguments))
-        if key.count(".") == 0 or key.startswith(nested or ("-",))
-    }
-    assert found == set(documented(arguments[0]))
-
-
-# The page also lists the keys of blame. `groups[].waits[]` has the same keys as
-# `findings[].calls[]`.
-@pytest.mark.torch_free
-def test_json_keys_of_blame_are_documented(tmp_path):
+def test_json_keys_are_documented(command, nested, in_process, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     dumps = Dumps(3)
     for rank in range(2):
         dumps.call(rank, "WORLD", state="runs")
-    printed = set(keys_of(printed_json("blame", str(dumps.write(tmp_path)))))
-    calls, waits = (
-        {key.removeprefix(path) for key in printed if key.startswith(path)}
-        for path in ("findings[].calls[].", "groups[].waits[].")
-    )
-    assert calls == waits
-    found = {key for key in printed if not key.startswith("groups[].waits[].")}
-    assert found == set(documented("blame"))
-
-
-# The page also lists the keys of doctor, which are the fields of its report and `ok`.
-def test_json_keys_of_doctor_are_documented():
-    names = {field.name for field in attrs.fields(Report)}
-    assert {key for key in documented("doctor") if "[" not in key} == {"ok", *names}
-
-
-FAMILIES = (
-    "HYPERCOMM",
-    "TORCH",
-    "NCCL",
-    "GLOO",
-    "CUDA",
-    "UCX",
-    "UCC",
-    "OMP",
-    "SLURM",
-    "OMPI",
-    "PMI",
-    "PMIX",
-    "MPI",
-    "PALS",
-    "FLUX",
-    "PET",
-    "MV2",
-    "JSM",
-    "MASTER",
-    "RAY",
-    "TORCHELASTIC",
-)
-"""Prefixes of the environment variables that the code reads or sets."""
+    dumps.write(tmp_path)
+    printed = set(keys_of(json.loads(in_process(*command.split(), "--json").stdout)))
+    shown = {key for key in printed if "." not in key or re.match(nested, key)}
+    assert shown == set(documented(command.split()[0]))
 
 
 # The tables list exactly the environment variables in the code.
 def test_environment_variables_are_documented():
-    name = re.compile(rf"(?:{'|'.join(FAMILIES)})(?:_[A-Z0-9]+)+|LOCAL_RANK|GROUP_RANK")
+    name = re.compile(r"[A-Z]\w*_[A-Z0-9_]*[A-Z0-9]")
     read = {
         node.value
         for path in (ROOT / "hypercomm").rglob("*.py")
@@ -290,10 +212,11 @@ def test_environment_variables_are_documented():
         and isinstance(node.value, str)
         and name.fullmatch(node.value)
     }
-    page = re.findall(r"`(\w+)`", PAGES["reference/environment.md"].read_text())
+    page = re.findall(r"`(\w+)`", TEXTS["reference/environment.md"])
     assert sorted(read - set(page) - NO_VARIABLES) == []
     assert sorted({word for word in page if name.fullmatch(word)} - read) == []
 
 
-NO_VARIABLES = {"CUDA_GRAPHS"}
+NO_VARIABLES = {"EXPERT_MODEL", "EXPERT_TENSOR", "TENSOR_MODEL", "PIPELINE_MODEL"}
+NO_VARIABLES |= {"SC_PHYS_PAGES", "SC_PAGE_SIZE"}
 """Words in the code that look like environment variables, but are not."""

@@ -10,38 +10,55 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from page_runner import DOCS
 
 from hypercomm import HyperCommGrid, RankLayout, RankMapping, run_ranks, transfer
 
-LIMIT = timedelta(seconds=2)
 
-
-def results(call, rank_by_rank=True):
-    """Return what a call returned, or the name of its error, on each of four ranks."""
+def results(*calls):
+    """Return what each call returned, or the name of its error, on each of four ranks."""
 
     def on_rank():
-        grid = HyperCommGrid("tp=2,dp=2")
-        try:
-            return call(grid, dist.get_rank())
-        except RuntimeError as error:
-            time.sleep(0.5)  # rank 0 serves the store, so it must not end first
-            return type(error).__name__
+        found = []
+        for call in calls:
+            with HyperCommGrid("tp=2,dp=2") as grid:
+                try:
+                    found.append(call(grid, dist.get_rank()))
+                except RuntimeError as error:
+                    found.append(type(error).__name__)
+            dist.barrier()
+        return found
 
-    found = run_ranks(on_rank, 4, timeout=60, group_timeout=LIMIT)
-    return found if rank_by_rank else set(found)
+    found = run_ranks(on_rank, 4, timeout=60, group_timeout=timedelta(seconds=2))
+    return [list(one) for one in zip(*found, strict=True)]
 
 
-# With `local`, only the ranks of a group must call. Ranks may create groups in different orders.
-def test_local_needs_the_members_only():
+# With `local`, only the ranks of a group must call, and ranks may create groups in different
+# orders. Both ranks of a pipeline edge must use the edge. A rank outside both layouts of a transfer
+# may call transfer(), but need not.
+def test_calls_of_some_ranks():
+    mapping = RankMapping("dp=1", RankLayout("dp=1", rank_offset=1))
+
     def members(grid, rank):
-        return grid.create_pg("tp").size() if rank < 2 else None
+        return grid["tp"].sum(1) if rank < 2 else None
 
     def own_order(grid, rank):
         return [grid[dim].sum(1) for dim in (("tp", "dp") if rank < 2 else ("dp", "tp"))]
 
-    assert results(members) == [2, 2, None, None]
-    assert results(own_order) == [[2, 2]] * 4
+    def edges(_, rank):
+        with HyperCommGrid("pp=4") as grid:
+            pp = grid.edges("pp")
+            edge = {1: "to_next", 2: "from_previous"}.get(rank)
+            return edge and dist.barrier(getattr(pp, edge))
+
+    def moved(_, rank):
+        return rank < 3 and transfer(mapping, torch.ones(1, 1), verify=True) is not None
+
+    assert results(members, own_order, edges, moved) == [
+        [2, 2, None, None],
+        [[2, 2]] * 4,
+        [None] * 4,
+        [False, True, False, False],
+    ]
 
 
 # Ranks that wait for each other in a circle raise. So do ranks that request groups that other ranks
@@ -59,12 +76,13 @@ def test_orders_that_fail():
 
         return some_have_a_group
 
-    mismatch = {"PlanMismatchError"}
-    assert results(circle, rank_by_rank=False) == mismatch
-    assert results(then(HyperCommGrid.verify), rank_by_rank=False) == mismatch
-    assert results(then(HyperCommGrid.connect), rank_by_rank=False) == mismatch
-    reshape = then(lambda grid: grid.reshape("tp=4,dp=1"))
-    assert results(reshape, rank_by_rank=False) == mismatch
+    found = results(
+        circle,
+        then(HyperCommGrid.verify),
+        then(HyperCommGrid.connect),
+        then(lambda grid: grid.reshape("tp=4,dp=1")),
+    )
+    assert found == [["PlanMismatchError"] * 4] * 4
 
 
 # With `verify`, `enumerate` and `create_pgs`, the ranks of a group wait for all ranks.
@@ -79,30 +97,9 @@ def test_orders_that_fail():
     ids=["verify", "enumerate", "create_pgs"],
 )
 def test_calls_of_all_ranks(call):
-    found = results(lambda grid, rank: call(grid) and None if rank < 2 else None)
-    assert found == ["GroupCreationTimeout"] * 2 + [None] * 2
+    def wait(grid, rank):
+        if rank < 2:
+            call(grid)
+        time.sleep(0.5)  # rank 0 serves the store, so it must not end first
 
-
-# Both ranks of a pipeline edge must use the edge. A rank outside both layouts of a transfer may
-# call transfer(), but need not.
-def test_edges_and_transfers():
-    mapping = RankMapping("dp=1", RankLayout("dp=1", rank_offset=1))
-
-    def call(_, rank):
-        edges = HyperCommGrid("pp=4").edges("pp")
-        edge = None
-        if rank in (1, 2):
-            edge = edges.to_next if rank == 1 else edges.from_previous
-        size = edge and edge.size()
-        moved = transfer(mapping, torch.ones(1, 1), verify=True) if rank < 3 else None
-        return size, moved is not None
-
-    assert results(call) == [(None, False), (2, True), (2, False), (None, False)]
-
-
-# The page has a row for each strategy, and for each call with special rules.
-def test_rows():
-    page = (DOCS / "reference" / "calls.md").read_text()
-    cells = " ".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| "))
-    for name in ("local", "split", "enumerate", "create_pgs", "reshape(target)", "edges(...)"):
-        assert f"`{name}`" in cells
+    assert results(wait) == [["GroupCreationTimeout"] * 2 + [None] * 2]
