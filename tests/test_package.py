@@ -65,12 +65,12 @@ def test_grid_imports_only_the_core():
     assert not any(re.match(r"hypercomm\.(tools|cli|testing|compat)", name) for name in loaded)
 
 
-# Private names of torch are used only in torch_internals/, and in the fake world.
+# Private names of torch are used only in torch_internals/, and in the simulated job.
 def test_private_names_of_torch_are_in_one_folder():
     private = [
         f"{file}: {node.value.id}.{node.attr}"
         for file in PACKAGE.rglob("*.py")
-        if "torch_internals" not in file.parts and file != PACKAGE / "testing/worlds.py"
+        if "torch_internals" not in file.parts and file != PACKAGE / "testing/simulated_job.py"
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from collections import Counter
@@ -24,8 +23,7 @@ from hypercomm.layout.checks import as_ranks, as_world_size, check_duration
 from hypercomm.layout.text import first_n, pluralize
 from hypercomm.process_groups.options import check_known
 from hypercomm.testing.recording import CREATION, Book, Collective, RecordedGroup, Step
-from hypercomm.testing.simulated_group import RecordingGroup
-from hypercomm.testing.worlds import OtherWorld, other_worlds
+from hypercomm.testing.simulated_job import SimulatedJob, replaced_job
 
 Result = TypeVar("Result")
 
@@ -218,12 +216,13 @@ def simulate(
     book = Book(set(wanted))
     everyone = {rank: rank for rank in range(world_size)}
     returned: dict[int, Result] = {}
-    with other_worlds(lambda: job), mock.patch.dict(os.environ):
+    with replaced_job() as show, mock.patch.dict(os.environ):
         for name in VARIABLES:  # a launcher may have set them
             os.environ.pop(name, None)
         for rank in wanted:
-            job = _job(rank, everyone, book, backend, timeout)
-            job.show()
+            book.begin(rank)
+            job = SimulatedJob(rank, everyone, backend, timeout, book)
+            show(job)
             job.begin()
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
             with ezpz.current.fresh(), megatron.current.fresh():
@@ -240,29 +239,6 @@ def simulate(
         creations[rank] = [each for each in made if isinstance(each, RecordedGroup)]
         collectives[rank] = [each for each in made if isinstance(each, Collective)]
     return Simulation(world_size, returned, creations, collectives, judge(book.programs))
-
-
-def _job(
-    rank: int, everyone: Mapping[int, int], book: Book, backend: str, timeout: timedelta
-) -> OtherWorld:
-    """Return the job for one rank. `book` records the groups and calls of this job."""
-    jobs = itertools.count(1)
-
-    def make_world() -> RecordingGroup:
-        number = next(jobs)
-        name = "WORLD" if number == 1 else f"WORLD (job {number})"
-        whole = RecordedGroup(name, range(len(everyone)), backend, timeout, name)
-        return RecordingGroup(whole, rank, book, "0")
-
-    def create(
-        name: str, ranks: tuple[int, ...], backend: str, timeout: timedelta, description: str
-    ) -> RecordingGroup:
-        made = RecordedGroup(name, ranks, backend, timeout, description)
-        book.create(made)
-        return RecordingGroup(made, rank, book, name)
-
-    book.begin(rank)
-    return OtherWorld(make_world, everyone, backend, create)
 
 
 # ---- the comparison of the ranks ---------------------------------------------------------------

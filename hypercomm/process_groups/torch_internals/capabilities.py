@@ -361,7 +361,7 @@ def set_timeout(timeout: timedelta, group: ProcessGroup | None) -> None:
 def has_ranks() -> bool:
     """Return whether the ranks share a store. In fake and simulated worlds they do not."""
     world = dist.group.WORLD
-    if world is None or not getattr(_c10d._world, "has_other_ranks", True):
+    if world is None or is_other_world():
         return False
     return "fake" not in single_backends(backend_of(world))
 

@@ -1,12 +1,16 @@
-"""Process groups of a simulated rank. Calls are recorded and return immediately."""
+"""The job of torch.distributed on one simulated rank. Its calls are recorded and return at once."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,34 +18,173 @@ from torch.distributed import ProcessGroup, Work
 
 from hypercomm.blame.evidence import FROM_ANYBODY, LoggedCall
 from hypercomm.errors import SimulationError
+from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.testing.recording import Book, Collective, RecordedGroup, Step
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 
 _NONE = pickle.dumps(None)
 
+_c10d: Any = dist.distributed_c10d
+_TABLES = ["pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag"]
 
-class SimulatedGroup:
-    """A process group of the calling rank that has members but cannot communicate.
+
+class SimulatedJob(_c10d._World):  # type: ignore[misc]
+    """The state of torch.distributed on one simulated rank.
+
+    torch keeps the state of a job in a global object of its class `_World`. Within `replaced_job`,
+    a `SimulatedJob` takes the place of that object.
 
     Args:
-        name: The name of the group.
-        rank: The position of the calling rank among the members.
-        size: The number of members.
-        timeout: The timeout of the group.
-        description: The description of the group.
+        rank: The rank.
+        ranks: A dict that maps each rank of the job to itself.
+        backend: The backend of WORLD.
+        timeout: The timeout of WORLD.
+        book: The record of the rank's groups and calls.
+    """
+
+    is_of_another_world = True
+    default_pg: Any = None
+    group_count = 0
+    # In torch's class, these are properties with global state. Plain attributes replace them.
+    pg_map = pg_names = pg_group_ranks = pg_backend_config = tags_to_pg = pg_to_tag = default_pg
+
+    def __init__(
+        self, rank: int, ranks: Mapping[int, int], backend: str, timeout: timedelta, book: Book
+    ) -> None:
+        super().__init__()
+        self._rank = rank
+        self._ranks = ranks
+        self._backend = backend
+        self._timeout = timeout
+        self._book = book
+        self._jobs = 0
+        for table in _TABLES:
+            setattr(self, table, {})
+
+    def begin(self, backend: str | None = None, *_: object, **__: object) -> None:
+        """Replace `torch.distributed.init_process_group`."""
+        if self.default_pg is None:
+            self._jobs += 1
+            name = "WORLD" if self._jobs == 1 else f"WORLD (job {self._jobs})"
+            everyone = range(len(self._ranks))
+            whole = RecordedGroup(name, everyone, self._backend, self._timeout, name)
+            self.default_pg = SimulatedGroup(whole, self._rank, self._book, "0")
+            self.group_count = 1  # torch counts WORLD as group 0
+        self._register(self.default_pg, "0", str(backend or self._backend), self._ranks)
+
+    def end(self, group: Any = None) -> None:
+        """Replace `torch.distributed.destroy_process_group`."""
+        is_whole = group is None or group is self.default_pg
+        for known in list(self.pg_map) if is_whole else [group]:
+            self.tags_to_pg.pop(self.pg_to_tag.get(known), None)
+            for table in _TABLES:
+                getattr(self, table).pop(known, None)
+        if is_whole:
+            self.default_pg = None
+            self.group_count = 0
+
+    def group_named(self, name: str) -> Any:
+        """Return the group with a name."""
+        return next(group for group, known in self.pg_names.items() if known == name)
+
+    def _register(self, group: Any, name: str, backend: str, ranks: Mapping[int, int]) -> None:
+        self.pg_map[group] = (backend, None)
+        self.pg_names[group] = name
+        self.pg_group_ranks[group] = ranks
+        self.pg_backend_config[group] = torchdist.backend_config(backend)
+        self.pg_to_tag[group] = f"ptd:{name}"
+        self.tags_to_pg[f"ptd:{name}"] = [group]
+
+    def new_group(self, *args: Any, **options: Any) -> tuple[Any, None]:
+        """Create one group, with the arguments of torch's `_new_process_group_helper`.
+
+        Raises:
+            ValueError: The name is taken.
+        """
+        _, position, ranks, backend, *more = args
+        name = options["group_name"] if "group_name" in options else more[1]
+        if name in self.pg_names.values():
+            raise ValueError(f"the group name {name} is taken")
+        if position is None:
+            return dist.GroupMember.NON_GROUP_MEMBER, None
+        members, positions = _members(tuple(ranks))
+        # torch restarts its count of groups in each job, so names repeat in a second job.
+        unique = name if self._jobs == 1 else f"{name} (job {self._jobs})"
+        timeout = options.get("timeout", timedelta(0))
+        description = options.get("group_desc") or "undefined"
+        made = RecordedGroup(unique, members, str(backend), timeout, description)
+        self._book.create(made)
+        group = SimulatedGroup(made, self._rank, self._book, unique)
+        self._register(group, name, str(backend), positions)
+        return group, None
+
+
+@functools.cache
+def _members(ranks: tuple[int, ...]) -> tuple[tuple[int, ...], dict[int, int]]:
+    """Return the members and their positions. The result is cached, so simulated ranks share it."""
+    return ranks, {rank: position for position, rank in enumerate(ranks)}
+
+
+def _of_job(method: str) -> Callable[..., Any]:
+    """Return a function that calls a method of the current job."""
+
+    def call(*args: Any, **named: Any) -> Any:
+        return getattr(_c10d._world, method)(*args, **named)
+
+    return call
+
+
+@contextlib.contextmanager
+def replaced_job() -> Iterator[Callable[[SimulatedJob], None]]:
+    """Replace the job of torch.distributed within a `with` block by simulated jobs.
+
+    Yields:
+        A function that makes a job the current one.
+    """
+    replaced: dict[str, object] = {
+        "_world": _c10d._world,
+        "_new_process_group_helper": _of_job("new_group"),
+        "_store_based_barrier": lambda *_, **__: None,
+        # torch's function warns about backends that are not built.
+        "_get_default_timeout": torchdist.default_timeout,
+        "init_process_group": _of_job("begin"),
+        "destroy_process_group": _of_job("end"),
+        "_resolve_process_group": _of_job("group_named"),
+        "_get_msg_dict": lambda *_, **__: {},  # torch's logger would need NCCL's version
+    }
+    meshes = importlib.import_module("torch.distributed.device_mesh")
+    with contextlib.ExitStack() as stack:
+        stack.callback(_members.cache_clear)
+        for module in (_c10d, dist, dist.c10d_logger, meshes):
+            for name, value in replaced.items():
+                if hasattr(module, name):
+                    stack.enter_context(mock.patch.object(module, name, value))
+        yield functools.partial(setattr, _c10d, "_world")
+
+
+class SimulatedGroup:
+    """A process group of a simulated rank, with the methods that torch.distributed calls.
+
+    Args:
+        creation: The record of the group. The record's name is equal on all members.
+        rank: The rank in the job.
+        book: The record of the rank's calls.
+        name: The name of the group in torch.
     """
 
     bound_device_id = None
+    supports_coalescing = False
 
-    def __init__(
-        self, name: str, rank: int, size: int, timeout: timedelta, description: str
-    ) -> None:
+    def __init__(self, creation: RecordedGroup, rank: int, book: Book, name: str) -> None:
         self.group_name = name
-        self.group_desc = description
-        self.options = SimpleNamespace(_timeout=timeout)
-        self._rank = rank
-        self._size = size
+        self.group_desc = "default_pg" if name == "0" else creation.description
+        self.options = SimpleNamespace(_timeout=creation.timeout)
+        self._rank = creation.ranks.index(rank)
+        self._size = len(creation.ranks)
+        self._book = book
+        self._creation = creation
+        self._first = 0
 
     def rank(self) -> int:
         """Return the position of the calling rank among the members."""
@@ -69,8 +212,11 @@ class SimulatedGroup:
         """ProcessGroup, because torch checks the type."""
         return ProcessGroup
 
-    def _get_backend(self, _device: object) -> SimulatedGroup:
+    def get_backend(self, _device: object) -> SimulatedGroup:
+        """Return this group."""
         return self
+
+    _get_backend = get_backend
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -80,69 +226,6 @@ class SimulatedGroup:
 
     def __repr__(self) -> str:
         return f"<simulated group {self.group_name}: rank {self._rank} of {self._size}>"
-
-
-class SimulatedWork(Work):
-    """The `Work` object of simulated calls. It is always complete.
-
-    Args:
-        steps: The steps of the rank that made the calls.
-        calls: The calls.
-        results: The output tensors of the calls.
-    """
-
-    def __init__(
-        self, steps: list[Step], calls: Sequence[LoggedCall], results: Sequence[torch.Tensor] = ()
-    ) -> None:
-        super().__init__()
-        self._steps = steps
-        self._calls = calls
-        self._results = list(results)
-        self.source = 0
-
-    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - torch's arguments
-        """Record that the rank waits for the calls."""
-        self._steps.extend((True, call) for call in self._calls)
-        return True
-
-    synchronize = wait  # type: ignore[assignment]
-
-    def is_completed(self) -> bool:
-        """Return True."""
-        return True
-
-    def get_future(self) -> Any:
-        """Return a completed future with the outputs as its value."""
-        future: Any = torch.futures.Future()
-        future.set_result(self._results)
-        return future
-
-    def source_rank(self) -> int:
-        """Return the position of the sender in the group."""
-        return self.source
-
-    _source_rank = source_rank
-
-
-class RecordingGroup(SimulatedGroup):
-    """A process group of a rank with the methods that torch.distributed calls.
-
-    Args:
-        creation: The record of the group. The record's name is equal on all members.
-        rank: The rank in the job.
-        book: The record of the rank's calls.
-        name: The name of the group in torch.
-    """
-
-    supports_coalescing = False
-
-    def __init__(self, creation: RecordedGroup, rank: int, book: Book, name: str) -> None:
-        ranks = creation.ranks
-        description = "default_pg" if name == "0" else creation.description
-        super().__init__(name, ranks.index(rank), len(ranks), creation.timeout, description)
-        self._book = book
-        self._creation = creation
-        self._first = 0
 
     # ---- collectives in which all members have the same role
 
@@ -290,10 +373,6 @@ class RecordingGroup(SimulatedGroup):
     reduce_scatter_single_coalesced = reduce_scatter_single
     alltoall_base = all_to_all_single
 
-    def get_backend(self, _device: object) -> RecordingGroup:
-        """Return this group."""
-        return self
-
     def _start_coalescing(self, _device: object) -> None:
         self._first = len(self._book.steps)
 
@@ -354,6 +433,48 @@ class RecordingGroup(SimulatedGroup):
                 is_sizes = tensor.dtype == torch.int64
                 data = [len(_NONE)] * tensor.numel() if is_sizes else _NONE * tensor.numel()
                 tensor.copy_(torch.tensor([*data[: tensor.numel()]], dtype=tensor.dtype))
+
+
+class SimulatedWork(Work):
+    """The `Work` object of simulated calls. It is always complete.
+
+    Args:
+        steps: The steps of the rank that made the calls.
+        calls: The calls.
+        results: The output tensors of the calls.
+    """
+
+    def __init__(
+        self, steps: list[Step], calls: Sequence[LoggedCall], results: Sequence[torch.Tensor] = ()
+    ) -> None:
+        super().__init__()
+        self._steps = steps
+        self._calls = calls
+        self._results = list(results)
+        self.source = 0
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - torch's arguments
+        """Record that the rank waits for the calls."""
+        self._steps.extend((True, call) for call in self._calls)
+        return True
+
+    synchronize = wait  # type: ignore[assignment]
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+    def get_future(self) -> Any:
+        """Return a completed future with the outputs as its value."""
+        future: Any = torch.futures.Future()
+        future.set_result(self._results)
+        return future
+
+    def source_rank(self) -> int:
+        """Return the position of the sender in the group."""
+        return self.source
+
+    _source_rank = source_rank
 
 
 def _listed(tensors: Tensors) -> Sequence[torch.Tensor]:
