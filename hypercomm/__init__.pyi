@@ -1,4 +1,4 @@
-# The types of the names that `__init__.py` imports on first access.
+# The names that `__init__.py` imports on first access.
 
 from hypercomm import (
     cli as cli,

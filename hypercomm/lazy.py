@@ -5,6 +5,7 @@ Except torch, the packages that are named here are optional, and extras install 
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
 from collections.abc import Callable, Mapping
@@ -45,33 +46,47 @@ def required(package: str, what: str) -> Any:
 
 
 def attributes(
-    module: str, homes: Mapping[str, str], elsewhere: Mapping[str, str] | None = None
-) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a module, which imports a name on first access.
+    module: str, elsewhere: Mapping[str, str] | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return `__getattr__`, `__dir__` and `__all__` of a package with a stub, `__init__.pyi`.
+
+    The stub imports each name from the module that defines it, and its `__all__` lists the public
+    names. The package imports a name on first access.
 
     Args:
-        module: The name of the module.
-        homes: Maps each name to the module that defines it. A submodule is mapped to its full name.
-        elsewhere: Maps names that this module lacks to the modules that define them. The
+        module: The name of the package.
+        elsewhere: Maps names that this package lacks to the modules that define them. The
             AttributeError for such a name shows the module.
     """
+    package = sys.modules[module]
+    path = str(package.__file__)
+    stub = ast.parse(package.__loader__.get_data(f"{path}i"))  # type: ignore[union-attr]
+    homes: dict[str, str] = {}
+    listed: list[str] = []
+    for node in stub.body:
+        if isinstance(node, ast.ImportFrom):
+            homes.update({alias.name: str(node.module) for alias in node.names})
+        elif isinstance(node, ast.Assign):
+            listed = ast.literal_eval(node.value)
 
     def get(name: str) -> Any:
         if name not in homes:
             there = (elsewhere or {}).get(name)
             hint = f"; write `from {there} import {name}`" if there else ""
             raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
+        is_module = homes[name] == module
         try:
-            home = importlib.import_module(homes[name])
+            home = importlib.import_module(f"{module}.{name}" if is_module else homes[name])
         except ModuleNotFoundError as error:
             if error.name is None or error.name.partition(".")[0] not in _EXTRAS:
                 raise
             raise _missing(error.name, f"{module}.{name}") from error
-        value = home if homes[name] == f"{module}.{name}" else getattr(home, name)
-        setattr(sys.modules[module], name, value)  # the next access does not call this function
+        value = home if is_module else getattr(home, name)
+        setattr(package, name, value)  # the next access does not call this function
         return value
 
-    return get
+    modules = [name for name, home in homes.items() if home == module]
+    return get, lambda: sorted({*listed, *modules}), listed
 
 
 def _missing(package: str, what: str) -> MissingPackageError:

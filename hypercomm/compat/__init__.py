@@ -2,6 +2,4 @@
 
 from hypercomm.lazy import attributes
 
-_MODULES = ("deepspeed", "ezpz", "megatron", "torchtitan")
-
-__getattr__ = attributes(__name__, {name: f"{__name__}.{name}" for name in _MODULES})
+__getattr__, __dir__, __all__ = attributes(__name__)
