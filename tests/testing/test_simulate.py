@@ -2,17 +2,13 @@
 
 import contextlib
 import copy
-import graphlib
-import itertools
 import os
 import re
-from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 from group_checks import patched_attributes
-from hypothesis import given, strategies as st
 from torch.distributed import get_rank as bound_early
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -22,7 +18,6 @@ from hypercomm.compat.megatron import parallel_state as mpu
 from hypercomm.errors import (
     GroupOptionsError,
     RankFailedError,
-    SimulationError,
 )
 from hypercomm.testing import fake_world, registered_groups, simulate
 
@@ -183,50 +178,6 @@ def test_second_job_in_a_simulation():
     assert [one.group.called for one in got.collectives[2]] == ["WORLD", "WORLD (job 2)"]
 
 
-# With use_local_synchronization=True, torch names a group by how many groups the rank has created.
-# Therefore ranks with different memberships hang (pytorch issue 173608). Simulations find the hang.
-def test_uneven_memberships_in_torch_disagree():
-    def theirs():
-        if dist.get_rank() in (0, 3):
-            dist.new_group([0, 3], use_local_synchronization=True)
-        dist.new_group([0, 1, 2, 3], use_local_synchronization=True)
-
-    wrong = simulate(theirs, 4)
-    assert {one.waiting for one in wrong.disagreements} == {(0, 3), (1, 2)}
-    assert all(set(one.absent.values()) == {"never creates it"} for one in wrong.disagreements)
-    with pytest.raises(SimulationError, match="2 disagreements"):
-        wrong.check()
-
-
-# A disagreement names a rank that skips a group creation, swaps two creations, or passes other
-# options.
-@pytest.mark.parametrize(
-    ("calls", "absent", "differs"),
-    [
-        ([["tp"], []], {5: "never creates it"}, ""),
-        ([["tp", ["tp", "dp"]], [["tp", "dp"], "tp"]], {5: "waits in tp+dp"}, ""),
-        ([[("tp", None, 600)], [("tp", "gloo", 600)]], {}, "with gloo"),
-        ([[("tp", None, 60)], [("tp", None, 120)]], {}, "timeout of 0:02:00"),
-    ],
-    ids=["skips", "swaps", "backend", "timeout"],
-)
-def test_different_creation_on_one_rank_is_named(calls, absent, differs):
-    def run():
-        grid = HyperCommGrid([2, 4], ["tp", "dp"])
-        for call in calls[dist.get_rank() == 5]:
-            dims, backend, seconds = call if isinstance(call, tuple) else (call, None, 600)
-            grid.create_pg(dims, backend=backend, timeout=timedelta(seconds=seconds))
-
-    found = simulate(run, 8).disagreements
-    (one,) = [one for one in found if one.group.ranks == (4, 5)]
-    assert (one.group.called, one.number, one.absent) == ("tp", 0, absent)
-    assert one.waiting == ((4,) if absent else (4, 5))
-    assert differs in one.differs
-    assert str(one).startswith("tp of ranks (4, 5): rank")
-    # if only ranks 6 and 7 are simulated, they agree
-    assert simulate(run, 8, ranks=[6, 7]).disagreements == ()
-
-
 # The text of a group creation shows only the first four ranks and the last one.
 def test_text_of_a_creation():
     made = simulate(lambda: dist.new_group(range(5), group_desc="five") and None, 5).creations[0]
@@ -266,35 +217,3 @@ def test_invalid_simulations(function, options, error, message):
         simulate(function, **{"world_size": 4, **options})
     assert patched_attributes() == before
     assert not dist.is_initialized()
-
-
-# Each rank calls barriers in a random order. The ranks finish if and only if the orders have no
-# cycle.
-@given(st.data())
-def test_cycles_of_barriers_are_found(data):
-    world = range(data.draw(st.integers(2, 5)))
-    sets = [ranks for size in (2, 3) for ranks in itertools.combinations(world, size)]
-    members = data.draw(st.lists(st.sampled_from(sets), min_size=1, max_size=5))
-    orders = {}
-    graph = graphlib.TopologicalSorter()
-    for rank in world:
-        own = [number for number, ranks in enumerate(members) if rank in ranks]
-        orders[rank] = data.draw(st.permutations(own))
-        for one, following in itertools.pairwise(orders[rank]):
-            graph.add(following, one)
-    try:
-        graph.prepare()
-        works = True
-    except graphlib.CycleError:
-        works = False
-
-    def run():
-        groups = [dist.new_group(ranks) for ranks in members]
-        for number in orders[dist.get_rank()]:
-            dist.barrier(groups[number])
-
-    found = simulate(run, len(world)).disagreements
-    assert works == (found == ())
-    for one in found:
-        assert one.absent
-        assert sorted([*one.waiting, *one.absent]) == list(one.group.ranks)
