@@ -5,9 +5,11 @@ import-linter checks which modules a module may import. Its rules are in pyproje
 
 import ast
 import doctest
+import functools
 import importlib
 import importlib.metadata
 import inspect
+import itertools
 import pkgutil
 import re
 from pathlib import Path
@@ -65,13 +67,19 @@ def test_grid_imports_only_the_core():
     assert not any(re.match(r"hypercomm\.(tools|cli|testing|compat)", name) for name in loaded)
 
 
+@functools.cache
+def trees():
+    """Parse each file of the package."""
+    return {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+
+
 # Private names of torch are used only in torch_internals/, and in the simulated job.
 def test_private_names_of_torch_are_in_one_folder():
     private = [
         f"{file}: {node.value.id}.{node.attr}"
-        for file in PACKAGE.rglob("*.py")
+        for file, tree in trees().items()
         if "torch_internals" not in file.parts and file != PACKAGE / "testing/simulated_job.py"
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)
         and node.value.id in {"dist", "torch"}
@@ -177,13 +185,12 @@ def names_defined_in(tree):
 # modules define. torch_internals is an exception: it reads private names of torch, which may be the
 # same as names in hypercomm.
 def test_private_names_stay_in_their_module():
-    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
     homes = {}
-    for path, tree in trees.items():
+    for path, tree in trees().items():
         for name in names_defined_in(tree):
             homes.setdefault(name, set()).add(path)
     offenders = []
-    for path, tree in trees.items():
+    for path, tree in trees().items():
         for node in ast.walk(tree):
             names = []
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hypercomm"):
@@ -228,3 +235,19 @@ def test_options_are_parameters(call):
     }
     assert all(one.annotation is not one.empty for one in options.values())
     assert not any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+
+
+NO_VARIABLES = {"EXPERT_MODEL", "EXPERT_TENSOR", "TENSOR_MODEL", "PIPELINE_MODEL"}
+NO_VARIABLES |= {"SC_PHYS_PAGES", "SC_PAGE_SIZE"}
+"""Words in the code that look like environment variables, but are not."""
+
+
+# The page about environment variables has exactly the variables in the code.
+def test_environment_variables_are_documented():
+    name = re.compile(r"[A-Z]\w*_[A-Z0-9_]*[A-Z0-9]")
+    nodes = itertools.chain(*map(ast.walk, trees().values()))
+    words = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    read = {word for word in words if isinstance(word, str) and name.fullmatch(word)}
+    text = (CONTRIBUTING.parent / "docs" / "reference" / "environment.md").read_text()
+    page = {word for word in re.findall(r"`(\w+)`", text) if name.fullmatch(word)}
+    assert sorted(read - NO_VARIABLES) == sorted(page)

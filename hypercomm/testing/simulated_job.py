@@ -62,6 +62,10 @@ class SimulatedJob(_c10d._World):  # type: ignore[misc]
         for table in _TABLES:
             setattr(self, table, {})
 
+    def show(self) -> None:
+        """Make this the current job of torch.distributed, within a `replaced_job` block."""
+        _c10d._world = self
+
     def begin(self, backend: str | None = None, *_: object, **__: object) -> None:
         """Replace `torch.distributed.init_process_group`."""
         if self.default_pg is None:
@@ -136,12 +140,8 @@ def _of_job(method: str) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def replaced_job() -> Iterator[Callable[[SimulatedJob], None]]:
-    """Replace the job of torch.distributed within a `with` block by simulated jobs.
-
-    Yields:
-        A function that makes a job the current one.
-    """
+def replaced_job() -> Iterator[None]:
+    """Replace the job of torch.distributed within a `with` block by the simulated job on show."""
     replaced: dict[str, object] = {
         "_world": _c10d._world,
         "_new_process_group_helper": _of_job("new_group"),
@@ -160,7 +160,7 @@ def replaced_job() -> Iterator[Callable[[SimulatedJob], None]]:
             for name, value in replaced.items():
                 if hasattr(module, name):
                     stack.enter_context(mock.patch.object(module, name, value))
-        yield functools.partial(setattr, _c10d, "_world")
+        yield
 
 
 class SimulatedGroup:

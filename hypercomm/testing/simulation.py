@@ -216,13 +216,13 @@ def simulate(
     book = Book(set(wanted))
     everyone = {rank: rank for rank in range(world_size)}
     returned: dict[int, Result] = {}
-    with replaced_job() as show, mock.patch.dict(os.environ):
+    with replaced_job(), mock.patch.dict(os.environ):
         for name in VARIABLES:  # a launcher may have set them
             os.environ.pop(name, None)
         for rank in wanted:
             book.begin(rank)
             job = SimulatedJob(rank, everyone, backend, timeout, book)
-            show(job)
+            job.show()
             job.begin()
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
             with ezpz.current.fresh(), megatron.current.fresh():

@@ -3,7 +3,6 @@
 MkDocs checks links, anchors and the navigation, as `validation:` in mkdocs.yml requests.
 """
 
-import ast
 import importlib
 import importlib.util
 import json
@@ -197,24 +196,3 @@ def test_json_keys_are_documented(command, nested, in_process, tmp_path, monkeyp
     printed = set(keys_of(json.loads(in_process(*command.split(), "--json").stdout)))
     shown = {key for key in printed if "." not in key or re.match(nested, key)}
     assert shown == set(documented(command.split()[0]))
-
-
-# The tables list exactly the environment variables in the code.
-def test_environment_variables_are_documented():
-    name = re.compile(r"[A-Z]\w*_[A-Z0-9_]*[A-Z0-9]")
-    read = {
-        node.value
-        for path in (ROOT / "hypercomm").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant)
-        and isinstance(node.value, str)
-        and name.fullmatch(node.value)
-    }
-    page = re.findall(r"`(\w+)`", TEXTS["reference/environment.md"])
-    assert sorted(read - set(page) - NO_VARIABLES) == []
-    assert sorted({word for word in page if name.fullmatch(word)} - read) == []
-
-
-NO_VARIABLES = {"EXPERT_MODEL", "EXPERT_TENSOR", "TENSOR_MODEL", "PIPELINE_MODEL"}
-NO_VARIABLES |= {"SC_PHYS_PAGES", "SC_PAGE_SIZE"}
-"""Words in the code that look like environment variables, but are not."""
