@@ -29,15 +29,6 @@ def sum_of(*layout_dims_and_rank):
     return None if members is None else sum(10**member for member in members)
 
 
-def all_groups(table, names, dims):
-    """List every group over some dims of a table of ranks. The first dim varies fastest."""
-    inner = [axis for axis, name in enumerate(names) if name in dims]
-    outer = [axis for axis in range(table.ndim) if axis not in inner]
-    count = int(np.prod([table.shape[axis] for axis in outer], dtype=int))
-    lines = table.transpose(*outer, *inner).reshape(count, -1, order="F")
-    return [[int(member) for member in line] for line in lines]
-
-
 def cuts_of(mapping):
     """Map each split axis of a tensor to the dims that split it. The outermost dim is first."""
     cuts = {} if mapping.along is None else {mapping.batch_axis % 3: [mapping.along]}

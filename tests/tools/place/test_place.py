@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from numpy_oracle import all_groups
+from drawn_layouts import groups_of
 
 from hypercomm import RankLayout, place, read_topology
 from hypercomm.layout.views import Views
@@ -26,7 +26,8 @@ PODS = "host=8,leaf=16,spine=3072"
 def groups_by_hand(order, sizes, dims):
     """List the groups over some dims. The first dim of the order varies fastest."""
     shape = [sizes[dim] for dim in order]
-    return all_groups(np.arange(math.prod(shape)).reshape(shape, order="F"), order, dims)
+    table = np.arange(math.prod(shape)).reshape(shape, order="F")
+    return groups_of(table, [order.index(dim) for dim in dims])
 
 
 def sent_by_hand(group, unit_of, bytes_, pattern):
