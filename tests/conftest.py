@@ -15,17 +15,7 @@ import hypercomm
 
 ROOT = Path(__file__).resolve().parents[1]
 
-NEEDED = (
-    "hypothesis",
-    "numpy",
-    "attrs",
-    "click",
-    "rich",
-    "yaml",
-    "einops",
-    "sybil",
-    "megatron.core",
-)
+NEEDED = ("hypothesis", "click", "rich", "yaml", "einops", "sybil", "megatron.core")
 """Modules that the whole suite imports, apart from torch. Extras `cli` and `test` bring them."""
 
 LIMIT_S, SLOW_LIMIT_S = 120, 1800
