@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import Any
 
 import attrs
-from torch.distributed import ProcessGroup
 
 from hypercomm.errors import GroupOptionsError
 from hypercomm.layout import RankGroups, RankLayout
@@ -176,7 +175,6 @@ class GroupSpec:
         options: The options with the defaults of the world, without a description.
         strategy: "local", "split" or "enumerate", or "adopted" for a group of a DeviceMesh.
         reason: The reason for the strategy.
-        create: The function of the strategy that creates the group.
         world: The world of the ranks.
         own: The index and the ranks of the calling rank's group, or None if there is none.
     """
@@ -191,7 +189,6 @@ class GroupSpec:
     options: GroupOptions
     strategy: str
     reason: str
-    create: Callable[..., ProcessGroup | None]
     world: World
     own: tuple[int, tuple[int, ...]] | None
 

@@ -42,14 +42,12 @@ class Plan:
         options: The options with the defaults of a world.
         strategy: The name of the strategy.
         reason: The reason for the strategy.
-        create: The function that creates a group. It takes the arguments of `create_group`.
         is_general: Whether the plan is the same for all groups of these options.
     """
 
     options: GroupOptions
     strategy: str
     reason: str
-    create: Creator
     is_general: bool
 
 
@@ -82,10 +80,7 @@ def plan(
     depends_on_groups = strategy != "local" or torchdist.split_device() is not None
     is_general = not depends_on_groups and given.pg_options is None
     options = given.resolve(world)
-    create = STRATEGIES[strategy].create
-    if strategy == "local" and options == GroupOptions("gloo", options.timeout):
-        create = _create_gloo if torchdist.is_plain_gloo() else create
-    return Plan(options, strategy, reason, create, is_general)
+    return Plan(options, strategy, reason, is_general)
 
 
 def _choose(
@@ -150,23 +145,6 @@ def _why_not_local(backend: str, _groups: RankGroups, _lazily: bool | None) -> s
     if "mpi" in torchdist.single_backends(backend):
         return "MPI needs all ranks of the world to create a group"
     return torchdist.why_not_members()
-
-
-def _create_gloo(spec: GroupSpec, title: str, meeting: Meeting, *_: object) -> ProcessGroup | None:
-    """Create a gloo group without any options, as `_create_local` would."""
-    if spec.own is None:
-        return None
-    index, ranks = spec.own
-    return torchdist.new_gloo_group(
-        f"{title}/{index}",
-        ranks,
-        rank=spec.world.rank,
-        store=meeting.store,
-        timeout=spec.options.timeout,
-        group_desc=spec.group_desc,
-        is_default=spec.world.is_default,
-        stale=meeting.stale,
-    )
 
 
 def _create_local(
@@ -366,7 +344,7 @@ def create_group(
     """
     before = torchdist.registered() if spec.strategy == "enumerate" else set()
     try:
-        return spec.create(spec, name, meeting, former)
+        return STRATEGIES[spec.strategy].create(spec, name, meeting, former)
     except BaseException as error:
         with contextlib.suppress(Exception):  # the original error is raised
             torchdist.destroy(_left_by(spec, name, before))

@@ -263,7 +263,6 @@ class GroupTable:
             known.options,
             known.strategy,
             known.reason,
-            known.create,
             world,
             groups.find(world.rank),
         )

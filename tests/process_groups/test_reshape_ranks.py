@@ -89,7 +89,7 @@ def test_failed_reshape_changes_nothing():
             before = dict(grid.pgs)
             begin = time.monotonic()
             dist.barrier()  # a rank that still waits in create_pgs would raise there
-            fails = mock.patch.object(torchdist, "new_gloo_group", side_effect=ERROR)
+            fails = mock.patch.object(torchdist, "new_group", side_effect=ERROR)
             with (
                 fails if is_here else contextlib.nullcontext(),
                 pytest.raises(ZeroDivisionError if is_here else CreationError) as caught,

@@ -42,7 +42,6 @@ from hypercomm.process_groups.torch_internals.split import (
 )
 
 _torch: Any = dist.distributed_c10d
-_GLOO = dist.Backend("gloo")
 
 _defaults_lock = threading.Lock()
 
@@ -75,41 +74,6 @@ def why_not_members() -> str | None:
     if callable(getattr(dist.group.WORLD, "new_group", None)):
         return "the default process group has its own method new_group()"
     return None
-
-
-def is_plain_gloo() -> bool:
-    """Return whether `new_gloo_group` can create gloo groups without options in this process."""
-    return not uses_torchcomms()
-
-
-def new_gloo_group(
-    name: str,
-    ranks: Sequence[int],
-    *,
-    rank: int,
-    store: Any,
-    timeout: timedelta | None,
-    group_desc: str,
-    is_default: bool,
-    stale: list[str],
-) -> ProcessGroup:
-    """Create the gloo group of the calling rank, with torch's defaults. See `new_group`."""
-    members = list(ranks)
-    position = members.index(rank)
-    group, _ = _torch._new_process_group_helper(
-        len(members),
-        position,
-        members if is_default else [],
-        _GLOO,
-        store,
-        group_name=name,
-        timeout=timeout or default_timeout(_GLOO),
-        group_desc=group_desc,
-    )
-    _kept[group] = stale, address_key(name, position)
-    _created[group] = time.monotonic()
-    _torch._world.pg_group_ranks[group] = _numbers(members)
-    return group  # type: ignore[no-any-return]
 
 
 def new_group(
@@ -150,15 +114,16 @@ def new_group(
     backend = dist.Backend(backend)
     timeout = timeout or default_timeout(backend)
     members = list(ranks)
+    position = members.index(rank)
     singles = single_backends(backend)
     more = {"enable_reconfigure": True} if enable_reconfigure else {}
-    position = members.index(rank)
-    nothing = contextlib.nullcontext()
-    with (
-        lazy_init_of_gloo(lazy_init) if "gloo" in singles else nothing,
-        made_alone(backend, pg_options, timeout, lazy_init) as (backend_options, device),
-        with_one_prefix() if enable_reconfigure else nothing,
-    ):
+    with contextlib.ExitStack() as changes:
+        if "gloo" in singles and lazy_init is not None:
+            changes.enter_context(lazy_init_of_gloo(lazy_init))
+        if enable_reconfigure:
+            changes.enter_context(with_one_prefix())
+        alone = made_alone(backend, pg_options, timeout, lazy_init)
+        backend_options, device = changes.enter_context(alone)
         group, _ = _torch._new_process_group_helper(
             len(members),
             position,
