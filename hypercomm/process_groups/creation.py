@@ -170,8 +170,15 @@ def create_entries(
             before they enter them. Default: they do not meet again.
     """
     made: dict[Communicator, ProcessGroup | None] = {}
+    base = meeting.name
     try:
-        _create_each(meeting, entries, labels, made)
+        for entry in entries:
+            communicator = entry.communicator
+            if not communicator.is_created and communicator not in made:
+                spec = communicator.spec
+                title = f"{labels[entry.table]}: {spec.title}" if labels else spec.title
+                former = communicator.former
+                made[communicator] = create_group(spec, f"{base}/{title}", meeting, former)
     except BaseException as error:
         _discard(made)
         if confirmation is not None:
@@ -184,23 +191,6 @@ def create_entries(
             _discard(made)
             raise
     torchdist.destroy(enter(entries, made))
-
-
-def _create_each(
-    meeting: Meeting,
-    entries: Sequence[Entry],
-    labels: Mapping[GroupTable, str] | None,
-    made: dict[Communicator, ProcessGroup | None],
-) -> None:
-    """Create the groups that do not exist yet. `made` receives them by communicator."""
-    base = meeting.name
-    for entry in entries:
-        communicator = entry.communicator
-        if communicator.is_created or communicator in made:
-            continue
-        spec = communicator.spec
-        title = f"{labels[entry.table]}: {spec.title}" if labels else spec.title
-        made[communicator] = create_group(spec, f"{base}/{title}", meeting, communicator.former)
 
 
 def _discard(made: Mapping[Communicator, ProcessGroup | None]) -> None:

@@ -293,11 +293,7 @@ class Meeting:
     @property
     def left_s(self) -> float:
         """Seconds until the deadline."""
-        return self._deadline - system.now()
-
-    @property
-    def _deadline(self) -> float:
-        return self.began + min(self.limit_s, _LONGEST_S)
+        return self.began + min(self.limit_s, _LONGEST_S) - system.now()
 
     @property
     def _go(self) -> str:
@@ -382,7 +378,7 @@ class Meeting:
         try:
             system.start(partial(self._ask, replies), done.set)
             if not done.wait(self._slow_s):
-                system.start(partial(self._watch, done), _nothing)
+                system.start(partial(self._watch, done), lambda: None)
                 if not done.wait(max(0.0, self.left_s) + _SPARE_S):
                     done.wait(_AGAIN_S)
         except BaseException as error:
@@ -465,9 +461,6 @@ class Meeting:
                 return False
         return True
 
-    def _at_most(self, seconds: float) -> float:
-        return max(0.0, min(seconds, self.left_s))
-
     @property
     def _slow_s(self) -> float:
         return min(self.limit_s / 4, max(_SLOW_S, self.scope.world.size / _SLOW_RANKS))
@@ -496,7 +489,7 @@ class Meeting:
                 own, searches = self._publish(done)
                 if searches and self._is_hopeless(own):
                     return
-                done.wait(self._at_most(pause_s if searches else _LONGEST_S))
+                done.wait(max(0.0, min(pause_s, self.left_s) if searches else self.left_s))
                 pause_s *= 2
             if not searches:
                 done.wait(_FOLLOW_S)
@@ -745,10 +738,6 @@ def _end(store: Any, go: str, text: str) -> str:
     return held
 
 
-def _nothing() -> None:
-    return
-
-
 def _store_failed(
     world: World, title: str, error: RuntimeError, *, has_arrived: bool
 ) -> CreationError:
@@ -899,8 +888,6 @@ def refuse(scope: Scope, error: BaseException) -> None:
         scope: The ranks.
         error: The error of this rank. The other ranks raise a CreationError with its text.
     """
-    if scope.is_alone:
-        return
     lock = scope.memory.lock_of(scope.path)
     if not lock.acquire(timeout=_REFUSAL_S):
         return  # the call of another thread must not fail because of this error

@@ -19,6 +19,7 @@ from hypercomm.errors import (
     OutcomeUnknownError,
     PlanMismatchError,
 )
+from hypercomm.process_groups import meeting
 from hypercomm.process_groups.meeting import (
     Call,
     first_difference,
@@ -95,9 +96,12 @@ def test_three_requests(size, block_ends):
 
 # The keys of a round are few, whatever the number of calls, also in scopes of a part of the ranks.
 # One rank deletes the bits of each block.
-@pytest.mark.parametrize("size", [2, 62])
-def test_number_of_keys_does_not_grow(size):
-    def program(calls, rank):
+@pytest.mark.parametrize(("size", "calls"), [(2, 80), (62, 24)])
+def test_number_of_keys_does_not_grow(size, calls, monkeypatch):
+    monkeypatch.setattr(meeting, "_LEAST_STALE", 4)
+    monkeypatch.setattr(meeting, "_MOST_STALE", 8)
+
+    def program(rank):
         half = range(2) if rank.number < 2 else range(2, size)
         for number in range(calls):
             rank.meet(f"name {number}" if number % 2 else "verify", limit_s=60.0)
@@ -105,13 +109,10 @@ def test_number_of_keys_does_not_grow(size):
             if number % 5 == 0:
                 rank.meet("verify", facts=[f"{number} {rank.number == 0}"], limit_s=60.0)
 
-    counts = []
-    for calls in (40, 80):
-        server = Server()
-        run(partial(program, calls), size, server=server)
-        counts.append(len(server.held))
-        assert [key for key in server.missed if re.search(r"/\d\.\d+$", key)] == []
-    assert max(counts) < 32 * -(-size // 60) + 64, counts
+    server = Server()
+    run(program, size, server=server)
+    assert len(server.held) < 16 + 16 * -(-size // 60), server.held
+    assert [key for key in server.missed if re.search(r"/\d\.\d+$", key)] == []
 
 
 # A single rank meets nobody and sends no request. Neither does a rank outside the scope.
@@ -282,7 +283,12 @@ def test_circle_of_grids(size):
     assert [made.kinds(1), made.kinds(2)] == [[""] * size] * 2, str(made)
     for call in made.calls(0):
         assert "different grids" in str(call.error)
-        assert "shape: [" in str(call.error)
+        shapes = re.search(
+            r"shape: (\[.*?\]) on rank (\d) \(host .*?\), (\[.*?\]) on rank (\d) ", str(call.error)
+        )
+        own, here, other, there = shapes.groups()
+        assert {own, other} == {f"[1, {size}]", f"[{size}, 1]"}
+        assert (here == "1") == (own == f"[1, {size}]") != (there == "1"), str(call.error)
         assert "waits in" in str(call.error)
 
 
@@ -763,6 +769,26 @@ def test_requests_of_a_long_wait():
     assert {*made.kinds(0)} == {""}
     assert counts[:120][-1] <= 9, counts
     assert counts[-1] < 80, counts
+
+
+# A rank waits for the first missing ranks of its block of 60. If its block is complete, it waits
+# for the first missing ranks of the other blocks. Its status lists eight ranks.
+def test_ranks_that_a_status_lists():
+    absent = {70, *range(100, 110), 121}
+    expected = {0: [70, *range(100, 107)], 60: [70, *range(100, 107)], 120: [121]}
+    server = Server()
+    found = {}
+
+    def program(rank):
+        if rank.number == 70:
+            rank.sleep(1.0)
+            for number in expected:
+                found[number] = json.loads(server.held[f"job/rank {number}"])["waits_for"]
+        if rank.number not in absent:
+            rank.meet()
+
+    run(program, 130, server=server)
+    assert found == expected
 
 
 # The status of a rank disappears with its next call.
