@@ -506,6 +506,8 @@ def _serve(
     sys.stdout.flush()
     if (dist := sys.modules["torch.distributed"]).is_initialized():
         dist.destroy_process_group()
+    if groups := sys.modules.get("hypercomm.process_groups.torch_internals"):
+        groups.release()
 
 
 def _send_result(rank: int, result: object) -> None:

@@ -70,6 +70,7 @@ from hypercomm.process_groups.torch_internals.groups import (
     reconfigure as reconfigure,
     registered as registered,
     registered_as as registered_as,
+    release as release,
     shown_as_default as shown_as_default,
     split_group as split_group,
     why_not_members as why_not_members,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,9 @@ _RELEASES_S = 0.5
 
 _kept: WeakKeyDictionary[ProcessGroup, tuple[list[str], str]] = WeakKeyDictionary()
 """Maps each group of `new_group` to a list for stale keys, and the key of this rank's address."""
+
+_timers: WeakSet[threading.Timer] = WeakSet()
+"""The timers of destroyed groups to which other members may still connect."""
 
 _created: WeakKeyDictionary[ProcessGroup, float] = WeakKeyDictionary()
 """The time of the creation of each gloo group."""
@@ -283,6 +286,17 @@ def _hold(groups: list[ProcessGroup], seconds: float, *, is_daemon: bool) -> Non
         timer = threading.Timer(seconds, groups.clear)
         timer.daemon = is_daemon
         timer.start()
+        if not is_daemon:
+            _timers.add(timer)
+
+
+def release() -> None:
+    """End the connections of destroyed groups now, because no other member connects any more.
+
+    Otherwise, Python waits for them at exit.
+    """
+    for timer in list(_timers):
+        timer.cancel()
 
 
 def _may_connect(group: ProcessGroup) -> bool:
