@@ -1,5 +1,6 @@
 """Test that each call uses the world that it names, with two worlds in threads of a process."""
 
+import random
 import threading
 
 import numpy as np
@@ -116,77 +117,70 @@ def test_meshes_use_ranks_of_the_joined_world():
 # ---- as_default ---------------------------------------------------------------------------------
 
 
-def begin():
-    """Initialise torch.distributed with this process only, and return WORLD."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return dist.group.WORLD
+class Blocks:
+    """Blocks of as_default() that begin and end in any order, and the default that torch must have.
+
+    Each action is random. Worlds end during blocks, and torch's default process group is destroyed,
+    with the groups of all worlds, and initialised again.
+    """
+
+    def __init__(self, seed):
+        self.draw = random.Random(seed)
+        self.worlds = []
+        self.open_blocks = []
+        self.initialised = None
+        self.add_worlds()
+
+    def add_worlds(self):
+        self.live = [alone(f"w{len(self.worlds) + number}") for number in range(6)]
+        self.worlds += self.live
+
+    def enter(self):
+        world = self.draw.choice(self.live)
+        self.open_blocks.append((world, world.as_default()))
+        self.open_blocks[-1][1].__enter__()
+
+    def leave_block(self):
+        if self.open_blocks:
+            _, block = self.open_blocks.pop(self.draw.randrange(len(self.open_blocks)))
+            block.__exit__(None, None, None)
+
+    def end_world(self):
+        world = self.draw.choice(self.live)
+        if dist.group.WORLD is not world.pg and len(self.live) > 1:
+            self.live.remove(world)
+            world.leave()
+
+    def replace_default(self):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+            self.initialised = None
+            self.add_worlds()
+        else:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            self.initialised = dist.group.WORLD
+
+    def expected(self):
+        """Return the group of the last block whose world lives, or else what was initialised."""
+        shown = [world.pg for world, _ in self.open_blocks if world in self.live]
+        return shown[-1] if shown else self.initialised
 
 
-@pytest.fixture
-def _ended():
-    yield
-    if dist.is_initialized():
+# Blocks of as_default() may end in any order, as in several threads.
+@pytest.mark.parametrize("seed", range(20))
+def test_default_of_blocks_in_any_order(seed):
+    blocks = Blocks(seed)
+    actions = [blocks.enter, blocks.leave_block, blocks.end_world, blocks.replace_default]
+    for action in blocks.draw.choices(actions, [4, 4, 3, 1], k=150):
+        action()
+        assert dist.group.WORLD is blocks.expected()
+    while blocks.open_blocks:
+        blocks.leave_block()
+    assert dist.group.WORLD is blocks.initialised
+    for world in blocks.worlds:
+        world.leave()
+    if blocks.initialised:
         dist.destroy_process_group()
-
-
-# destroy_process_group() during an as_default() block destroys all groups. After the block, torch
-# has no default process group, unless a new one was created.
-@pytest.mark.usefixtures("_ended")
-@pytest.mark.parametrize("had_world", [False, True])
-@pytest.mark.parametrize("begins", ["within", "after"])
-def test_destroy_during_as_default(had_world, begins):
-    if had_world:
-        begin()
-    fresh = None
-    world = alone("w")
-    with world.as_default():
-        dist.destroy_process_group()
-        assert not dist.is_initialized()
-        if begins == "within":
-            fresh = begin()
-    assert dist.group.WORLD is fresh
-    fresh = fresh or begin()
-    with alone("v") as other, other.as_default():  # leaving the first block has no effect any more
-        assert dist.group.WORLD is other.pg
-    assert dist.group.WORLD is fresh
-    world.leave()
-
-
-# destroy_process_group() is called during two nested blocks. Leaving these blocks does not change
-# the default group that was created afterwards.
-@pytest.mark.usefixtures("_ended")
-def test_destroy_during_two_blocks():
-    begin()
-    first, second = alone("one"), alone("two")
-    outer, inner = first.as_default(), second.as_default()
-    outer.__enter__()
-    inner.__enter__()
-    dist.destroy_process_group()
-    fresh = begin()
-    third = alone("three")
-    with third.as_default():
-        inner.__exit__(None, None, None)
-        assert dist.group.WORLD is third.pg
-    assert dist.group.WORLD is fresh
-    outer.__exit__(None, None, None)
-    assert dist.group.WORLD is fresh
-    third.leave()
-
-
-# If the former default world ends during a block, for example after an error in another thread,
-# this world does not become the default again.
-@pytest.mark.usefixtures("_ended")
-def test_world_that_ended_is_not_restored():
-    first, second = alone("one"), alone("two")
-    outer, inner = first.as_default(), second.as_default()
-    outer.__enter__()
-    inner.__enter__()
-    first.leave()
-    inner.__exit__(None, None, None)
-    assert dist.group.WORLD is None
-    outer.__exit__(None, None, None)
-    assert dist.group.WORLD is None
-    second.leave()
 
 
 # Each thread can use a different world, but torch has only one default. A call that names a world

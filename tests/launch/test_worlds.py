@@ -219,34 +219,6 @@ def test_weights_move_between_parts(crew):
     assert crew.result("engine0")["value"] == wanted
 
 
-# A process is in two worlds on one store, with a different rank in each world. The groups of the
-# worlds are separate.
-@pytest.mark.full
-def test_two_worlds_on_one_store(crew):
-    def both(join):
-        world = join()
-        parts = {"engine": 1, "judge": 1, "trainer": 2}
-        rank = 0 if world.part == "engine" else 1 - world.rank
-        other = join_world(world.store, name="v", parts=parts, part=world.part, rank=rank)
-        grids = [HyperCommGrid("all", cover="any", world=one) for one in (world, other)]
-        sums = [torch.tensor([one.rank]) for one in (world, other)]
-        for grid, total in zip(grids, sums, strict=True):
-            dist.all_reduce(total, group=grid.create_pg("all"))
-        return [world.rank, other.rank, *map(int, sums)]
-
-    def judge(join):
-        other = join()
-        total = torch.tensor([other.rank])
-        dist.all_reduce(total, group=HyperCommGrid("all", world=other).create_pg("all"))
-        return int(total)
-
-    crew.start(both, "trainer", 0, 1).start(both, "engine", 0)
-    parts = {"engine": 1, "judge": 1, "trainer": 2}
-    crew.start(judge, "judge", 0, name="v", parts=parts)
-    values = crew.values("trainer0", "trainer1", "engine0", "judge0")
-    assert values == [[0, 3, 3, 6], [1, 2, 3, 6], [2, 0, 3, 6], 6]
-
-
 # ---- differences and missing ranks --------------------------------------------------------------
 
 
@@ -272,16 +244,6 @@ def test_difference_fails_all_processes(crew):
     assert others <= {"GroupCreationTimeout"}, errors
     for part in ("hypercomm: ", "engine rank 0", "trainer rank", socket.gethostname()):
         assert all(part in error["text"] for error in differing), errors
-
-
-@pytest.mark.full
-def test_missing_rank_is_named(crew):
-    crew.start(rank_in, "trainer", 0, 1, timeout=timedelta(seconds=LIMIT_S))
-    for rank in range(2):
-        error = crew.result(f"trainer{rank}")
-        assert (error["kind"], error["missing"]) == ("GroupCreationTimeout", [2])
-        assert "engine rank 0 of 1 did not join" in error["text"]
-        assert error["seconds"] < LIMIT_S + scaled_s(2)
 
 
 # ---- restarts -----------------------------------------------------------------------------------
@@ -491,19 +453,3 @@ def test_one_name_in_two_stores():
     first.leave()
     with join_world(store, **GOOD) as second:
         assert shake_hands(second) == 0
-
-
-# Two as_default() blocks overlap, as in two threads, and either block may end first. Afterwards
-# torch has its first default.
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_two_threads_as_default(order):
-    worlds = [join_world(dist.HashStore(), **GOOD | {"name": name}) for name in ("one", "two")]
-    blocks = [world.as_default() for world in worlds]
-    for block in blocks:
-        block.__enter__()
-    blocks[order[0]].__exit__(None, None, None)
-    assert dist.group.WORLD is worlds[order[1]].pg
-    blocks[order[1]].__exit__(None, None, None)
-    assert dist.group.WORLD is None
-    for world in worlds:
-        world.leave()

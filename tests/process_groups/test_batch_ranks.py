@@ -49,8 +49,8 @@ def test_lazy_groups_connect_when_used():
     assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0"
 
 
-# A group still works after another group of its call is destroyed. Once no member connects any more,
-# destroyed groups and calls that fail leave no threads and no open files.
+# A group still works after another group of its call is destroyed. Once no member connects any
+# more, destroyed groups and calls that fail leave no threads and no open files.
 @pytest.mark.ranks(2)
 def test_groups_of_one_call_leave_nothing():
     plan = [{"dims": "dp", "name": name} for name in "abcdefgh"]

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from group_checks import sum_over
 from killable_ranks import run_scenario, signal_self, start
-from processes import state_of
+from processes import run_python, state_of
 from time_limits import scaled_s, wait_until
 
 from hypercomm import HyperCommGrid, renew_world
@@ -164,3 +164,24 @@ def test_interpreter_exits_during_a_creation(tmp_path):
     for program in (second, first):
         program.communicate(timeout=scaled_s(35))
         assert program.returncode == 0
+
+
+EXIT = """
+import atexit, threading
+atexit.register(lambda: print([type(one) for one in threading.enumerate()]))  # called last
+import torch.distributed as dist
+from hypercomm import HyperCommGrid
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+with HyperCommGrid("dp=1") as grid:
+    grid.create_pg("dp")
+"""
+
+
+# No thread of hypercomm ends a group of gloo while the interpreter exits: torch would abort it.
+@pytest.mark.full
+def test_interpreter_exits_after_groups_are_destroyed():
+    done = run_python("-c", EXIT)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Timer" not in done.stdout
+    assert "MainThread" in done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import threading
@@ -55,7 +56,7 @@ _kept: WeakKeyDictionary[ProcessGroup, tuple[list[str], str]] = WeakKeyDictionar
 """Maps each group of `new_group` to a list for stale keys, and the key of this rank's address."""
 
 _timers: WeakSet[threading.Timer] = WeakSet()
-"""The timers of destroyed groups to which other members may still connect."""
+"""The timers that end the connections of destroyed groups."""
 
 _created: WeakKeyDictionary[ProcessGroup, float] = WeakKeyDictionary()
 """The time of the creation of each gloo group."""
@@ -190,7 +191,7 @@ def split_group(
     return as_member(part)
 
 
-_defaults: list[ProcessGroup | None] = []
+_defaults: dict[object, ProcessGroup | None] = {}
 """torch's default process group, followed by the groups of open `shown_as_default` blocks."""
 
 
@@ -202,30 +203,37 @@ def shown_as_default(group: ProcessGroup) -> Iterator[None]:
     entered block that is still open. If the default process group was destroyed or created within a
     block, the end of the block does not change it.
     """
+    block = object()
     with _defaults_lock:
-        if not _defaults or _defaults[-1] is not dist.group.WORLD:
-            _defaults[:] = [dist.group.WORLD]
-        _defaults.append(group)
+        if not _is_shown():
+            _defaults.clear()
+            _defaults[None] = dist.group.WORLD
+        _defaults[block] = group
         _torch._update_default_pg(group)
     try:
         yield
     finally:
         with _defaults_lock:
-            _end_block(group)
+            is_shown = _is_shown()
+            _defaults.pop(block, None)
+            if is_shown:  # else the program has changed the default since
+                _show_last()
+            if len(_defaults) < 2:
+                _defaults.clear()  # torch may end no group when Python exits
 
 
-def _end_block(group: ProcessGroup) -> None:
-    """Restore the default at the end of a block, unless the program has changed it since."""
-    is_ours = bool(_defaults) and _defaults[-1] is dist.group.WORLD
-    if group in _defaults:
-        del _defaults[len(_defaults) - 1 - _defaults[::-1].index(group)]
-    if not is_ours:
-        return
-    while len(_defaults) > 1 and not is_registered(_defaults[-1]):
-        del _defaults[-1]
-    _torch._update_default_pg(_defaults[-1] if is_registered(_defaults[-1]) else None)
-    if len(_defaults) == 1:
-        _defaults.clear()
+def _is_shown() -> bool:
+    """Return whether the group of the last block is torch's default process group."""
+    return bool(_defaults) and [*_defaults.values()][-1] is dist.group.WORLD
+
+
+def _show_last() -> None:
+    """Make the last group that has not ended the default process group."""
+    for block, group in list(_defaults.items()):
+        if block is not None and not is_registered(group):
+            del _defaults[block]
+    last = [*_defaults.values()][-1]
+    _torch._update_default_pg(last if is_registered(last) else None)
 
 
 # ---- what torch has registered -----------------------------------------------------------------
@@ -281,22 +289,32 @@ def destroy(groups: Iterable[ProcessGroup]) -> None:
 
 
 def _hold(groups: list[ProcessGroup], seconds: float, *, is_daemon: bool) -> None:
-    """Keep references to groups for some time. Python waits for this at exit, except a daemon."""
+    """Keep references to groups for some time. Python waits for this at exit.
+
+    A process that multiprocessing has started does not wait for a daemon.
+    """
     if groups:
         timer = threading.Timer(seconds, groups.clear)
         timer.daemon = is_daemon
         timer.start()
-        if not is_daemon:
-            _timers.add(timer)
+        _timers.add(timer)
+
+
+@atexit.register
+def _wait_for_timers() -> None:
+    """Let no timer end a gloo group while Python exits, because torch then aborts the process."""
+    for timer in list(_timers):
+        timer.join()
 
 
 def release() -> None:
-    """End the connections of destroyed groups now, because no other member connects any more.
+    """End the connections of destroyed groups that this rank has never used.
 
-    Otherwise, Python waits for them at exit.
+    Call it when no other member connects any more. Otherwise, Python waits for them at exit.
     """
     for timer in list(_timers):
-        timer.cancel()
+        if not timer.daemon:
+            timer.cancel()
 
 
 def _may_connect(group: ProcessGroup) -> bool:
