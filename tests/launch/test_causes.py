@@ -39,7 +39,7 @@ def expected(size, kind, how, odd, at):
 # The cause is the first thing that the error shows, whatever the mistake is and wherever a rank
 # makes it.
 @pytest.mark.parametrize(
-    ("count", "more_s"), [(12, 1), pytest.param(24, 10, marks=pytest.mark.slow)]
+    ("count", "more_s"), [(7, 1), pytest.param(24, 10, marks=pytest.mark.slow)]
 )
 def test_cause_of_a_random_program_is_shown_first(count, more_s, capfd):
     timeout = startup_timeout_s(6) + more_s

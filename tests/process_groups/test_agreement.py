@@ -21,24 +21,6 @@ LONG = timedelta(seconds=40)
 EVERY = ["tp", "dp"]
 
 
-# Ranks that agree raise nothing, even if a rank is slow. A rank outside the grid takes no part.
-@pytest.mark.parametrize("verify", [True, pytest.param(False, marks=pytest.mark.full)])
-@pytest.mark.ranks(5)
-def test_agreeing_ranks_create_groups(verify):
-    rank = dist.get_rank()
-    with HyperCommGrid([2, 2], EVERY, rank_offset=1, verify=verify) as grid:
-        if rank == 2:
-            time.sleep(0.5)
-        groups = [grid.create_pg(dims) for dims in ("tp", EVERY)]
-        groups += grid.create_pgs(["dp", {"dims": "dp", "name": "twin"}])
-        if rank:
-            grid.verify(LONG)
-        tp = 110 if rank < 3 else 11000
-        dp = 1010 if rank % 2 else 10100
-        expected = [tp, 11110, dp, dp] if rank else [None, None, None, None]
-        assert [sum_over(group) for group in groups] == expected
-
-
 # If a grid is destroyed while a thread waits for the creation of a group, the creation fails, and
 # no group is left.
 @pytest.mark.ranks(2)

@@ -154,28 +154,6 @@ def test_ranks_join_and_leave():
     assert is_clean(grid)
 
 
-def reshape_with_a_dead_rank(rank):
-    grid = create(HyperCommGrid("tp=2,dp=2"), "tp", "dp")
-    if rank == 2:
-        die()
-    begin = time.monotonic()
-    with pytest.raises(GroupCreationTimeout) as caught:
-        grid.reshape("tp=1,dp=4", ranks=range(4), timeout=timedelta(seconds=2))
-    assert caught.value.missing == (2,)
-    assert time.monotonic() - begin < 2 + scaled_s(2)
-    assert str(grid.layout) == "tp=2,dp=2"
-    assert len(grid.pgs) == 2
-    grid.reshape("tp=1,dp=3", ranks=[0, 1, 3], timeout=PATIENCE)
-    assert sums_and_members(grid) == groups_in([0, 1, 3], 1, rank)
-
-
-# If the list contains a dead rank, all ranks raise in time and name that rank, and nothing changes.
-# A reshape without the dead rank succeeds.
-@pytest.mark.full
-def test_dead_rank_in_the_list_is_named(tmp_path):
-    run_scenario(tmp_path, reshape_with_a_dead_rank, 4, victims=[2])
-
-
 # ---- a new WORLD --------------------------------------------------------------------------------
 
 
