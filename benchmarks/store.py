@@ -30,9 +30,8 @@ import attrs
 import torch.distributed as dist
 
 from hypercomm.process_groups.meeting import Call, Meeting, meet
-from hypercomm.process_groups.scope import Scope, digest_of
 from hypercomm.process_groups.system import system
-from hypercomm.process_groups.world import World
+from hypercomm.process_groups.world import Scope, World, digest_of
 
 REQUEST_S = 14e-6
 """The time that a TCPStore takes for one request, measured on two cores."""

@@ -14,8 +14,7 @@ from hypercomm.compat.layouts import TORCHTITAN_VIEWS, torchtitan_layouts
 from hypercomm.grid.grid_set import GridSet
 from hypercomm.layout.checks import as_world_size, check_choice
 from hypercomm.layout.parsing import UNSPECIFIED
-from hypercomm.process_groups.options import Share
-from hypercomm.process_groups.spec import GroupRequest
+from hypercomm.process_groups.spec import GroupRequest, Share
 from hypercomm.process_groups.world import size_of_world
 
 if TYPE_CHECKING:

@@ -18,10 +18,9 @@ from torch.distributed import ProcessGroup
 from hypercomm.errors import CreationError
 from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.meeting import Call, meet, refusing
-from hypercomm.process_groups.scope import Scope
 from hypercomm.process_groups.spec import GroupSpec
 from hypercomm.process_groups.table import Entry
-from hypercomm.process_groups.world import World
+from hypercomm.process_groups.world import Scope, World
 
 CALL = "connect()"
 

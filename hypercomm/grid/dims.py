@@ -31,8 +31,7 @@ from hypercomm.layout.groups import Membership, RankGroups, groups_of_rows
 from hypercomm.layout.parsing import Dims
 from hypercomm.layout.text import short_repr
 from hypercomm.process_groups import torch_internals as torchdist
-from hypercomm.process_groups.options import Share, StrategyName
-from hypercomm.process_groups.spec import Derive, GroupKey
+from hypercomm.process_groups.spec import Derive, GroupKey, Share, StrategyName
 from hypercomm.process_groups.table import LIVE, Entry, GroupTable
 
 

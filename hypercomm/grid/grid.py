@@ -34,11 +34,10 @@ from hypercomm.layout.views import BASE, Views
 from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.creation import verify
 from hypercomm.process_groups.meeting import refusing
-from hypercomm.process_groups.options import GridOptions, Share, StrategyName, check_timeout
 from hypercomm.process_groups.reshape import Reshaped, find_survivors, reshape, successor
-from hypercomm.process_groups.scope import GridIdentity
+from hypercomm.process_groups.spec import GridOptions, Share, StrategyName, check_timeout
 from hypercomm.process_groups.table import GroupTable
-from hypercomm.process_groups.world import World, current, size_of_world
+from hypercomm.process_groups.world import GridIdentity, World, current, size_of_world
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -30,11 +30,15 @@ from hypercomm.layout.placement import (
 )
 from hypercomm.layout.text import aligned, did_you_mean, format_ranks, short_repr
 from hypercomm.process_groups.creation import create_all
-from hypercomm.process_groups.options import Share, StrategyName, check_name
-from hypercomm.process_groups.scope import GridIdentity
-from hypercomm.process_groups.spec import GroupRequest
+from hypercomm.process_groups.spec import GroupRequest, Share, StrategyName, check_name
 from hypercomm.process_groups.table import GroupTable
-from hypercomm.process_groups.world import World, current, rank_in_world, size_of_world
+from hypercomm.process_groups.world import (
+    GridIdentity,
+    World,
+    current,
+    rank_in_world,
+    size_of_world,
+)
 from hypercomm.transfers.mapping import RankMapping
 from hypercomm.transfers.transfer import transfer
 

@@ -26,10 +26,17 @@ from hypercomm.layout.parsing import Dims
 from hypercomm.layout.text import format_coords, short_repr
 from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.creation import create_all, create_one, ensure
-from hypercomm.process_groups.explanation import Explanation
 from hypercomm.process_groups.meeting import refusing
-from hypercomm.process_groups.options import GridOptions, Share, StrategyName, check_timeout
-from hypercomm.process_groups.spec import Derive, GroupKey, GroupRequest
+from hypercomm.process_groups.spec import (
+    Derive,
+    GridOptions,
+    GroupKey,
+    GroupRequest,
+    Share,
+    StrategyName,
+    check_timeout,
+)
+from hypercomm.process_groups.strategies import Explanation
 from hypercomm.process_groups.table import Entry, GroupTable
 from hypercomm.process_groups.world import World, current, rank_in_world
 

@@ -21,9 +21,8 @@ from hypercomm.layout.checks import as_int, as_ranks
 from hypercomm.layout.text import format_ranks
 from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.meeting import agree
-from hypercomm.process_groups.options import check_backend, check_known, check_timeout
-from hypercomm.process_groups.scope import Scope
-from hypercomm.process_groups.world import World, current, note
+from hypercomm.process_groups.spec import check_backend, check_known, check_timeout
+from hypercomm.process_groups.world import Scope, World, current, note
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on

@@ -41,11 +41,10 @@ from hypercomm.errors import (
 from hypercomm.layout.checks import as_int, check_duration, is_utf8
 from hypercomm.layout.text import as_entry, did_you_mean, short_repr
 from hypercomm.process_groups import torch_internals as torchdist
-from hypercomm.process_groups.meeting import Call, ask, meet
-from hypercomm.process_groups.options import check_backend
-from hypercomm.process_groups.scope import Scope, client_of, this_host
+from hypercomm.process_groups.meeting import Call, ask, client_of, meet
+from hypercomm.process_groups.spec import check_backend
 from hypercomm.process_groups.system import LateError, in_time, system
-from hypercomm.process_groups.world import Memory, World, note
+from hypercomm.process_groups.world import Memory, Scope, World, note, this_host
 from hypercomm.version import __version__
 
 if TYPE_CHECKING:

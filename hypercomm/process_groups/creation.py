@@ -21,10 +21,10 @@ from torch.distributed import ProcessGroup
 from hypercomm.errors import CreationError, GroupExistsError
 from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.meeting import Call, Meeting, agree, meet, refusing
-from hypercomm.process_groups.scope import Scope
 from hypercomm.process_groups.spec import GroupKey, GroupRequest, GroupSpec
 from hypercomm.process_groups.strategies import create_group
 from hypercomm.process_groups.table import LIVE, Communicator, Entry, GroupTable, enter, reserve
+from hypercomm.process_groups.world import Scope
 
 
 def create_one(table: GroupTable, request: GroupRequest) -> ProcessGroup | None:

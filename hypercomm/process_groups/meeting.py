@@ -26,6 +26,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -46,9 +48,8 @@ from hypercomm.errors import (
 )
 from hypercomm.layout.text import format_coords
 from hypercomm.process_groups import torch_internals as torchdist
-from hypercomm.process_groups.scope import Scope, client_of, clone, digest_of, this_host
 from hypercomm.process_groups.system import LateError, in_time, system
-from hypercomm.process_groups.world import World
+from hypercomm.process_groups.world import Scope, World, digest_of, this_host
 
 T = TypeVar("T")
 
@@ -803,6 +804,57 @@ def explain_circle(circle: Sequence[Status]) -> str:
     theirs = json.loads(others[0].grid)
     fields = [(f"{name}: {mine[name]}", f"{name}: {theirs.get(name)}") for name in mine]
     return f"{differing(fields, own.name, others[0].name)}; {_DIFFERENT_GRIDS}; {waits}"
+
+
+# ---- the connection to the store ----------------------------------------------------------------
+
+_busy: list[Any] = []
+"""The store clients, without prefixes, that calls of this process are using."""
+
+_busy_lock = threading.Lock()
+
+
+def _begin_again() -> None:
+    """Forget the threads of the parent process after a fork."""
+    global _busy_lock  # noqa: PLW0603 - a thread of the parent process may hold it
+    _busy_lock = threading.Lock()
+    _busy.clear()
+
+
+os.register_at_fork(after_in_child=_begin_again)
+
+
+@contextlib.contextmanager
+def client_of(store: Any) -> Iterator[Any]:
+    """Yield a client of a store that no other call of this process uses at the same time.
+
+    A request that blocks, such as a wait, occupies its client, and several worlds may have the same
+    client. If another call already uses the client, this call gets a new connection. The connection
+    is closed after the `with` block, unless a process group that was created with it still uses it.
+    """
+    own = torchdist.without_prefix(store)
+    with _busy_lock:
+        is_free = all(one is not own for one in _busy)
+        if is_free:
+            _busy.append(own)
+    try:
+        yield store if is_free else clone(store)
+    finally:
+        if is_free:
+            with _busy_lock:
+                _busy[:] = [one for one in _busy if one is not own]
+
+
+def clone(store: Any) -> Any:
+    """Return a new connection to a store, or the store itself if it has only one client."""
+    try:
+        return store.clone()
+    except (AttributeError, NotImplementedError):
+        return store
+    except RuntimeError as error:
+        if "pure virtual" in str(error):  # the store is written in Python, and has no clone()
+            return store
+        raise
 
 
 # ---- the functions for other modules ------------------------------------------------------------

@@ -19,10 +19,9 @@ from hypercomm.layout.views import Views
 from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.creation import batch_call, check_strategy, create_entries
 from hypercomm.process_groups.meeting import Call, agree, meet, refusing
-from hypercomm.process_groups.scope import GridIdentity, Scope, digest_of
 from hypercomm.process_groups.spec import GroupKey, GroupSpec
 from hypercomm.process_groups.table import ENDED, LIVE, Communicator, Entry, GroupTable, reserve
-from hypercomm.process_groups.world import World
+from hypercomm.process_groups.world import GridIdentity, Scope, World, digest_of
 
 _SHARED = "identical"
 

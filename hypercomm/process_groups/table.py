@@ -33,19 +33,25 @@ from hypercomm.layout.checks import world_too_small
 from hypercomm.layout.parsing import Dims
 from hypercomm.layout.views import View, Views
 from hypercomm.process_groups import torch_internals as torchdist
-from hypercomm.process_groups.explanation import Explanation
-from hypercomm.process_groups.options import (
+from hypercomm.process_groups.spec import (
     GridOptions,
+    GroupKey,
     GroupOptions,
+    GroupRequest,
+    GroupSpec,
     check_backend,
     check_choices,
     check_name,
 )
-from hypercomm.process_groups.scope import GridIdentity, Scope
-from hypercomm.process_groups.spec import GroupKey, GroupRequest, GroupSpec
-from hypercomm.process_groups.strategies import Plan, plan
+from hypercomm.process_groups.strategies import Explanation, Plan, plan
 from hypercomm.process_groups.system import system
-from hypercomm.process_groups.world import World, current_or_none, rank_in_world
+from hypercomm.process_groups.world import (
+    GridIdentity,
+    Scope,
+    World,
+    current_or_none,
+    rank_in_world,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from hypercomm.job_environment import VARIABLES
 from hypercomm.launch.failures import Place, explain, failure_of
 from hypercomm.layout.checks import as_ranks, as_world_size, check_duration
 from hypercomm.layout.text import first_n, pluralize
-from hypercomm.process_groups.options import check_known
+from hypercomm.process_groups.spec import check_known
 from hypercomm.testing.recording import CREATION, Book, Collective, RecordedGroup, Step
 from hypercomm.testing.simulated_job import SimulatedJob, replaced_job
 

@@ -15,7 +15,7 @@ from hypercomm.errors import LayoutError
 from hypercomm.layout.checks import as_int, as_world_size
 from hypercomm.layout.text import short_repr
 from hypercomm.process_groups import torch_internals as torchdist
-from hypercomm.process_groups.options import check_timeout
+from hypercomm.process_groups.spec import check_timeout
 from hypercomm.process_groups.world import World, current, note
 
 

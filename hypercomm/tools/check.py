@@ -206,7 +206,7 @@ class CheckResult:
         """Run the probe on local ranks."""
         request = self.request
         if request.backend != "gloo":  # check_backend loads torch, which is slow
-            from hypercomm.process_groups.options import check_backend
+            from hypercomm.process_groups.spec import check_backend
 
             check_backend(request.backend)
         try:

@@ -18,8 +18,7 @@ from torch.distributed import ProcessGroup, Work
 
 from hypercomm.errors import CreationError, OutcomeUnknownError, PlanMismatchError
 from hypercomm.process_groups.meeting import agree, refuse
-from hypercomm.process_groups.scope import Scope
-from hypercomm.process_groups.world import World
+from hypercomm.process_groups.world import Scope, World
 from hypercomm.transfers.mapping import RankMapping
 
 

@@ -27,7 +27,7 @@ from hypercomm.errors import (
 )
 from hypercomm.layout.checks import as_int, as_ordered
 from hypercomm.layout.text import did_you_mean, first_n, short_repr
-from hypercomm.process_groups.options import as_verified
+from hypercomm.process_groups.spec import as_verified
 from hypercomm.process_groups.world import World, current
 from hypercomm.transfers.buckets import LEAST_BUCKET, BucketPlan, plan_of, segments
 from hypercomm.transfers.exchange import (

@@ -23,7 +23,7 @@ from hypercomm.errors import CreationError, LayoutError
 from hypercomm.layout.checks import as_int, as_ordered
 from hypercomm.layout.text import first_n, short_repr
 from hypercomm.process_groups import torch_internals as torchdist
-from hypercomm.process_groups.options import as_verified
+from hypercomm.process_groups.spec import as_verified
 from hypercomm.process_groups.world import World, current
 from hypercomm.transfers.buckets import BucketPlan, Segment, plan_of
 from hypercomm.transfers.exchange import (

@@ -29,7 +29,7 @@ from hypercomm.process_groups.meeting import (
     refusing,
     way_up,
 )
-from hypercomm.process_groups.scope import GridIdentity, Scope
+from hypercomm.process_groups.world import GridIdentity, Scope
 
 QUICK_S = 1.0
 """The longest time until ranks raise an error that needs no timeout, in seconds."""

@@ -22,9 +22,8 @@ import attrs
 import torch.distributed as dist
 
 from hypercomm.process_groups.meeting import Call, meet
-from hypercomm.process_groups.scope import Scope
 from hypercomm.process_groups.system import system
-from hypercomm.process_groups.world import World
+from hypercomm.process_groups.world import Scope, World
 
 T = 10.0
 """The timeout of calls, in seconds."""

@@ -16,8 +16,7 @@ from hypercomm.errors import GridDestroyedError, LayoutError, UnknownDimError
 from hypercomm.grid import HyperCommGrid
 from hypercomm.grid.grid_set import GridSet
 from hypercomm.layout.checks import as_world_size, check_choice
-from hypercomm.process_groups.options import Share
-from hypercomm.process_groups.spec import GroupKey, GroupRequest
+from hypercomm.process_groups.spec import GroupKey, GroupRequest, Share
 from hypercomm.process_groups.world import size_of_world
 
 

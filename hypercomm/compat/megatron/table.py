@@ -21,8 +21,7 @@ from hypercomm.errors import ConfigurationError, LayoutError
 from hypercomm.layout import RankGroups, RankLayout
 from hypercomm.layout.checks import as_world_size, check_choice, check_duration, positive
 from hypercomm.layout.groups import groups_of_rows
-from hypercomm.process_groups.options import Share
-from hypercomm.process_groups.spec import GroupRequest
+from hypercomm.process_groups.spec import GroupRequest, Share
 
 RanksFunction = Callable[[list[int]], Sequence[int]]
 

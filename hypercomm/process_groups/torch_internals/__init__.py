@@ -42,6 +42,7 @@ from hypercomm.process_groups.torch_internals.capabilities import (
     pairs_of as pairs_of,
     parts_of as parts_of,
     parts_of_world as parts_of_world,
+    read_bytes as read_bytes,
     set_timeout as set_timeout,
     single_backends as single_backends,
     store_address as store_address,
@@ -95,4 +96,3 @@ from hypercomm.process_groups.torch_internals.split import (
     split_device as split_device,
     why_not_split as why_not_split,
 )
-from hypercomm.process_groups.torch_internals.store import read_bytes as read_bytes

@@ -387,3 +387,12 @@ def store_address() -> tuple[str, int] | None:
     if isinstance(store, dist.TCPStore):
         return str(store.host), int(store.port)
     return None
+
+
+_ABSENT = "absent"
+
+
+def read_bytes(store: Any, key: str) -> bytes | None:
+    """Return the value of a key, or None if it is not set, in one request."""
+    found: bytes = store.compare_set(key, _ABSENT, _ABSENT)  # changes nothing
+    return None if found == _ABSENT.encode() else found
