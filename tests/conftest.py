@@ -165,9 +165,3 @@ def ctrl_c():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-def pytest_generate_tests(metafunc):
-    """Run tests that take `timeout_s` with 1 second, and as slow tests also with 3 seconds."""
-    if "timeout_s" in metafunc.fixturenames:
-        metafunc.parametrize("timeout_s", [1.0, pytest.param(3.0, marks=pytest.mark.slow)])

@@ -126,17 +126,13 @@ def hosts(_permitted, tmp_path) -> Iterator[Hosts]:
 
 
 # `hypercomm check` joins a job of several hosts, and its sums are right over all groups.
-@pytest.mark.parametrize("count", [2, 4])
-def test_check_across_hosts(hosts, count):
-    hosts.build(count)
-    hosts.start("-m", "hypercomm", "check", f"tp=2,dp={count}")
+def test_check_across_hosts(hosts):
+    hosts.build(2)
+    hosts.start("-m", "hypercomm", "check", "tp=2,dp=2")
     hosts.wait_for_end(60)
-    summary = f"right over every group, on {2 * count} gloo ranks"
+    summary = "right over every group, on 4 gloo ranks"
     log = (hosts.folder / f"{hosts.names[0]}.log").read_text()
-    assert re.search(f"^tp=2,dp={count}: all-reduce is {summary}, in ", log, re.MULTILINE), log
+    assert re.search(f"^tp=2,dp=2: all-reduce is {summary}, in ", log, re.MULTILINE), log
     rows = [line.split() for line in log.splitlines() if line.endswith(" ok")]
-    assert [(row[0], " ".join(row[1:4])) for row in rows] == [
-        ("tp", f"{count} x 2"),
-        ("dp", f"2 x {count}"),
-        ("tp+dp", f"1 x {2 * count}"),
-    ]
+    groups = [(row[0], " ".join(row[1:4])) for row in rows]
+    assert groups == [("tp", "2 x 2"), ("dp", "2 x 2"), ("tp+dp", "1 x 4")]
