@@ -85,7 +85,9 @@ def test_each_error_is_shown_once(monkeypatch):
 
 
 # If all errors are timeouts of collectives, the cause is the rank that does not wait for others.
-def test_rank_that_others_wait_for_is_named():
+def test_rank_that_others_wait_for_is_named(monkeypatch):
+    monkeypatch.setattr("hypercomm.launch.run._LONG_GRACE_S", 1.5)
+
     def body():
         if dist.get_rank() == 1:
             time.sleep(600)

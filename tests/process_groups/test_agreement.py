@@ -31,7 +31,7 @@ def test_destroy_during_a_creation():
     def create():
         begin = time.monotonic()
         with pytest.raises((GroupCreationTimeout, GridDestroyedError)):
-            grid.create_pg("dp", timeout=timedelta(seconds=2))
+            grid.create_pg("dp", timeout=timedelta(seconds=1))
         ended.append(time.monotonic() - begin)
 
     if dist.get_rank() == 0:

@@ -80,4 +80,4 @@ def test_enumeration_by_a_grid_without_all_ranks():
     assert [sum_over(pg) for pg in (*several, one)] == [11 if rank < 2 else None] * 3
     if rank < 2:  # rank 2 does not make this call
         with pytest.raises(GroupCreationTimeout, match="rank 2"):
-            grid.create_pgs([{"dims": "tp", "name": "d"}], timeout=timedelta(seconds=2))
+            grid.create_pgs([{"dims": "tp", "name": "d"}], timeout=timedelta(seconds=1))

@@ -35,7 +35,7 @@ def test_failed_gloo_setup_is_reported():
     begin = time.monotonic()
     reason = "nosuch0" if dist.get_rank() else "although all of its ranks had arrived"
     with pytest.raises(CreationError, match=reason):
-        grid.create_pg("dp", timeout=timedelta(seconds=2))
+        grid.create_pg("dp", timeout=timedelta(seconds=1))
     assert time.monotonic() - begin < scaled_s(10)
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
     dist.barrier()
