@@ -1,6 +1,8 @@
 """Test meetings on a virtual clock: every order of requests, and every kind of fault."""
 
+import itertools
 import json
+import random
 import re
 from collections import Counter
 from datetime import timedelta
@@ -296,23 +298,31 @@ def a_call(text="a call"):
     return Call.of(text, [text])
 
 
+def in_two_threads(rank, first, second):
+    """Call two functions in two threads of a rank, and wait for both."""
+    ended = Counter()
+
+    def other_thread():
+        second()
+        ended["over"] += 1
+        rank.scheduler.notify(ended)
+
+    rank.scheduler.spawn(rank, other_thread)
+    first()
+    while not ended["over"]:
+        rank.scheduler.wait(ended, rank.scheduler.now_s + 1.0)
+
+
 # A rank with two waiting threads is in no circle, because its other thread may end the wait.
 @seeds
 def test_two_threads_in_different_orders(seed):
     def program(rank):
-        ended = Counter()
-
         def later(path):
             rank.sleep(0.05)
             rank.meet(path)
-            ended["over"] += 1
-            rank.scheduler.notify(ended)
 
         first, second = ("x", "y") if rank.number else ("y", "x")
-        rank.scheduler.spawn(rank, partial(later, second))
-        rank.meet(first)
-        while not ended["over"]:
-            rank.scheduler.wait(ended, rank.scheduler.now_s + 1.0)
+        in_two_threads(rank, partial(rank.meet, first), partial(later, second))
 
     made = run(program, 2, seed=seed)
     assert [call.kind for rank in made.ranks for call in rank.calls] == [""] * 4, str(made)
@@ -323,19 +333,12 @@ def test_two_threads_in_different_orders(seed):
 @seeds
 def test_circle_through_a_rank_with_two_threads(seed):
     def program(rank):
-        done = Counter()
-
         def other_thread():
             rank.meet("3 to 0", [0, 3])
             rank.meet("2 and 0", [0, 2])
-            done["over"] += 1
-            rank.scheduler.notify(done)
 
         if rank.number == 0:
-            rank.scheduler.spawn(rank, other_thread)
-            rank.meet("0 and 1", [0, 1])
-            while not done["over"]:
-                rank.scheduler.wait(done, rank.scheduler.now_s + 1.0)
+            in_two_threads(rank, partial(rank.meet, "0 and 1", [0, 1]), other_thread)
         elif rank.number == 1:
             rank.meet("1 and 2", [1, 2])
             rank.meet("0 and 1", [0, 1])
@@ -352,20 +355,7 @@ def test_circle_through_a_rank_with_two_threads(seed):
 
 # Only one thread of a rank at a time makes calls in a scope.
 def test_two_threads_in_one_scope():
-    def program(rank):
-        done = Counter()
-
-        def call():
-            rank.meet()
-            done["over"] += 1
-            rank.scheduler.notify(done)
-
-        rank.scheduler.spawn(rank, call)
-        rank.meet()
-        while not done["over"]:
-            rank.scheduler.wait(done, rank.scheduler.now_s + 1.0)
-
-    made = run(program, 2)
+    made = run(lambda rank: in_two_threads(rank, rank.meet, rank.meet), 2)
     names = [{call.value for call in rank.calls} for rank in made.ranks]
     assert names == [{"job/tp/0", "job/tp/1"}] * 2
     assert [call.kind for rank in made.ranks for call in rank.calls] == [""] * 4
@@ -718,42 +708,41 @@ def test_foreign_bits():
 # ---- the tree of arrivals -----------------------------------------------------------------------
 
 
-# Blocks against arithmetic by hand: each block holds 60 ranks, or the rest.
-@pytest.mark.parametrize("size", [1, 2, 59, 60, 61, 3599, 3600, 3601, 131_072, 216_001])
-def test_blocks(size):
-    seen = Counter()
-    for position in {0, 1, size // 2, size - 2, size - 1} & {*range(size)}:
-        blocks = list(way_up(position, size))
-        assert len(blocks) == 1 + (size > 60) + (size > 3600) + (size > 216_000)
-        for level, (name, bit, complete) in enumerate(blocks):
-            count = -(-size // 60**level)
-            assert name == f"{level}.{position // 60 ** (level + 1)}"
-            assert bit == 1 << (position // 60**level % 60)
-            inside = min(60, count - 60 * (position // 60 ** (level + 1)))
-            assert complete == 2**inside - 1
-        seen[blocks[-1][0]] += 1
-    assert len(seen) == 1  # there is one root
+SIZES = [1, 2, 59, 60, 61, 3599, 3600, 3601]
 
 
-# Only incomplete blocks are read.
-@pytest.mark.parametrize("absent", [[], [0], [59, 60], [131_071], [5, 70_000, 100_000]])
-def test_missing_in_a_large_world(absent):
-    size = 131_072
+# Ranks arrive in any order, and some never do. The rank that completes the last block knows that
+# all have arrived. A search finds exactly the missing ranks, and reads only incomplete blocks.
+@pytest.mark.parametrize(
+    ("size", "absent"),
+    [*itertools.product(SIZES, [0, 1, 5, 130]), pytest.param(216_001, 5, marks=pytest.mark.full)],
+)
+def test_tree_of_arrivals(size, absent):
+    missing = {*random.Random(size).sample(range(size), min(size, absent))}
+    arriving = [*({*range(size)} - missing)]
+    random.Random(absent).shuffle(arriving)
     bits = Counter()
-    for position in absent:
-        for level, (name, bit, complete) in enumerate(way_up(position, size)):
-            bits[name] = bits.get(name, complete) & ~bit
-            assert level < 3
+    completing = []
+    for position in arriving:
+        for block, bit, complete in way_up(position, size):
+            assert bit < 2**60
+            assert not bits[block] & bit
+            bits[block] |= bit
+            if bits[block] != complete:
+                break
+        else:
+            completing.append(position)
+    assert completing == ([] if missing else arriving[-1:])
     read = []
 
     def look(block):
         read.append(block)
-        level, _, number = block.partition(".")
-        first = int(number) * 60 ** (int(level) + 1)
-        return bits.get(block, next(full for name, _, full in way_up(first, size) if name == block))
+        return bits[block]
 
-    assert list(missing_in(look, size)) == absent
-    assert len(read) <= 1 + 2 * len(absent)
+    if missing:
+        assert [*missing_in(look, size)] == sorted(missing)
+        levels = len([*way_up(0, size)])
+        assert len(read) <= 1 + (levels - 1) * len(missing)
 
 
 # A waiting rank in a large world sends few requests, and only a few ranks look for the cause.

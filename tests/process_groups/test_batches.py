@@ -148,26 +148,18 @@ def test_one_split_per_dims(bound):
 
 
 # If torch computes the same split colour for several groups, they are split in several turns. This
-# does occur: the cp groups (1478, 1486) and (1988, 1996) have the same colour.
+# does occur: the cp groups (1478, 1486) and (1988, 1996) have the same colour. Groups of `derive=`
+# may have several sizes.
 def test_groups_with_equal_colors_split_in_turns(monkeypatch, bound):
     monkeypatch.setattr(dist.ProcessGroup, "split_group", None, raising=False)
     with fake_world(4096, rank=1988):
-        grid = HyperCommGrid([8, 2, 32, 8], ["tp", "cp", "dp", "pp"])
+        grid = HyperCommGrid([8, 2, 32, 8], ["tp", "cp", "dp", "pp"], creation="split")
         plan = grid.explain("cp")
         grid.create_pg("cp")
+        lists = [[1478, 1486], [1988, 1996], [1, 2, 3]]
+        grid.create_pg(grid.dim_names, name="lists", derive=lists)
     assert plan.reason.endswith("in 2 turns, because torch gives some groups the same colour")
-    assert bound == [[[0, 8]], [[1988, 1996]]]
-
-
-# Lists of several sizes are also split in turns if torch computes the same colour for two of them.
-def test_lists_with_equal_colors_split_in_turns(monkeypatch, bound):
-    monkeypatch.setattr(dist.ProcessGroup, "split_group", None, raising=False)
-    lists = [[1478, 1486], [1988, 1996], [1, 2, 3]]
-    for rank, expected in {1988: [lists[0], lists[1]], 2: [lists[2], lists[0]]}.items():
-        with fake_world(4096, rank), HyperCommGrid([4096], ["dp"], creation="split") as grid:
-            grid.create_pg("dp", name="lists", derive=lists)
-        assert bound == [[members] for members in expected]
-        bound.clear()
+    assert bound == [[[0, 8]], [[1988, 1996]], [[1478, 1486]], [[1988, 1996]]]
 
 
 # Groups of one colour are split in separate turns. Every rank makes the same number of calls. Each
