@@ -436,19 +436,15 @@ def renew_world(
             f"only ranks of the new WORLD call renew_world(): end this process"
         )
     if store is None:  # ranks with different lists meet at the same key, which raises an error
-        key = _wait_for(old, given, timeout)
+        title = f"{_RENEW} of ranks {format_ranks(sorted(given))}"
+        scope = Scope(old, "new world", given, is_fenced=True)
+        entries = [f"{_RENEW} with ranks {list(given)}"]
+        key = agree(scope, title, entries, old.limit_s(timeout))  # new for each call
         store = torchdist.default_store()
     else:
         digest = hashlib.sha256(json.dumps(given).encode()).hexdigest()[:16]
         key = f"hypercomm/new world {digest}"
     return _renew(old, given, dist.PrefixStore(key, store))
-
-
-def _wait_for(old: World, ranks: tuple[int, ...], timeout: timedelta | None) -> str:
-    """Wait in the old WORLD until all ranks have joined. Return a key that is new for each call."""
-    title = f"{_RENEW} of ranks {format_ranks(sorted(ranks))}"
-    scope = Scope(old, "new world", ranks, is_fenced=True)
-    return agree(scope, title, [f"{_RENEW} with ranks {list(ranks)}"], old.limit_s(timeout))
 
 
 def _renew(old: World, ranks: tuple[int, ...], store: Any) -> Renewed:

@@ -121,13 +121,13 @@ def new_group(
     position = members.index(rank)
     singles = single_backends(backend)
     more = {"enable_reconfigure": True} if enable_reconfigure else {}
-    with contextlib.ExitStack() as changes:
-        if "gloo" in singles and lazy_init is not None:
-            changes.enter_context(lazy_init_of_gloo(lazy_init))
-        if enable_reconfigure:
-            changes.enter_context(with_one_prefix())
-        alone = made_alone(backend, pg_options, timeout, lazy_init)
-        backend_options, device = changes.enter_context(alone)
+    is_gloo = "gloo" in singles
+    nothing = contextlib.nullcontext()
+    with (
+        lazy_init_of_gloo(lazy_init) if is_gloo and lazy_init is not None else nothing,
+        with_one_prefix() if enable_reconfigure else nothing,
+        made_alone(backend, pg_options, timeout, lazy_init) as (backend_options, device),
+    ):
         group, _ = _torch._new_process_group_helper(
             len(members),
             position,
@@ -141,7 +141,7 @@ def new_group(
             group_desc=group_desc,
             **more,
         )
-    key = address_key(name, position) if "gloo" in singles else ""
+    key = address_key(name, position) if is_gloo else ""
     _kept[group] = stale, key
     if key:
         _created[group] = time.monotonic()
