@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 
 from torch.distributed import ProcessGroup
 
@@ -45,7 +44,11 @@ def _create_one(table: GroupTable, spec: GroupSpec) -> ProcessGroup | None:
         if scope is None:
             enter(entries, {})
         else:
-            call = Call(spec.facts, partial(_title_of, table, spec), partial(_entries_of, [spec]))
+            call = Call(
+                spec.facts,
+                lambda: f"create_pg({spec.key.as_call()}) of {table.label}",
+                lambda: [spec.describe()],
+            )
             with meet(scope, call, spec.world.limit_s(spec.options.timeout)) as meeting:
                 made = create_group(spec, f"{meeting.name}/{spec.title}", meeting)
                 torchdist.destroy(enter(entries, {communicator: made}))
@@ -53,14 +56,6 @@ def _create_one(table: GroupTable, spec: GroupSpec) -> ProcessGroup | None:
         entries[0].settle()
     table.check_alive()
     return communicator.pg
-
-
-def _title_of(table: GroupTable, spec: GroupSpec) -> str:
-    return f"create_pg({spec.key.as_call()}) of {table.label}"
-
-
-def _entries_of(specs: Sequence[GroupSpec]) -> list[str]:
-    return [spec.describe() for spec in specs]
 
 
 def ensure(table: GroupTable, request: GroupRequest) -> ProcessGroup | None:

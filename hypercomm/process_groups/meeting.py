@@ -317,7 +317,8 @@ class Meeting:
                 self._base = ask(scope.world, self.call.title, read, self.limit_s)
             if len(memory.stale) >= _MOST_STALE:
                 ask(scope.world, self.call.title, self._delete_stale, self.limit_s)
-            self.round = memory.next_number(scope.path)
+            self.round = memory.left.get(scope.path, -1) + 1
+            memory.leave(scope.path, self.round)
             return
         self._digest = digest_of(self.call.facts)
         self._agreed = f"agreed {self._digest}"

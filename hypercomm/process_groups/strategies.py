@@ -367,12 +367,6 @@ class Explanation:
             reason += f", in {turns} turns, because torch gives some groups the same colour"
         return cls(spec.key, spec.groups, options.backend, spec.strategy, reason, others, served_by)
 
-    @classmethod
-    def before_world(cls, key: GroupKey, groups: RankGroups, backend: str | None) -> Explanation:
-        """Explain groups before torch.distributed is initialised and a strategy is chosen."""
-        reason = "torch.distributed is not initialised"
-        return cls(key, groups, backend, "enumerate", reason, {}, None)
-
     @property
     def _headline(self) -> str:
         backend = f", {self.backend}" if self.backend else ""

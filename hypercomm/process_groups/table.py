@@ -349,7 +349,9 @@ class GroupTable:
         if entry is None and self.world is None:
             layout = self.layout if key.view is None or view is None else view.layout
             backend = request.options(self.options.of_groups).backend
-            return Explanation.before_world(key, request.find_groups(key, layout), backend)
+            groups = request.find_groups(key, layout)
+            reason = "torch.distributed is not initialised"
+            return Explanation(key, groups, backend, "enumerate", reason, {}, None)
         spec = self.resolve(request) if entry is None else entry.spec
         communicator = None if entry is None else entry.communicator
         if entry is None and spec.share == "identical":
