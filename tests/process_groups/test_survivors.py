@@ -146,7 +146,11 @@ def test_ranks_join_and_leave():
     with HyperCommGrid("tp=2,dp=2") as grid:
         grid.create_pgs(["tp", "dp"])
         assert sums_and_members(grid) == groups_in([0, 1, 2, 3], 2, rank)
-        for target, ranks in (("tp=2,dp=4", [*range(8)]), ("tp=2,dp=1", [7, 1])):
+        for target, ranks in (
+            ("tp=2,dp=1", [7, 1]),
+            ("tp=2,dp=2", [0, 1, 2, 3]),  # as before; ranks 4 to 6 have made the same calls
+            ("tp=2,dp=4", [*range(8)]),
+        ):
             grid.reshape(target, ranks=ranks)
             assert sums_and_members(grid) == groups_in(ranks, 2, rank)
         grid.reshape("tp=4", ranks=[0, 1, 6, 7])
