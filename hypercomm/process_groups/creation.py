@@ -166,6 +166,7 @@ def create_entries(
     """
     made: dict[Communicator, ProcessGroup | None] = {}
     base = meeting.name
+    are_created = False
     try:
         for entry in entries:
             communicator = entry.communicator
@@ -174,17 +175,14 @@ def create_entries(
                 title = f"{labels[entry.table]}: {spec.title}" if labels else spec.title
                 former = communicator.former
                 made[communicator] = create_group(spec, f"{base}/{title}", meeting, former)
+        are_created = True
+        if confirmation is not None:
+            meeting.again(confirmation)
     except BaseException as error:
         _discard(made)
-        if confirmation is not None:
+        if confirmation is not None and not are_created:
             meeting.refuse(error)
         raise
-    if confirmation is not None:
-        try:
-            meeting.again(confirmation)
-        except BaseException:
-            _discard(made)
-            raise
     torchdist.destroy(enter(entries, made))
 
 
