@@ -145,6 +145,7 @@ class Outcome:
         absent: The ranks that had not arrived.
         data: What the failed rank adds to the errors of the others.
         event: The name of an event that has ended rounds of several scopes, or "".
+        digest: The digest of the call that has timed out, or "".
     """
 
     kind: str
@@ -153,6 +154,7 @@ class Outcome:
     absent: tuple[int, ...] = attrs.field(default=(), converter=_ranks)
     data: str = ""
     event: str = ""
+    digest: str = ""
 
 
 @attrs.frozen
@@ -331,7 +333,8 @@ class Meeting:
                 return
             memory.note_failed(scope.path, self._keys_if_failed)
             outcome = self._failed(reply)
-            if scope.is_fenced or not self._is_late(outcome):
+            is_late = self._is_late(outcome) and not scope.is_fenced
+            if not is_late and not self._is_of_others(outcome):
                 if scope.world.serves and scope.world.size > 1:
                     system.sleep(_LINGER_S)  # the other ranks read the outcome
                 raise self._error_of(outcome)
@@ -646,7 +649,7 @@ class Meeting:
         names = [self._describe(rank, behind) for rank, behind in [*causes.items()][:_MOST]]
         more = f" and {len(causes) - _MOST} more" if len(causes) > _MOST else ""
         text = f"timed out: {', '.join(names)}{more} did not join; every rank must make this call"
-        return Outcome("missing", text, causes, absent)
+        return Outcome("missing", text, causes, absent, digest=self._digest)
 
     def _causes(self, absent: Sequence[int], here: set[int]) -> dict[int, Status | None]:
         """Return the ranks that caused the timeout, and the status of a rank that waits for each.
@@ -705,6 +708,11 @@ class Meeting:
         if outcome.event in self.scope.memory.raised:
             return True
         return outcome.kind == "missing" and self.scope.world.rank in outcome.absent
+
+    def _is_of_others(self, outcome: Outcome) -> bool:
+        """Return whether ranks without this rank have timed out, which then may call with it."""
+        is_other = outcome.kind == "missing" and outcome.digest != self._digest
+        return is_other and self.scope.world.rank not in outcome.absent
 
     def _error_of(self, outcome: Outcome) -> CreationError:
         """Return the error for a failed round."""

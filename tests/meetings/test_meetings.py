@@ -630,6 +630,23 @@ def test_two_sets_do_not_both_continue(seed):
     assert all("the other ranks have continued without rank" in text for text in texts)
 
 
+# If ranks do not find a rank, they can call again with another rank in its place.
+def test_rank_that_takes_the_place_of_a_missing_one():
+    def program(rank):
+        if rank.number < 2:
+            rank.meet("continues", (0, 1, 2), ["0 1 2"], is_fenced=True)
+        if rank.number == 3:
+            rank.sleep(T + 0.5)
+        if rank.number != 2:
+            rank.meet("continues", (0, 1, 3), ["0 1 3"], is_fenced=True)
+
+    made = run(program, 4)
+    for rank in made.ranks[:2]:
+        assert [call.kind for call in rank.calls] == ["GroupCreationTimeout", ""], str(made)
+        assert rank.calls[0].error.missing == (2,)
+    assert [call.kind for call in made.ranks[3].calls] == [""], str(made)
+
+
 # A late rank is excluded from a fenced scope, also if it is alone there.
 def test_late_rank_of_a_fence():
     def program(rank):
