@@ -123,7 +123,6 @@ def test_ctrl_c_during_a_creation():
 
 
 # A grid that is garbage collected with live groups warns. After destroy() or abort(), it does not.
-@pytest.mark.full
 @pytest.mark.parametrize("end", ["destroy", "abort", None])
 def test_garbage_collected_grid_warns(end):
     with warnings.catch_warnings(record=True) as caught, fake_world(8):
