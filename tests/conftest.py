@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NEEDED = ("hypothesis", "click", "rich", "yaml", "einops", "sybil", "megatron.core")
 """Modules that the whole suite imports, apart from torch. Extras `cli` and `test` bring them."""
 
-LIMIT_S, SLOW_LIMIT_S = 120, 1800
+LIMIT_S, SLOW_LIMIT_S = 120, 300
 """A test fails after this many seconds, and the stacks of its worker are shown."""
 
 FULL = "full and not slow and not clients and not gpu"
