@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import attrs
 import click
-from rich.markup import escape
 
 from hypercomm.cli import options
-from hypercomm.cli.printing import console, numbers, print_json, table
+from hypercomm.cli.options import read_layout
+from hypercomm.cli.printing import print_json, print_lines
 from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.difference import COLUMNS, LayoutDifference, difference
-from hypercomm.layout.parsing import UNSPECIFIED, infer_sizes, parse_sizes
-
-_COLOURS = {"kept": "green", "partly": "yellow", "gone": "red", "new": "cyan"}
+from hypercomm.layout.parsing import UNSPECIFIED, parse_sizes
+from hypercomm.layout.text import aligned
 
 
 @click.command(short_help="Show which groups a change of layout keeps, ends and creates.")
 @click.argument("before")
 @click.argument("after")
-@click.option(
-    "--world-size",
-    type=click.IntRange(min=1),
-    help="The number of ranks. A size that is -1 is inferred from it. Default: the number of ranks "
-    "of the other layout.",
-)
+@options.world_size
 @options.as_json
 def diff(before: str, after: str, world_size: int | None, as_json: bool) -> None:
     """Show what changes from a layout such as tp=2,cp=2,dp=2 to another such as tp=4,dp=2.
@@ -36,7 +30,8 @@ def diff(before: str, after: str, world_size: int | None, as_json: bool) -> None
     if as_json:
         print_json(_json_form(changes))
     else:
-        _show(changes)
+        rows = [COLUMNS, *(change.cells for change in changes.changes)]
+        print_lines([*(aligned(rows) if changes.changes else []), changes.summary])
 
 
 def read(before: str, after: str, world_size: int | None = None) -> tuple[RankLayout, RankLayout]:
@@ -67,22 +62,8 @@ def read(before: str, after: str, world_size: int | None = None) -> tuple[RankLa
     if world_size is None and any(is_open):
         world_size = RankLayout(sizes[0 if is_open[1] else 1]).size
         room = f"the other layout has {world_size}"
-    elif world_size is not None:
-        room = f"--world-size is {world_size}"
-    one, other = (RankLayout(infer_sizes(given, world_size, room)) for given in sizes)
+    one, other = (read_layout(text, world_size, "--world-size", room) for text in (before, after))
     return one, other
-
-
-def _show(changes: LayoutDifference) -> None:
-    out = console()
-    columns = (numbers(title) if " x " in title else title for title in COLUMNS)
-    rows = table(*columns)
-    for change in changes.changes:
-        *cells, result = map(escape, change.cells)
-        rows.add_row(*cells, f"[{_COLOURS[change.result]}]{result}[/]")
-    if changes.changes:
-        out.print(rows)
-    out.print(changes.summary, markup=False, soft_wrap=True)
 
 
 def _json_form(changes: LayoutDifference) -> dict[str, object]:

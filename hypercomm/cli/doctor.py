@@ -13,17 +13,13 @@ from typing import Any
 import attrs
 import click
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Column
 
 from hypercomm.cli import options
-from hypercomm.cli.printing import console, one_line, print_json, quiet, table
+from hypercomm.cli.printing import one_line, print_json, print_lines, quiet
 from hypercomm.errors import CreationError, LaunchError
 from hypercomm.job_environment import VARIABLES, find_job
+from hypercomm.layout.text import aligned
 from hypercomm.version import __version__
-
-_PIPED_WIDTH = 100
-"""The width of the table, in characters, unless stdout is a terminal."""
 
 _PACKAGES = ("torch", "numpy", "attrs", "megatron-core", "deepspeed")
 _TIMEOUT = timedelta(seconds=60)
@@ -172,13 +168,6 @@ def _show(found: Report) -> None:
     facts |= {f"backend {name}": why or "available" for name, why in found.backends.items()}
     facts |= {f"creation={name}": why or "works" for name, why in found.strategies.items()}
     facts |= dict(sorted(found.environment.items()))
-    rows = table(*(Column(title, overflow="fold") for title in ("what", "state")))
-    for name, text in facts.items():
-        rows.add_row(escape(name), escape(text or "(empty)"))
-    out = console(_PIPED_WIDTH)
-    out.print(rows)
-    for problem in found.problems:
-        out.print(f"[red]problem[/]: {escape(problem)}")
-    if not found.problems:
-        out.print("hypercomm works with this torch")
-    out.print("include the output of 'hypercomm doctor --json' in a bug report", markup=False)
+    lines = aligned([(name, text or "(empty)") for name, text in facts.items()])
+    lines += [f"problem: {text}" for text in found.problems] or ["hypercomm works with this torch"]
+    print_lines([*lines, "include the output of 'hypercomm doctor --json' in a bug report"])

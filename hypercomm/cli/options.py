@@ -25,6 +25,11 @@ _ARGUMENT = re.compile(r"\b[a-z_]+(?:=(?:\[.*?\]|\S*))? \((--[^()]+)\)")
 
 
 def _joined(_: object, __: object, texts: tuple[str, ...]) -> str:
+    if len(texts) > 1 and texts[-1].endswith(".json"):
+        raise LayoutError(
+            f"--json prints to stdout, and {short_repr(texts[-1])} is one argument too many; "
+            f"write --json > {texts[-1]}"
+        )
     return " ".join(texts)
 
 
@@ -44,6 +49,12 @@ views = click.option(
     metavar="NAME:SIZES",
     help="Another factorisation of the ranks, as in expert:ep=4,rest=-1. May be repeated.",
 )
+world_size = click.option(
+    "--world-size",
+    type=click.IntRange(min=1),
+    help="The number of ranks, from which a size of -1 is inferred, also in a launch file. Default "
+    "in a job (plan): the ranks of the job. Default of diff: the ranks of the other layout.",
+)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 
 
@@ -56,33 +67,38 @@ def in_options(message: str) -> str:
     return _ARGUMENT.sub(r"\1", message)
 
 
-def read_sizes(
-    text: str, ranks: int | None = None, room: str = "", option: str = ""
-) -> dict[str, int]:
-    """Read sizes, and infer a size of -1 from the number of ranks.
+def read_layout(
+    text: str, ranks: int | None = None, option: str = "", room: str = "", rank_offset: int = 0
+) -> RankLayout:
+    """Read a layout, and infer a size of -1 from the number of ranks.
 
     Args:
         text: The sizes, as in "tp=2,dp=-1".
         ranks: The number of ranks, or None if it is unknown.
-        room: A clause for error messages that names the source of the number of ranks. Default: a
-            clause such as "the world has 8".
         option: The command's option that sets the number of ranks, or "" if there is none.
+        room: A clause for error messages that names the source of the number of ranks. Default: a
+            clause such as "--world-size is 8", or "the world has 8" without an option.
+        rank_offset: The smallest rank.
 
     Raises:
         LayoutError: The text cannot be read, or the number of ranks is needed and unknown.
         WorldSizeError: The sizes do not multiply to the number of ranks.
 
     Example:
-        >>> read_sizes("tp=2,dp=-1", 8)
-        {'tp': 2, 'dp': 4}
+        >>> str(read_layout("tp=2,dp=-1", 8))
+        'tp=2,dp=4'
     """
     if ranks is None and "=" not in text and os.path.isdir(text):  # noqa: PTH112 - Path raises for a long text
         raise LayoutError(
             f"{short_repr(text)} is a folder; give the path of a launch file, or sizes, as in "
             f"tp=8,dp=4"
         )
-    source = f", or the number of ranks, as in {option} 16" if option else ""
-    return infer_sizes(parse_sizes(text), ranks, room, source)
+    source = ""
+    if option:
+        source = f", or the number of ranks, as in {option} 16"
+        room = room or f"{option} is {ranks}"
+    sizes = infer_sizes(parse_sizes(text), ranks, room, source)
+    return RankLayout(sizes, rank_offset=rank_offset)
 
 
 # ---- the groups that a command is about ---------------------------------------------------------
@@ -157,7 +173,7 @@ def read_views(layout: RankLayout, texts: Sequence[str]) -> Views:
                 f"--view {short_repr(text)} is not a name and sizes; write expert:ep=2,rest=-1"
             )
         room = f"the layout {layout} has {layout.size}"
-        inferred = read_sizes(sizes, layout.size, room)
+        inferred = read_layout(sizes, layout.size, room=room).sizes
         other = layout.renumber(tuple(inferred.values()), tuple(inferred))
         both = [dim for dim in layout.dim_names if dim in inferred]
         shared = [dim for dim in both if layout.groups(dim) == other.groups(dim)]

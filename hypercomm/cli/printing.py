@@ -1,4 +1,4 @@
-"""Prints the tables and the JSON of the commands. In a pipe, trailing spaces are removed."""
+"""Prints the lines and the JSON of the commands."""
 
 from __future__ import annotations
 
@@ -8,31 +8,13 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Column, Table
 
-
-class _Output(Console):
-    """Prints to stdout, without trailing spaces unless stdout is a terminal."""
-
-    def print(self, *objects: Any, **options: Any) -> None:
-        """Print as `rich.console.Console.print` does."""
-        with self.capture() as captured:
-            super().print(*objects, **options)
-        text = captured.get()
-        if not self.is_terminal:
-            text = "\n".join(line.rstrip(" ") for line in text.split("\n"))
-        write(text)
-
-
-def console(piped_width: int = 120) -> Console:
-    """Return a console for stdout, with `piped_width` columns unless stdout is a terminal."""
-    found = _Output(highlight=False)
-    return found if found.is_terminal else _Output(highlight=False, width=piped_width)
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines to stdout."""
+    write("".join(f"{line}\n" for line in lines))
 
 
 def write(text: str) -> None:
@@ -47,16 +29,6 @@ def write(text: str) -> None:
 def print_json(value: object, **options: Any) -> None:
     """Print a value as JSON. The options are passed to `json.dumps`."""
     write(json.dumps(value, **options) + "\n")
-
-
-def table(*columns: Column | str) -> Table:
-    """Return an empty table in the style that all commands share."""
-    return Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-
-
-def numbers(title: str) -> Column:
-    """Return a column of numbers."""
-    return Column(title, justify="right", no_wrap=True)
 
 
 @contextlib.contextmanager

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import click
-from rich.markup import escape
 
 from hypercomm.blame.analysis import Verdict
 from hypercomm.blame.evidence import read_folder
 from hypercomm.cli import options
-from hypercomm.cli.options import read_sizes
-from hypercomm.cli.printing import console, print_json, table
-from hypercomm.layout import RankLayout
-
-_COLOURS = {"clear": "green", "blamed": "red", "unclear": "yellow"}
+from hypercomm.cli.options import read_layout
+from hypercomm.cli.printing import print_json, print_lines
+from hypercomm.layout.text import aligned
 
 _MOST_ROWS = 20
 
@@ -30,8 +27,7 @@ def blame(folder: str, sizes: str | None, as_json: bool) -> int:
     grid.watch(). Torch is not loaded, and no code in a dump is run. The exit code is 0 if no rank
     waits, 1 if a rank waits, and 2 if the folder has no usable dumps.
     """
-    layout = None if sizes is None else RankLayout(read_sizes(sizes))
-    verdict = Verdict(read_folder(folder, layout))
+    verdict = Verdict(read_folder(folder, None if sizes is None else read_layout(sizes)))
     if as_json:
         print_json(verdict.to_dict())
     else:
@@ -40,17 +36,12 @@ def blame(folder: str, sizes: str | None, as_json: bool) -> int:
 
 
 def _show(verdict: Verdict) -> None:
-    out = console()
     evidence = verdict.evidence
-    for line in str(verdict).splitlines():
-        out.print(f"[{_COLOURS[verdict.outcome]}]{escape(line)}[/]", soft_wrap=True)
-    rows = table(*verdict.COLUMNS)
-    for wait in verdict.waits[:_MOST_ROWS]:
-        rows.add_row(*map(escape, wait.to_row()))
+    lines = [str(verdict)]
     if verdict.waits:
-        out.print(rows)
+        rows = [wait.to_row() for wait in verdict.waits[:_MOST_ROWS]]
+        lines += aligned([verdict.COLUMNS, *rows])
     if len(verdict.waits) > _MOST_ROWS:
-        out.print(f"and {len(verdict.waits) - _MOST_ROWS} more; --json shows all of them")
-    out.print(f"{len(evidence.ranks)} dumps of {evidence.world_size} ranks")
-    for note in evidence.unreadable.values():
-        out.print(f"note: {note}", markup=False, soft_wrap=True)
+        lines.append(f"and {len(verdict.waits) - _MOST_ROWS} more; --json shows all of them")
+    lines.append(f"{len(evidence.ranks)} dumps of {evidence.world_size} ranks")
+    print_lines([*lines, *(f"note: {note}" for note in evidence.unreadable.values())])

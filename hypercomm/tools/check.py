@@ -15,18 +15,18 @@ import attrs
 import click
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from hypercomm.cli import options
-from hypercomm.cli.options import Key, format_views, read_keys, read_sizes, read_views
-from hypercomm.cli.printing import console, numbers, print_json, quiet, table
+from hypercomm.cli.options import Key, format_views, read_keys, read_layout, read_views
+from hypercomm.cli.printing import print_json, print_lines, quiet
 from hypercomm.errors import HyperCommError, LayoutError, RankFailedError, WorldSizeError
 from hypercomm.job_environment import FoundJob, find_job
 from hypercomm.launch import run_ranks
 from hypercomm.launch.run import most_ranks, preloads
 from hypercomm.layout import RankLayout
-from hypercomm.layout.text import format_coords, short_repr
+from hypercomm.layout.text import aligned, format_coords, short_repr
 from hypercomm.layout.views import Views
+from hypercomm.tools.launch_files.source import is_launch_file
 
 if TYPE_CHECKING:
     import torch
@@ -94,14 +94,14 @@ def check(
     job = find_job(os.environ)
     if job is not None and job.size == 1:  # in a job of one rank, start the ranks here
         job = None
-    room = "" if ranks is None else f"--nprocs is {ranks}"
+    room = ""
     if job is not None:
         job.rendezvous()
         room = f"the job has {job.size} ({job.source})"
         if ranks not in {None, job.size}:
             raise WorldSizeError(f"--nprocs is {ranks}, but {room}; leave --nprocs out")
         ranks = job.size
-    layout = RankLayout(read_sizes(sizes, ranks, room, "--nprocs"))
+    layout = read_layout(sizes, ranks, "--nprocs", room)
     others = read_views(layout, views)
     outcome = CheckResult(Request(layout, read_keys(others, wanted), others, backend))
     if job is None and not force and layout.size > most_ranks():
@@ -127,10 +127,10 @@ def _launch_file(text: str, ranks: int | None) -> str:
 
     The error shows the calls that check the layouts of the file.
     """
-    from hypercomm.tools.launch_files.config import is_launch_file, read_config
-
     if not is_launch_file(text):
         return ""
+    from hypercomm.tools.launch_files import read_config
+
     name = short_repr(text)
     if not Path(text).is_file():
         what = f"{name} is a folder" if Path(text).is_dir() else f"there is no file {name}"
@@ -280,13 +280,10 @@ class CheckResult:
                 }
             )
             return 0 if ok else 1
-        out = console()
-        if rows:
-            out.print(_table(rows))
-        for line in wrong[:_SHOWN_FAILURES]:
-            out.print(f"[red]wrong[/] {escape(line)}", soft_wrap=True)
+        lines = _table(rows) if rows else []
+        lines += [f"wrong {line}" for line in wrong[:_SHOWN_FAILURES]]
         if len(wrong) > _SHOWN_FAILURES:
-            out.print(f"... and {len(wrong) - _SHOWN_FAILURES} more")
+            lines.append(f"... and {len(wrong) - _SHOWN_FAILURES} more")
         verdict = f"{layout}: some results are wrong, see above"
         if ok:
             verdict = (
@@ -298,7 +295,7 @@ class CheckResult:
             key, step = self._at.get(rank, (None, ""))
             place = self._place_of(rank, key) + (f", in {step}" if step else "")
             verdict = f"failed after {len(rows)} of {requested} checks: {place}: {reason}"
-        out.print(verdict, markup=False, soft_wrap=True)
+        print_lines([*lines, verdict])
         return 0 if ok else 1
 
     def _failure(self) -> dict[str, Any] | None:
@@ -342,25 +339,26 @@ class CheckResult:
         return f"rank {rank} ({format_coords(layout.coords(rank))}){group}"
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    titles = map(numbers, ("groups x size", "create", "bandwidth"))
-    shown = table("dims", *titles, "slowest", "result")
+def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    shown = [("dims", "groups x size", "create", "bandwidth", "slowest", "result")]
     several = len({row["slowest"]["host"] for row in rows if row["slowest"]}) > 1
     for row in rows:
         bandwidth = slowest = "-"
         if row["slowest"] is not None:
             bandwidth = f"{row['bandwidth_bytes_per_s'] / 1e6:,.0f} MB/s"
-            host = f" on {escape(row['slowest']['host'])}" if several else ""
+            host = f" on {row['slowest']['host']}" if several else ""
             slowest = f"rank {row['slowest']['rank']}{host}"
-        shown.add_row(
-            escape(str(Key(row["view"], row["dims"]))),
-            f"{row['groups']} x {row['size']}",
-            f"{row['creation_s'] * 1e3:.1f} ms",
-            bandwidth,
-            slowest,
-            "[red]wrong[/]" if row["wrong"] else "[green]ok[/]",
+        shown.append(
+            (
+                str(Key(row["view"], row["dims"])),
+                f"{row['groups']} x {row['size']}",
+                f"{row['creation_s'] * 1e3:.1f} ms",
+                bandwidth,
+                slowest,
+                "wrong" if row["wrong"] else "ok",
+            )
         )
-    return shown
+    return aligned(shown)
 
 
 # ---- on each rank -------------------------------------------------------------------------------

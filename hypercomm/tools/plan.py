@@ -9,17 +9,15 @@ from typing import Any
 import click
 import numpy as np
 from numpy.typing import NDArray
-from rich.markup import escape
-from rich.table import Column
 
 from hypercomm.cli import options
-from hypercomm.cli.options import Key, read_keys, read_sizes, read_views
-from hypercomm.cli.printing import console, numbers, print_json, table
+from hypercomm.cli.options import Key, read_keys, read_layout, read_views
+from hypercomm.cli.printing import print_json, print_lines
 from hypercomm.errors import LayoutError
 from hypercomm.job_environment import find_number
 from hypercomm.layout import RankLayout
 from hypercomm.layout.parsing import UNSPECIFIED, parse_sizes
-from hypercomm.layout.text import format_coords, format_range, pluralize
+from hypercomm.layout.text import aligned, format_coords, format_range, pluralize
 from hypercomm.tools.launch_files.command import with_files
 from hypercomm.tools.place.command import on_option
 from hypercomm.tools.place.live import machine
@@ -36,12 +34,7 @@ _MOST_RANKS = 2**24
 @with_files("sizes")
 @click.command(short_help="Show coordinates and groups of a layout of any size.")
 @options.sizes
-@click.option(
-    "--world-size",
-    type=click.IntRange(min=1),
-    help="The number of ranks. The one size that is -1 is inferred from it. Default in a job: the "
-    "number of ranks of the job.",
-)
+@options.world_size
 @click.option("--rank-offset", type=click.IntRange(min=0), default=0, help="The smallest rank.")
 @click.option("--rank", type=int, help="Show the coordinates of this rank, and its groups.")
 @on_option("8")
@@ -107,14 +100,13 @@ def _read_layout(text: str, world_size: int | None, rank_offset: int) -> RankLay
 
     Without a world size, a size of -1 is inferred from the number of ranks of a launcher's job.
     """
-    room = "" if world_size is None else f"--world-size is {world_size}"
+    room = ""
     if world_size is None and UNSPECIFIED in parse_sizes(text).values():
         job = find_number("WORLD_SIZE", os.environ)
         if job is not None:
             world_size, source = job
             room = f"the job has {world_size} ({source})"
-    sizes = read_sizes(text, world_size, room, "--world-size")
-    layout = RankLayout(sizes, rank_offset=rank_offset)
+    layout = read_layout(text, world_size, "--world-size", room, rank_offset)
     if layout.size > _MOST_RANKS:
         raise LayoutError(f"{layout} has {layout.size:,} ranks; plan shows up to {_MOST_RANKS:,}")
     return layout
@@ -168,22 +160,20 @@ def _show(layout: RankLayout, found: dict[str, Any]) -> None:
         f"{name}: {view['layout']}; rank {found['rank']} is at {format_coords(view['coords'])}"
         for name, view in found["views"].items()
     ]
-    out = console()
-    for line in lines:
-        out.print(line, markup=False, soft_wrap=True)
-    titles = map(numbers, ("groups", "size", "strides", "hosts"))
-    own = Column(f"group of rank {found['rank']}", no_wrap=True)
-    rows = table(Column("dims", no_wrap=True), *titles, own)
+    rows = [("dims", "groups", "size", "strides", "hosts", f"group of rank {found['rank']}")]
     for groups in found["groups"]:
         example = groups["example"]
-        rows.add_row(
-            escape(str(Key(groups["view"], groups["dims"]))),
-            f"{groups['groups']:,}",
-            f"{groups['size']:,}",
-            " ".join(map(str, groups["strides"])),
-            format_range(*groups["hosts_per_group"]),
-            " ".join(map(str, example))
-            if groups["size"] <= 4
-            else f"{example[0]} {example[1]} .. {groups['last']}",
+        own = " ".join(map(str, example))
+        if groups["size"] > 4:
+            own = f"{example[0]} {example[1]} .. {groups['last']}"
+        rows.append(
+            (
+                str(Key(groups["view"], groups["dims"])),
+                f"{groups['groups']:,}",
+                f"{groups['size']:,}",
+                " ".join(map(str, groups["strides"])),
+                format_range(*groups["hosts_per_group"]),
+                own,
+            )
         )
-    out.print(rows)
+    print_lines([*lines, *aligned(rows)])

@@ -55,8 +55,6 @@ def test_report_as_json_and_text():
     assert states["split"] == "gloo cannot split; a split needs a WORLD bound to a device"
     done = doctor(before=WITH_GPUS)
     assert (done.returncode, done.stderr) == (0, "")
-    assert max(map(len, done.stdout.splitlines())) <= 100
-    assert "\x1b" not in done.stdout
     text = " ".join(done.stdout.split())
     assert "GPUs 2 x Tesla [T4] launcher none" in text
     assert [name for name in {*reasons, *states, *versions} if name not in text] == []

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import click
+from rich.console import Console
 
 from hypercomm.cli import options
 from hypercomm.cli.diff import read
-from hypercomm.cli.options import read_sizes, read_views
-from hypercomm.cli.printing import console, write
+from hypercomm.cli.options import read_layout, read_views
+from hypercomm.cli.printing import print_lines
 from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.difference import LayoutDifference, difference
+from hypercomm.layout.text import short_repr
 from hypercomm.layout.views import Views
 from hypercomm.tools.draw.drawing import draw as draw_picture
 from hypercomm.tools.launch_files.command import with_files
@@ -20,12 +22,22 @@ from hypercomm.tools.place.command import on_option
 from hypercomm.tools.place.live import machine
 from hypercomm.transfers.mapping import RankMapping
 
+_PIPED_WIDTH = 120
+"""The width of the text, in characters, unless stdout is a terminal."""
+
+
+def _not_a_picture(_: object, __: object, text: str | None) -> str | None:
+    if text is not None and text.endswith((".svg", ".png")):
+        raise LayoutError(f"{short_repr(text)} is not a layout; to write a picture, add -o {text}")
+    return text
+
 
 @with_files("sizes", "after")
 @click.command(short_help="Draw a layout, a change of layout or a mapping.")
 @click.argument("sizes")
-@click.argument("after", required=False)
+@click.argument("after", required=False, callback=_not_a_picture)
 @click.option("--to", "target", metavar="SIZES", help="Draw the messages of a mapping to SIZES.")
+@options.world_size
 @on_option("8")
 @click.option("--groups", help="The dims whose groups have colours, as in tp,dp+cp.")
 @options.views
@@ -35,6 +47,7 @@ def draw(
     sizes: str,
     after: str | None,
     target: str | None,
+    world_size: int | None,
     on: tuple[str, ...],
     groups: str | None,
     views: Sequence[str],
@@ -59,22 +72,25 @@ def draw(
         return  # with --on live, only the first rank of the job draws
     what: Views | RankMapping | LayoutDifference
     if target is not None:
-        what = _mapping(*read(sizes, target))
+        what = _mapping(*read(sizes, target, world_size))
     elif after is not None:
-        what = difference(*read(sizes, after))
+        what = difference(*read(sizes, after, world_size))
     else:
-        what = read_views(RankLayout(read_sizes(sizes, option="--world-size")), views)
+        what = read_views(read_layout(sizes, world_size, "--world-size"), views)
         layouts = [what.base, *(view.layout for view in what.values())]
         dims = dict.fromkeys(
             dim for one in layouts for dim in one.dim_names if one.size_of(dim) > 1
         )
         groups = groups or (",".join(dims) if views else None)
     drawing = draw_picture(what, where, groups)
-    if output is None:
-        console().print(drawing)
-    else:
+    screen = Console()
+    if output is not None:
         drawing.save(output, force)
-        write(f"{output}\n")
+        print_lines([output])
+    elif screen.is_terminal:
+        screen.print(drawing)
+    else:
+        print_lines([drawing.text(_PIPED_WIDTH)])
 
 
 def _mapping(source: RankLayout, target: RankLayout) -> RankMapping:

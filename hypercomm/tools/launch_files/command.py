@@ -6,24 +6,20 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from hypercomm.cli.diff import diff as diff_sizes
-from hypercomm.cli.options import format_views, read_sizes
+from hypercomm.cli.options import format_views
 from hypercomm.cli.printing import print_json, write
 from hypercomm.errors import LayoutError, UnknownDimError
-from hypercomm.layout.text import format_sizes
-from hypercomm.tools.launch_files.config import LaunchConfig, is_launch_file, read_config
-from hypercomm.tools.launch_files.source import printable
+from hypercomm.tools.launch_files.source import is_launch_file, printable
 
-_WORLD_SIZE = click.Option(
-    ["--world-size"],
-    type=click.IntRange(min=1),
-    help="The number of ranks. The one size that is -1 is inferred from it, also in a launch file.",
-)
+if TYPE_CHECKING:
+    from hypercomm.tools.launch_files.config import LaunchConfig
+
 _SET = click.Option(
     ["--set", "variables"],
     multiple=True,
@@ -52,20 +48,18 @@ def with_files(*arguments: str) -> Callable[[click.Command], click.Command]:
     def decorate(command: click.Command) -> click.Command:
         run = command.callback
         assert run is not None  # noqa: S101 - every decorated command has a callback
-        names = {parameter.name for parameter in command.params}
-        own = [*([] if "world_size" in names else [_WORLD_SIZE]), _SET, _INCLUDE]
 
         @functools.wraps(run)
         def read(**given: Any) -> int:
             variables = _variables(given.pop("variables"))
             include = given.pop("include")
-            world_size = given["world_size"] if "world_size" in names else given.pop("world_size")
             files = [name for name in arguments if given[name] and is_launch_file(given[name])]
             if not files:
-                if "world_size" not in names and world_size is not None:
-                    for name in arguments:
-                        given[name] = given[name] and _filled(given[name], world_size)
                 return run(**given) or 0
+            # A command without a file does not load the reader of files.
+            from hypercomm.tools.launch_files.config import read_config
+
+            world_size = given["world_size"]
             configs = {
                 name: read_config(
                     Path(given[name]), world_size, variables=variables, include=include
@@ -93,7 +87,7 @@ def with_files(*arguments: str) -> Callable[[click.Command], click.Command]:
         return click.Command(
             command.name,
             callback=read,
-            params=[*command.params, *own],
+            params=[*command.params, _SET, _INCLUDE],
             help=f"{inspect.cleandoc(command.help or '')}\n\n{_HELP}",
             short_help=command.short_help,
         )
@@ -136,21 +130,15 @@ def _variables(texts: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-def _filled(text: str, world_size: int) -> str:
-    """Return sizes as text, with a size of -1 inferred from the number of ranks."""
-    return format_sizes(read_sizes(text, world_size, f"--world-size is {world_size}"))
-
-
 def _call(given: dict[str, Any], configs: dict[str, LaunchConfig], module: str) -> dict[str, Any]:
     """Return the arguments of a command for one module.
 
     The GPUs per host are taken from the first file unless `--on` is given.
     """
-    call = given | {name: str(config.layouts[module]) for name, config in configs.items()}
+    layouts = {name: str(config.layouts[module]) for name, config in configs.items()}
+    call = given | layouts | {"world_size": None}
     context = click.get_current_context()
     first = next(iter(configs.values()))
-    if "world_size" in call:
-        call["world_size"] = None
     if "views" in call and not (given.get("after") or given.get("target")):
         call["views"] = [*format_views(first.views[module]), *call["views"]]
     is_default = context.get_parameter_source("on") is ParameterSource.DEFAULT

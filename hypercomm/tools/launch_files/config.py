@@ -18,7 +18,7 @@ from hypercomm.layout.text import aligned, pluralize, short_repr
 from hypercomm.layout.views import Views
 from hypercomm.tools.launch_files.layouts import CHOICES, framework_layouts
 from hypercomm.tools.launch_files.reading import Files, Launch, read_launches
-from hypercomm.tools.launch_files.source import Source, printable
+from hypercomm.tools.launch_files.source import Source, is_launch_file, printable
 from hypercomm.tools.launch_files.tables import (
     Module,
     frameworks,
@@ -232,21 +232,6 @@ def _unknown(file: str, settings: Sequence[Source]) -> LayoutError:
         f"{printable(file) or 'the text'} belongs to an unknown framework: it starts no program "
         f"and has no key of {names}; give the sizes, as in tp=8,dp=4{hint}"
     )
-
-
-def is_launch_file(text: str) -> bool:
-    """Return whether an argument is the path of a file or folder, rather than sizes.
-
-    A folder whose name could be the name of a dim counts as sizes.
-
-    Example:
-        >>> is_launch_file("tp=2,dp=4"), is_launch_file("scripts/run.sh")
-        (False, True)
-    """
-    is_name = re.fullmatch(r"[^=,\s]*(/[^=,\s]*|\.[A-Za-z]+)", text)
-    if is_name or os.path.isfile(text):  # noqa: PTH113 - Path raises for a long text
-        return True
-    return os.path.isdir(text) and not text.isidentifier()  # noqa: PTH112
 
 
 def _distinct(configs: Sequence[tuple[int, LaunchConfig]]) -> list[tuple[int, LaunchConfig]]:

@@ -1,11 +1,27 @@
-"""Source: one setting of a launch file, with its file and line."""
+"""Source: one setting of a launch file, with its file and line. Commands import this file only."""
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
 import attrs
+
+
+def is_launch_file(text: str) -> bool:
+    """Return whether an argument is the path of a file or folder, rather than sizes.
+
+    A folder whose name could be the name of a dim counts as sizes.
+
+    Example:
+        >>> is_launch_file("tp=2,dp=4"), is_launch_file("scripts/run.sh")
+        (False, True)
+    """
+    is_name = re.fullmatch(r"[^=,\s]*(/[^=,\s]*|\.[A-Za-z]+)", text)
+    if is_name or os.path.isfile(text):  # noqa: PTH113 - Path raises for a long text
+        return True
+    return os.path.isdir(text) and not text.isidentifier()  # noqa: PTH112
 
 
 def printable(value: Any) -> Any:

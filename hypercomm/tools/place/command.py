@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from hypercomm.cli import options
-from hypercomm.cli.options import in_options, read_views
+from hypercomm.cli.options import in_options, read_layout, read_views
 from hypercomm.cli.printing import print_json, write
 from hypercomm.tools.launch_files.command import with_files
 from hypercomm.tools.place.live import machine
@@ -34,6 +34,7 @@ def on_option(*default: str) -> Callable[[_Command], _Command]:
 @with_files("sizes")
 @click.command("place", short_help="Show which groups cross hosts and domains, and a better order.")
 @options.sizes
+@options.world_size
 @on_option()
 @click.option("--traffic", help="Bytes that a rank sends in a step, as in tp=40G,dp=6.5G,pp=100M.")
 @click.option(
@@ -50,6 +51,7 @@ def on_option(*default: str) -> Callable[[_Command], _Command]:
 @options.as_json
 def place_command(
     sizes: str,
+    world_size: int | None,
     on: tuple[str, ...],
     views: Sequence[str],
     as_json: bool,
@@ -65,7 +67,11 @@ def place_command(
     where = machine(on)
     if where is None:
         return 0
-    found = place(read_views(layout_on(sizes, where), views), where, **given)
+    if world_size is None:
+        layout = layout_on(sizes, where)
+    else:
+        layout = read_layout(sizes, world_size, "--world-size")
+    found = place(read_views(layout, views), where, **given)
     if as_json:
         notes = [in_options(note) for note in found.notes]
         report = found.to_dict() | {"notes": notes, "better": None, "reordered": None}
