@@ -58,15 +58,7 @@ class RankOutsideError(LayoutError):
 
 
 class WorldSizeError(HyperCommError, RuntimeError, ValueError):
-    """The grid and the world have different sizes: change the sizes or the launch.
-
-    Attributes:
-        hint: The last clause of the message, which names sizes that would fit, or "".
-    """
-
-    def __init__(self, message: str = "", hint: str = "") -> None:
-        super().__init__(f"{message}{hint}")
-        self.hint = hint
+    """The grid and the world have different sizes: change the sizes or the launch."""
 
 
 class NotInitializedError(HyperCommError, RuntimeError, ValueError):

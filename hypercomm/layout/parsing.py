@@ -279,8 +279,9 @@ def infer_sizes(
             near = nearest_multiples(world_size, known)
             needs = f"a multiple of {known} ranks, for example {near}"
         here = room or f"the world has {world_size}"
-        hint = would_fit(sizes, world_size)
-        raise WorldSizeError(f"{format_sizes(sizes)} needs {needs}; {here}", hint)
+        raise WorldSizeError(
+            f"{format_sizes(sizes)} needs {needs}; {here}{would_fit(sizes, world_size)}"
+        )
     return {name: rest if size == UNSPECIFIED else size for name, size in sizes.items()}
 
 

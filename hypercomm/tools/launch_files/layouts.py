@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 import attrs
 
 from hypercomm.compat.layouts import NAMES, megatron_layouts, torchtitan_layouts
-from hypercomm.errors import HyperCommError, LayoutError, WorldSizeError
+from hypercomm.errors import LayoutError, WorldSizeError
 from hypercomm.layout import RankLayout
-from hypercomm.layout.parsing import UNSPECIFIED, divisors, known_size
+from hypercomm.layout.parsing import UNSPECIFIED, known_size
 from hypercomm.layout.views import Views
 from hypercomm.tools.launch_files.tables import layout_rows
 
@@ -58,39 +57,13 @@ def framework_layouts(kind: str, sizes: Mapping[str, Any], world_size: int | Non
         world_size: The number of ranks, or None. Inference engines do not need this number.
 
     Raises:
-        HyperCommError: The sizes do not fit the world. The error names the nearest sizes that fit.
+        HyperCommError: The sizes do not fit the world.
 
     Example:
         >>> views = framework_layouts("sglang", {"tp": 16, "dp": 4, "dp_attention": 1}, None)
         >>> print(views.base, views["attention"], sep="; ")
         tp=16,pp=1; attn_tp=4,attn_dp=4,pp=1 sharing pp
     """
-    try:
-        return _layouts(kind, sizes, world_size)
-    except HyperCommError as error:
-        fitting = _fitting(kind, sizes, world_size)
-        hint = f"; {' or '.join(fitting)} would fit" if fitting else ""
-        # The hint about all layouts of the module replaces the hint about one layout.
-        text = str(error).removesuffix(getattr(error, "hint", ""))
-        raise type(error)(f"{text}{hint}") from error
-
-
-def _fitting(kind: str, sizes: Mapping[str, Any], world_size: int | None) -> list[str]:
-    """For each size, return the nearest value that fits the other sizes, such as "tp=2"."""
-    found = []
-    given = {name: size for name, size in sizes.items() if name not in CHOICES and size != 1}
-    if kind == "megatron" and "ep" in given:
-        given.setdefault("expt_tp", sizes.get("tp", 1))
-    for name, before in given.items():
-        for size in sorted(divisors(world_size or 1), key=lambda size: abs(size - before)):
-            with contextlib.suppress(HyperCommError):
-                _layouts(kind, {**sizes, name: size}, world_size)
-                found.append(f"{name}={size}")
-                break
-    return found if world_size else []
-
-
-def _layouts(kind: str, sizes: Mapping[str, Any], world_size: int | None) -> Views:
     given = dict(sizes)
     rows = layout_rows()
     if kind == "sglang" and "dp_attention" in given:
@@ -104,35 +77,17 @@ def _layouts(kind: str, sizes: Mapping[str, Any], world_size: int | None) -> Vie
     if row and (world_size is not None or row.rest == ENGINES or _is_whole(row, given)):
         return _of_kind(row, _completed(kind, row, given), world_size, sizes)
     if world_size is None and kind == "torchtitan" and given.get("dp_shard", UNSPECIFIED) > 0:
-        world_size = _factor(kind, row, given)
+        dims = ("tp", "cp", "pp", "dp_shard", "dp_replicate")
+        world_size = math.prod(max(1, given.get(dim, 1)) for dim in dims)
     if world_size is None:
-        factor = _factor(kind, row, given)
-        rest = row.rest if row else "dp"
         raise WorldSizeError(
-            f"{rest} = all ranks, and the number of ranks is not given; give it as --world-size "
-            f"(world_size=)"
-            if factor == 1
-            else f"the number of ranks is not given; give it as --world-size (world_size=), a "
-            f"multiple of {factor}"
+            "the number of ranks is not given; give it as --world-size (world_size=)"
         )
     if kind == "torchtitan":
         known = torchtitan_layouts.__kwdefaults__ or {}
         own = {name: size for name, size in given.items() if name in known}
         return torchtitan_layouts(**own, world_size=world_size)
     return megatron_layouts(given, _ORDERS["pp_before_dp" in given], world_size)
-
-
-def _factor(kind: str, row: Kind | None, given: Mapping[str, int]) -> int:
-    """Return the number of which the number of ranks must be a multiple."""
-    sizes = {name: max(1, size) for name, size in given.items()}
-    if row:
-        layouts = [row.dims, *row.views.values()]
-    elif kind == "torchtitan":
-        layouts = [("tp", "cp", "pp", "dp_shard", "dp_replicate")]
-    else:
-        sizes.setdefault("expt_tp", sizes.get("tp", 1))
-        layouts = [("tp", "cp", "pp"), ("expt_tp", "ep", "pp")]
-    return math.lcm(*(math.prod(sizes.get(dim, 1) for dim in dims) for dims in layouts))
 
 
 def _sizes_of(kind: str, row: Kind | None) -> set[str]:

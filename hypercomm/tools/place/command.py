@@ -75,9 +75,8 @@ def place_command(
     if as_json:
         notes = [in_options(note) for note in found.notes]
         report = found.to_dict() | {"notes": notes, "better": None, "reordered": None}
-        if found.better is not None:
-            advice = found.advice_for(found.better)
-            report["better"] = {"advice": advice, **found.better.to_dict()}
+        if (best := found.best) is not found:
+            report["better"] = {"advice": found.advice_for(best), **best.to_dict()}
         if (other := found.reordered) is not None:
             ranks = {"rank_list": list(other.layout.ranks)}
             report["reordered"] = {"advice": found.advice_for(other), **ranks, **other.to_dict()}

@@ -226,15 +226,15 @@ class Placed:
         return Cost(0, weighted, minor) if sent.overlapped else Cost(weighted, 0, minor)
 
     @cached_property
-    def better(self) -> Placed | None:
-        """The same dims in the best order, or None if no order costs less."""
+    def best(self) -> Placed:
+        """The same dims in the best order, or this object if no order costs less."""
         layout = self.layout
         ranks = np.asarray(layout.ranks)
         order, least = best_order(
             layout.sizes, self._own_traffic, lambda groups, sent: self._cost_of(ranks[groups], sent)
         )
         if least >= self.cost:
-            return None
+            return self
         return self._with(layout.renumber([layout.size_of(dim) for dim in order], order))
 
     @cached_property
@@ -259,10 +259,10 @@ class Placed:
         return best if best.cost < self.cost else None
 
     @property
-    def proposal(self) -> Placed | None:
-        """The cheaper of `reordered` and `better`, or None if neither exists."""
-        found = [one for one in (self.reordered, self.better) if one is not None]
-        return min(found, key=attrgetter("cost"), default=None)
+    def proposal(self) -> Placed:
+        """The cheaper of `reordered` and `best`, or this object if neither costs less."""
+        found = [one for one in (self.reordered, self.best) if one is not None]
+        return min(found, key=attrgetter("cost"))
 
     def _with(self, layout: RankLayout) -> Placed:
         """Return the report for the same dims in another order or on other ranks, without views."""
@@ -274,11 +274,6 @@ class Placed:
             groups=[layout.order_dims(dims) for dims in self.groups if {*dims} <= names],
             views=Views(layout),
         )
-
-    @property
-    def best(self) -> Placed:
-        """The same dims in the best order, or this object if no order costs less."""
-        return self.better or self
 
     def on(self, level: str) -> tuple[Spread, ...]:
         """Return how the groups are spread over one level.
@@ -340,7 +335,7 @@ class Placed:
         left_out = [
             f"{view} ({', '.join(dict.fromkeys(dims))})" for view, dims in dims_left_out.items()
         ]
-        if self.better is None:
+        if self.best is self:
             own = f"the dims {', '.join(self.layout.dim_names)}" if left_out else "the dims"
             notes.append(f"no order of {own} is better on this machine")
         if left_out:
@@ -373,21 +368,21 @@ class Placed:
                 )
         return found
 
-    @property
-    def advice(self) -> str:
-        """The better order of dims or ranks and its saving, or "" if no order costs less.
+    def advice_for(self, other: Placed) -> str:
+        """Return a sentence about a cheaper order of dims or ranks: the order and its saving.
+
+        Args:
+            other: `best`, `reordered` or `proposal`, if it costs less than this object.
 
         Example:
             >>> from hypercomm import place
-            >>> place("dp=4,tp=2", on=2, traffic="tp=3G,dp=1G").advice
+            >>> placed = place("dp=4,tp=2", on=2, traffic="tp=3G,dp=1G")
+            >>> placed.advice_for(placed.best)
             'order: tp-dp in place of dp-tp; steps wait for 71 % fewer bytes across units'
-            >>> place("tp=2,dp=2", on=["a", "b", "a", "b"]).advice
+            >>> placed = place("tp=2,dp=2", on=["a", "b", "a", "b"])
+            >>> placed.advice_for(placed.reordered)
             'ranks: sorted by host, ranks=[0, 2, 1, 3]; groups with more traffic stay inside'
         """
-        return "" if self.proposal is None else self.advice_for(self.proposal)
-
-    def advice_for(self, other: Placed) -> str:
-        """Return a sentence about another order of dims or ranks: the order and its saving."""
         saving = "groups with more traffic stay inside"
         if not self.is_assumed:
             costs = zip(self.cost, other.cost, _SAVINGS, strict=True)
@@ -411,7 +406,7 @@ class Placed:
         """The rows of the table that the advice changes, with cells such as "before -> after"."""
         before = {(frozenset(one.dims), one.level): one.cells for one in self.spreads}
         rows = []
-        for spread in (self.proposal or self).spreads:
+        for spread in self.proposal.spreads:
             cells = spread.cells
             was = before[frozenset(spread.dims), spread.level]
             if was[2:] != cells[2:]:
@@ -429,8 +424,9 @@ class Placed:
         rows = [self.columns, *(spread.cells[: len(self.columns)] for spread in self.spreads)]
         lines = [self.headline, *aligned(rows), *self.notes]
         lines += [f"warning: {warning}" for warning in self.warnings]
-        if self.proposal:
-            lines += [self.advice, *(f"  {line}" for line in aligned(self.changes))]
+        if self.proposal is not self:
+            lines.append(self.advice_for(self.proposal))
+            lines += [f"  {line}" for line in aligned(self.changes)]
         return "\n".join(lines)
 
     def __repr__(self) -> str:

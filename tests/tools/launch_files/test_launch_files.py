@@ -609,28 +609,6 @@ def test_mention_of_an_engine_is_no_launch_file(text):
         read_config(text)
 
 
-FOLDED = (
-    "--tensor-model-parallel-size 2 --expert-model-parallel-size 8 --expert-tensor-parallel-size 1"
-)
-
-
-# The error names the number of which the world size must be a multiple.
-@pytest.mark.parametrize(
-    ("text", "factor"),
-    [
-        ("t.py --tensor-model-parallel-size 2 --expert-model-parallel-size 8", 16),
-        (
-            f"t.py {FOLDED}",
-            8,
-        ),
-        ("parallelism:\n  tensor_parallel_degree: 4\n  data_parallel_replicate_degree: 3", 12),
-    ],
-)
-def test_factor_of_the_world_size(text, factor):
-    assert any(f"a multiple of {factor}" in one for one in read_config(text).problems)
-    assert read_config(text, world_size=factor).views
-
-
 # torchtitan's sizes determine the world size if the number of shards is given.
 def test_world_of_given_shards():
     text = "[parallelism]\ndata_parallel_shard_degree = 8\ntensor_parallel_degree = 2"
