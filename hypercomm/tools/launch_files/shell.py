@@ -42,6 +42,10 @@ _PRINTERS = re.compile(r"echo|printf|:|true|cd|pip3?|git|grep|sed|awk|p?kill|")
 """Commands whose arguments are not read."""
 
 
+_HOOKS = re.compile("conda|mamba|ssh-agent")
+"""Commands whose output is evaluated, but sets no size."""
+
+
 _PARTS = re.compile(
     r"(raw_|ansi_c_)?string|(simple_|arithmetic_)?expansion|(command|process)_substitution|"
     r"concatenation|command_name"
@@ -542,9 +546,15 @@ class Script:
 
     def _eval(self, node: _Node, variants: Sequence[Words]) -> bool | None:
         texts = [" ".join(map(text_of, words)) for words in variants]
-        if not is_known(texts[0][:1]):
-            return self._skip(node, variants)
-        self._follow_all(texts, node.place)
+        known = [text for text in texts if is_known(text[:1])]
+        if len(known) < len(texts):
+            self._skip(node, variants)
+            if not _HOOKS.search(node.text):
+                self.problems.append(
+                    f"{self.unread.pop()} is not read, and may set any variable; write what it "
+                    f"runs, or pass --set NAME=VALUE"
+                )
+        self._follow_all(known, node.place)
         return None
 
     def _source(self, node: _Node, variants: Sequence[Words]) -> bool | None:

@@ -1,94 +1,17 @@
 """Loads the launch files of the tests: their texts in words of our own, and the sizes in them."""
 
+import re
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from hypercomm import read_config
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-
-@dataclass(frozen=True)
-class Megatron:
-    """Sizes for megatron-core's RankGenerator. dp is inferred from the other sizes."""
-
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int | None = None
-    order: str = "tp-cp-ep-dp-pp"
-
-
-@dataclass(frozen=True)
-class Titan:
-    """Sizes for torchtitan's ParallelDims."""
-
-    dp_replicate: int = 1
-    dp_shard: int = -1
-    cp: int = 1
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """Meshes for torch's init_device_mesh: names and shape. The last dim varies fastest."""
-
-    meshes: dict = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class VLLM:
-    """Sizes of vLLM's parallel_state, and the number of engines."""
-
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    engines: int = 1
-    expert: bool = False
-
-
-@dataclass(frozen=True)
-class SGLang:
-    """Sizes of SGLang's parallel_state. `attn_dp` is the dp size of attention, inside tp."""
-
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-    attn_dp: int = 1
-    engines: int = 1
-
-
-FAMILIES = {one.__name__: one for one in (Megatron, Titan, Mesh, VLLM, SGLang)}
-
-
-@dataclass(frozen=True)
-class Input:
-    repository: str
-    path: str
-    text: str
-    framework: str
-    world: int
-    modules: dict
-    given_world: int | None = None
-    total: int | None = None  # if modules with ranks of their own are added
-    problems: tuple = ()  # a phrase from the text of each problem
-
-    @property
-    def name(self):
-        return f"{self.repository}:{self.path}"
-
-
-def _wanted(row):
-    """Return the sizes of a module, or None if its layout cannot be read."""
-    family = FAMILIES[row.pop("family")] if row else None
-    if "meshes" in row:
-        row["meshes"] = {name.replace("base", ""): mesh for name, mesh in row["meshes"].items()}
-    return family and family(**row)
+TORCHRUN = "torchrun --nproc-per-node 8 train.py --tensor-model-parallel-size"
 
 
 def load(name):
@@ -96,7 +19,20 @@ def load(name):
     return tomllib.loads((Path(__file__).parent / name).read_text(encoding="utf-8"))
 
 
-INPUTS = [
-    Input(**row | {"modules": {name: _wanted(one) for name, one in row["modules"].items()}})
-    for row in load("launch_inputs.toml")["input"]
-]
+def read(row, folder, text=None):
+    """Read the text of a row as a file, or as a text if the row has no file, or another text."""
+    text = (row["text"] if text is None else text).replace("TORCHRUN", TORCHRUN)
+    for name, content in row.get("files", {}).items():
+        (folder / name).write_text(content)
+    name = row.get("file") or row.get("path", "").rpartition("/")[2].replace(".md", ".sh")
+    if name:
+        file = folder / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    return read_config(file if name else text, row.get("given"), variables=row.get("variables", {}))
+
+
+def layouts_of(config):
+    """Return the layouts of a configuration as texts, by name with and without the line."""
+    texts = {name: str(layout) for name, layout in config.layouts.items()}
+    return {re.sub(r"@[\d#]+", "", name): text for name, text in texts.items()} | texts

@@ -142,35 +142,6 @@ def test_views_are_drawn_by_default(in_process):
     assert "2 groups of 4" in rows["ep"]
 
 
-# Groups of a view that a dim of the layout also has are not repeated: without experts, the
-# comparison is complete.
-def test_place_of_a_file_without_experts(tmp_path, in_process):
-    file = tmp_path / "dense.sh"
-    file.write_text("torchrun --nproc-per-node 8 train.py --tensor-model-parallel-size 2\n")
-    printed = in_process("place", str(file), "--on", "4").stdout
-    assert "expert" not in printed.partition("\ntraining\n")[2]
-    assert "no order of the dims is better on this machine" in printed
-
-
-# A misspelt size is a problem, and the exit code is 1.
-def test_misspelt_flag(tmp_path, in_process):
-    file = tmp_path / "run.sh"
-    file.write_text(
-        "torchrun --nproc-per-node 8 train.py --pipeline-model-parallel-size 2 \\\n"
-        "  --tensor-model-paralel-size 4\n"
-    )
-    done = in_process("plan", str(file))
-    assert done.returncode == 1
-    wrong = "run.sh:2 --tensor-model-paralel-size 4 is an unknown option"
-    assert f"problem: {wrong}; did you mean --tensor-model-parallel-size?\n" in done.stdout
-
-
-def test_missing_launch_file(in_process):
-    done = in_process("plan", "scripts/nope.sh")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "'scripts/nope.sh' cannot be read as text" in done.stderr
-
-
 # Modules without the dims of --groups are reported, if another module has these dims.
 def test_groups_of_one_module(tmp_path, in_process):
     file = tmp_path / "rl.yaml"
