@@ -551,7 +551,7 @@ class Verdict:
             # If these ranks have ended, those that wait for them may have made a call too many.
             is_usual = 2 * len(wait.calls) > len(wait.call.group.ranks)
             is_shown = is_usual or not self._may_be_done(some[0]) or (are_few and not state)
-            says = f"{self._names(some, 'has', 'have')} not {does} {wait.call}, in which "
+            says = f"{self._names(some)} not {does} {wait.call}, in which "
             says += _ranks(wait.calls, "waits", "wait")
             if state:
                 says += f"; {'it' if len(some) == 1 else 'each'} {state}"
@@ -559,11 +559,11 @@ class Verdict:
             says += "" if is_shown else "; the dumps do not show which ranks are right"
             yield self._found("absent", says, some, some if is_shown else ())
 
-    def _names(self, ranks: Sequence[int], one: str, many: str) -> str:
-        """Return the ranks with a verb, one rank with its coordinates and host."""
+    def _names(self, ranks: Sequence[int]) -> str:
+        """Return the ranks with "has" or "have", one rank with its coordinates and host."""
         if len(ranks) > 1:
-            return _ranks(ranks, one, many)
-        return f"{self.evidence.name(ranks[0])} {one}"
+            return f"{_ranks(ranks)} have"
+        return f"{self.evidence.name(ranks[0])} has"
 
     def _others(self, ranks: Iterable[int], wait: AwaitedRanks) -> str:
         others = set(_waiting(self._graph, ranks)) - wait.calls.keys()
@@ -589,7 +589,7 @@ class Verdict:
         if kind == "unreadable":
             says = evidence.unreadable[some[0]]
         else:
-            says = f"{self._names(some, 'has', 'have')} left no dump: "
+            says = f"{self._names(some)} left no dump: "
             says += "it has" if len(some) == 1 else "each has"
             says += " died, still makes calls elsewhere, or wrote its dump to another place"
         wait = next(one for one in self._unexplained if not ranks.isdisjoint(one.absent))

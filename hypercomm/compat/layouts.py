@@ -70,7 +70,6 @@ def megatron_layouts(
     order: str,
     world_size: int,
     anchor: str = "tp",
-    names: Mapping[str, str] = NAMES,
 ) -> Views:
     """Return the layout of a model's dense layers, with a view "expert" for the expert layers.
 
@@ -80,7 +79,6 @@ def megatron_layouts(
         order: The order of the dims. The first dim varies fastest.
         world_size: The number of ranks. The size of dp is inferred from this number.
         anchor: The dim after which gtp_remat is inserted if the order omits gtp_remat.
-        names: Maps each of Megatron's arguments to its name in error messages.
 
     Raises:
         LayoutError: A size is not a positive int, or the order cannot be read.
@@ -97,7 +95,7 @@ def megatron_layouts(
         argument: sizes.get(name, None if name == "expt_tp" else 1)
         for argument, name in NAMES.items()
     }
-    layouts = layouts_of(given, order, world_size, names=names, anchor=anchor)
+    layouts = layouts_of(given, order, world_size, names=NAMES, anchor=anchor)
     dense, expert = (dict(layout.sizes) for layout in layouts)
     del dense["ep"], expert["cp"]
     views = Views(RankLayout(dense))

@@ -206,11 +206,11 @@ def read_config(
         raise LayoutError(f"expected a path or a text, got a value of type {kind}")
     is_text = isinstance(path_or_text, str) and not is_launch_file(path_or_text)
     path = Path() if is_text else Path(path_or_text)
-    files = Files(path, include)
+    given = {name: str(value) for name, value in (variables or {}).items()}
+    files = Files(path, include, given)
     content = str(path_or_text).encode(errors="replace")
     text = files.decode(content, "the text") if is_text else files.load(path)
-    given = {name: str(value) for name, value in (variables or {}).items()}
-    launches, settings = read_launches(text, path, files, given)
+    launches, settings = read_launches(text, files)
     if not launches:
         raise _unknown(path.name, settings)
     configs = _distinct([_Reading(launch).config(world_size) for launch in launches])

@@ -79,14 +79,19 @@ class Launch:
 
 
 class Files:
-    """The files that may be read for a launch file.
+    """The launch file, and the files that may be read for it.
 
     Args:
         file: The path of the launch file. Empty for a text.
         included: Further files and folders that may be read.
+        given: The values of variables and arguments that the user sets.
     """
 
-    def __init__(self, file: Path, included: Iterable[str | os.PathLike[str]]) -> None:
+    def __init__(
+        self, file: Path, included: Iterable[str | os.PathLike[str]], given: Mapping[str, str]
+    ) -> None:
+        self.file = file
+        self.given = given
         own = [file.parent] if file.name else []
         self._allowed = [Path(one).resolve() for one in (*own, *included)]
         self._texts: dict[Path, str] = {}
@@ -154,31 +159,28 @@ def format_of(text: str, file: str) -> str:
     return next((one for one, sign in _SIGNS.items() if re.search(sign, text)), "sh")
 
 
-def read_launches(
-    text: str, path: Path, files: Files, given: Mapping[str, str]
-) -> tuple[list[Launch], list[Source]]:
+def read_launches(text: str, files: Files) -> tuple[list[Launch], list[Source]]:
     """Return the programs that a text starts, and all settings in it.
 
     Args:
         text: The text of the launch file.
-        path: Its path. Empty for a text.
-        files: The files that may be read.
-        given: The values of variables and arguments that the user sets.
+        files: Its path, the files that may be read, and the values of variables.
 
     Raises:
         LayoutError: The text, or a file that it names, is not valid.
         MissingPackageError: A package for the format is not installed.
     """
+    path = files.file
     suffix = format_of(text, path.name)
     try:
         if suffix not in _TREES:
-            return _of_script(text, path, files, given)
+            return _of_script(text, files)
         problems: list[str] = []
         tree = _with_bases(text, suffix, path, files, problems, {})
-        tree = resolved(tree, {**os.environ, **given})
+        tree = resolved(tree, {**os.environ, **files.given})
         found = _of_tree(tree, problems)
         if not found or found[0].framework.level:  # other programs have such keys, too
-            found = list(_of_commands(tree, path, files, given)) or found
+            found = list(_of_commands(tree, files)) or found
     except RecursionError as error:
         name = _name(path) if path.name else "the text"
         raise LayoutError(f"{name} is nested too deeply") from error
@@ -256,9 +258,7 @@ def _of_tree(tree: Sequence[Source], problems: Sequence[str]) -> list[Launch]:
     return [Launch(framework, 0, framework.rewritten(live), (), problems)]
 
 
-def _of_commands(
-    tree: Sequence[Source], path: Path, files: Files, given: Mapping[str, str]
-) -> Iterator[Launch]:
+def _of_commands(tree: Sequence[Source], files: Files) -> Iterator[Launch]:
     """Yield the programs that commands in a tree start, as in a manifest of Kubernetes."""
     texts: dict[tuple[str, ...], list[tuple[str, int]]] = {}
     for one in tree:
@@ -271,20 +271,17 @@ def _of_commands(
         whole = [(" ".join(text for text, _ in parts), parts[0][1])]
         for words, line in whole if is_one else parts:
             text = "\n" * (line - 1) + (f"args {words}" if words[:1] == "-" else words)
-            yield from _of_script(text, path, files, given, context)[0]
+            yield from _of_script(text, files, context)[0]
 
 
 # ---- scripts ------------------------------------------------------------------------------------
 
 
 def _of_script(
-    text: str,
-    path: Path,
-    files: Files,
-    given: Mapping[str, str],
-    context: Sequence[Source] = (),
+    text: str, files: Files, context: Sequence[Source] = ()
 ) -> tuple[list[Launch], list[Source]]:
     """Return the programs that a script starts, and all settings of its commands."""
+    path = files.file
     job = _job(text, path.name)
     environment = dict(os.environ)
     for one in job:
@@ -295,7 +292,7 @@ def _of_script(
         found = files.find(name, path.parent)
         return None if isinstance(found, str) else (found.name, files.load(found))
 
-    script = Script(environment, given, _variables(), load)
+    script = Script(environment, files.given, _variables(), load)
     script.follow(text, Place(path.name, 1))
     launches: list[Launch] = []
     every: list[Source] = []

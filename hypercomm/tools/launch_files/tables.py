@@ -141,14 +141,6 @@ class Rule:
         return True
 
 
-def _modules(rows: Iterable[Mapping[str, Any]]) -> tuple[Module, ...]:
-    return tuple(Module(**row) for row in rows)
-
-
-def _rules(rows: Iterable[Mapping[str, Any]]) -> tuple[Rule, ...]:
-    return tuple(Rule(**row) for row in rows)
-
-
 @attrs.frozen(kw_only=True)
 class Framework:
     """A framework, as its table describes it.
@@ -177,9 +169,9 @@ class Framework:
     world: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict, converter=_keys)
     world_defaults: Mapping[str, int] = attrs.field(factory=dict)
     ignored: tuple[str, ...] = attrs.field(default=(), converter=_strings)
-    module: tuple[Module, ...] = attrs.field(default=(), converter=_modules)
+    module: tuple[Module, ...] = ()
     rewrite: tuple[Mapping[str, str], ...] = ()
-    rule: tuple[Rule, ...] = attrs.field(default=(), converter=_rules)
+    rule: tuple[Rule, ...] = ()
     layout: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict)
     adds_apart: bool = False
 
@@ -259,11 +251,13 @@ def frameworks() -> tuple[Framework, ...]:
     """
     package = required("tomllib" if sys.version_info >= (3, 11) else "tomli", "a launch file")
     folder = Path(__file__).parent / "frameworks"
-    tables = [
-        Framework(**package.loads(path.read_text(encoding="utf-8")))
-        for path in sorted(folder.glob("*.toml"))
-    ]
-    return tuple(sorted(tables, key=lambda one: one.level))
+    found = []
+    for path in sorted(folder.glob("*.toml")):
+        table = package.loads(path.read_text(encoding="utf-8"))
+        table["module"] = [Module(**row) for row in table.get("module", ())]
+        table["rule"] = [Rule(**row) for row in table.get("rule", ())]
+        found.append(Framework(**table))
+    return tuple(sorted(found, key=lambda one: one.level))
 
 
 def layout_rows() -> dict[str, Mapping[str, Any]]:
