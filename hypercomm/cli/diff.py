@@ -15,7 +15,7 @@ from hypercomm.layout.parsing import UNSPECIFIED, parse_sizes
 from hypercomm.layout.text import aligned
 
 
-@click.command(short_help="Show which groups a change of layout keeps, ends and creates.")
+@click.command()
 @click.argument("before")
 @click.argument("after")
 @options.world_size

@@ -48,7 +48,7 @@ class Report:
     strategies: dict[str, str | None] = attrs.field(factory=dict)
 
 
-@click.command(short_help="Show what is installed and what works.")
+@click.command()
 @options.as_json
 def doctor(*, as_json: bool) -> int:
     """Show versions, backends, the launcher, and which strategies can create groups.

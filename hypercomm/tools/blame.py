@@ -14,7 +14,7 @@ from hypercomm.layout.text import aligned
 _MOST_ROWS = 20
 
 
-@click.command(short_help="Find the rank that a hung job waits for, from its dumps.")
+@click.command()
 @click.argument("folder")
 @click.option(
     "--layout", "sizes", help="The layout, as in tp=2,dp=4, if the dumps do not contain it."

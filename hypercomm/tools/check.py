@@ -38,7 +38,7 @@ _BYTES = 4 * 1024 * 1024
 preloads.append(__name__)  # the ranks import this module; only its functions import torch
 
 
-@click.command(short_help="Create every group on real processes and all-reduce over it.")
+@click.command()
 @options.sizes
 @options.groups
 @click.option(

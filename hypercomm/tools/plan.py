@@ -32,7 +32,7 @@ _MOST_RANKS = 2**24
 
 
 @with_files("sizes")
-@click.command(short_help="Show coordinates and groups of a layout of any size.")
+@click.command()
 @options.sizes
 @options.world_size
 @click.option("--rank-offset", type=click.IntRange(min=0), default=0, help="The smallest rank.")

@@ -33,7 +33,7 @@ def _not_a_picture(_: object, __: object, text: str | None) -> str | None:
 
 
 @with_files("sizes", "after")
-@click.command(short_help="Draw a layout, a change of layout or a mapping.")
+@click.command()
 @click.argument("sizes")
 @click.argument("after", required=False, callback=_not_a_picture)
 @click.option("--to", "target", metavar="SIZES", help="Draw the messages of a mapping to SIZES.")

@@ -84,13 +84,10 @@ def with_files(*arguments: str) -> Callable[[click.Command], click.Command]:
             _run_for(modules, run, lambda module: _call(given, configs, module))
             return int(any(config.problems for config in configs.values()))
 
-        return click.Command(
-            command.name,
-            callback=read,
-            params=[*command.params, _SET, _INCLUDE],
-            help=f"{inspect.cleandoc(command.help or '')}\n\n{_HELP}",
-            short_help=command.short_help,
-        )
+        command.callback = read
+        command.params += [_SET, _INCLUDE]
+        command.help = f"{inspect.cleandoc(command.help or '')}\n\n{_HELP}"
+        return command
 
     return decorate
 

@@ -32,7 +32,7 @@ def on_option(*default: str) -> Callable[[_Command], _Command]:
 
 
 @with_files("sizes")
-@click.command("place", short_help="Show which groups cross hosts and domains, and a better order.")
+@click.command("place")
 @options.sizes
 @options.world_size
 @on_option()
