@@ -55,7 +55,7 @@ _COMMANDS = {
         "tp=8,dp=4,pp=4 --on 8",
     ),
     "diff": _Command(
-        "hypercomm.tools.launch_files.command:diff",
+        "hypercomm.tools.diff:diff",
         "Compare the groups of two layouts.",
         "tp=2,dp=4 tp=4,dp=2",
     ),

@@ -8,7 +8,6 @@ import click
 from rich.console import Console
 
 from hypercomm.cli import options
-from hypercomm.cli.diff import read
 from hypercomm.cli.options import read_layout, read_views
 from hypercomm.cli.printing import print_lines
 from hypercomm.errors import LayoutError
@@ -16,6 +15,7 @@ from hypercomm.layout import RankLayout
 from hypercomm.layout.difference import LayoutDifference, difference
 from hypercomm.layout.text import short_repr
 from hypercomm.layout.views import Views
+from hypercomm.tools.diff import read
 from hypercomm.tools.draw.drawing import draw as draw_picture
 from hypercomm.tools.launch_files.command import with_files
 from hypercomm.tools.place.command import on_option

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from hypercomm.cli.diff import diff as diff_sizes
 from hypercomm.cli.options import format_views
 from hypercomm.cli.printing import print_json, write
 from hypercomm.errors import LayoutError, UnknownDimError
@@ -142,6 +141,3 @@ def _call(given: dict[str, Any], configs: dict[str, LaunchConfig], module: str) 
     if is_default and first.gpus_per_node:
         call["on"] = (str(first.gpus_per_node),)
     return call
-
-
-diff = with_files("before", "after")(diff_sizes)

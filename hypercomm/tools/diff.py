@@ -13,8 +13,10 @@ from hypercomm.layout import RankLayout
 from hypercomm.layout.difference import COLUMNS, LayoutDifference, difference
 from hypercomm.layout.parsing import UNSPECIFIED, parse_sizes
 from hypercomm.layout.text import aligned
+from hypercomm.tools.launch_files.command import with_files
 
 
+@with_files("before", "after")
 @click.command()
 @click.argument("before")
 @click.argument("after")
