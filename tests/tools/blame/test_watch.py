@@ -39,7 +39,7 @@ def test_two_threads_start_a_watch(grid, tmp_path, monkeypatch):
 
     def write_together(path, text):
         with contextlib.suppress(threading.BrokenBarrierError):
-            both.wait(0.5)
+            both.wait(0.1)
         return write_text(path, text)
 
     def start():
