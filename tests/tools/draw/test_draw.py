@@ -95,25 +95,6 @@ def test_hosts_are_aligned(sizes):
     assert len({x for x, _ in titles}) < len(titles)  # some hosts are below others
 
 
-# No half of a picture is empty: a tenth of the texts begins in each half.
-@pytest.mark.parametrize(
-    "what",
-    [
-        *("dp=8", "tp=2,cp=2,dp=2", "tp=4,dp=6", "tp=8,cp=2,dp=4", "tp=4,dp=16"),
-        *("tp=8,dp=32", "tp=8,pp=4,dp=8", "tp=8,cp=2,dp=16,pp=4", "tp=32,dp=32"),
-        difference(RankLayout("tp=2,cp=2,dp=2"), RankLayout("tp=4,dp=2")),
-        RankMapping("tp=2,dp=4", RankLayout("tp=4,dp=2", rank_offset=8)),
-    ],
-    ids=repr,
-)
-def test_no_half_is_empty(what):
-    svg = draw(what, **({} if isinstance(what, RankMapping) else {"on": 8})).svg()
-    width = float(ET.fromstring(svg).get("width"))
-    starts = [x / width for _, x, _ in positions_of(svg)]
-    on_the_right = sum(start > 0.5 for start in starts) / len(starts)
-    assert 0.1 <= on_the_right <= 0.9
-
-
 # A dark screen gets light text on a dark page. Text on a fill stays dark. Print stays light.
 def test_dark_style():
     svg = draw("tp=2,dp=2").svg()
