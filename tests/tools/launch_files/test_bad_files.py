@@ -38,19 +38,6 @@ def test_files_that_are_not_text(content, message, tmp_path):
         read_config(tmp_path / "a.sh")
 
 
-def test_missing_files_raise(tmp_path):
-    with pytest.raises(LayoutError, match="is a folder; give the path of a launch file, or sizes"):
-        read_config(tmp_path)
-    for path in (tmp_path / "nope.sh", str(tmp_path / "nope.yaml"), "nope.sh"):
-        with pytest.raises(LayoutError, match="cannot be read"):
-            read_config(path)
-    for wrong in (None, 8, ["a.sh"]):
-        with pytest.raises(LayoutError, match="expected a path or a text"):
-            read_config(wrong)
-    with pytest.raises(LayoutError, match="world_size"):
-        read_config(f"{TORCHRUN} 2", world_size=0)
-
-
 # A sparse file of 50 MB is not read to its end.
 def test_large_files_are_not_read(tmp_path):
     file = tmp_path / "large.yaml"

@@ -90,27 +90,6 @@ def test_place_and_draw(run, tmp_path, in_process):
     assert "tp=2,cp=1,dp=4,pp=1  8 ranks on 2 hosts" in in_process("draw", run).stdout
 
 
-# place reports the groups that only a view of the file has, takes their traffic, and says that the
-# search for a better order leaves them out. On hosts of 4, the experts of 8 ranks are on 2 hosts.
-def test_place_reports_the_groups_of_experts(tmp_path, in_process):
-    file = tmp_path / "experts.sh"
-    file.write_text(RUN.replace("expert-model-parallel-size 4", "expert-model-parallel-size 8"))
-    lines = in_process("place", str(file), "--on", "4").stdout.splitlines()
-    rows = [line.split() for line in lines]
-    assert ["tp", "host", "0", "of", "4", "1"] in rows
-    assert ["expert:ep", "host", "1", "of", "1", "2"] in rows
-    assert "no order of the dims is better on this machine" not in lines
-    assert "no order of the dims tp, cp, dp, pp is better on this machine" in lines
-    assert "the search for a better order leaves out expert (ep)" in lines
-    first = "the first is (0, 1, 2, 3, 4, 5, 6, 7); a host has 4 GPUs"
-    assert f"warning: 1 of 1 expert:ep groups leave their host, {first}" in lines
-    # 8 ranks send 7 parts of 1 GB each; 4 of the 7 go to the other host
-    sent = in_process("place", str(file), "--on", "4", "--traffic", "tp=1G,dp=1G,ep=7G").stdout
-    assert ["expert:ep", "host", "1", "of", "1", "2", "32", "GB"] in map(
-        str.split, sent.splitlines()
-    )
-
-
 # The dims of a view may be selected in place and draw, as in plan.
 def test_groups_of_views_in_every_command(run, in_process):
     done = in_process("place", run, "--on", "2", "--groups", "ep+expt_dp,tp+dp")

@@ -251,6 +251,7 @@ def test_groups_of_views():
     assert (found.view, found.groups, found.across, found.most) == ("expert", 2, 2, 4)
     assert found.bytes == 2 * 4 * 9_000_000_000  # each rank sends all parts to other hosts
     assert placed.find("rest+ep", "host").size == 8
+    assert "the search for a better order leaves out expert (rest, ep)" in placed.notes
     alone = place("dp=4,tp=2", on=2, traffic="tp=3G,dp=1G")
     assert placed.best.layout == alone.best.layout
     assert placed.cost == alone.cost
@@ -296,7 +297,9 @@ def test_dims_of_equal_names_in_several_views():
     views.register("a", "ep=2,x=4")
     views.register("b", "y=2,ep=2,z=2")
     views.register("c", "tp=4,r=2")
-    found = {one.label: (one.across, one.groups) for one in place(views, on=2).spreads}
+    placed = place(views, on=2)
+    assert "no order of the dims tp, dp is better on this machine" in placed.notes
+    found = {one.label: (one.across, one.groups) for one in placed.spreads}
     assert "a:ep" not in found  # the same groups as tp
     assert (found["tp"], found["b:ep"], found["c:tp"]) == ((0, 4), (4, 4), (2, 2))
 
