@@ -27,6 +27,11 @@ class Dumps:
         """Add a group."""
         self.groups[name] = (name, dims, list(ranks))
 
+    def group_over(self, dims, rank):
+        """Return the name of a rank's group over dims."""
+        every = self.groups.items()
+        return next(name for name, one in every if one[1] == dims and rank in one[2])
+
     def call(self, rank, group, op="all_reduce", sizes=(4,), dtype="Float", state="done", **more):
         """Add a collective of a group to the dump of one rank."""
         name, desc, _ = self.groups[group]

@@ -37,6 +37,7 @@ def test_absent_rank_is_blamed(in_process, folder):
     [wait] = found["waits"]
     assert (wait["group"], wait["members"], wait["number"]) == ("WORLD", [0, 1, 2, 3], 2)
     assert (wait["waiting"], wait["absent"]) == ([0, 1, 3], [2])
+    assert wait["where"] == "train.py:42 in step"
 
 
 # If no rank waits, the exit code is 0. If a dump is missing, the exit code is 1, because the rank
