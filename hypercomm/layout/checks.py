@@ -141,7 +141,7 @@ def world_too_small(what: str, last_rank: int, world_size: int, hint: str = "") 
         tp=4,dp=4 needs 16 ranks; the world has 8
     """
     here = f"the world has {world_size}"
-    return WorldSizeError(f"{what} needs {last_rank + 1} ranks; {here}", hint)
+    return WorldSizeError(f"{what} needs {last_rank + 1} ranks; {here}{hint}")
 
 
 def is_utf8(text: str) -> bool:
