@@ -104,8 +104,9 @@ def test_diff_as_text_and_json(arguments, in_process):
 # A reader that closes the pipe, as `head` does, causes no error.
 @pytest.mark.parametrize("form", [(), pytest.param(("--json",), marks=pytest.mark.full)])
 def test_closed_pipe(form):
+    sizes = ",".join(f"{'d' * 240}{number}=1" for number in range(200))  # prints over 64 KiB
     with subprocess.Popen(
-        [sys.executable, "-m", "hypercomm", "plan", ",".join(f"d{i}=1" for i in range(999)), *form],
+        [sys.executable, "-m", "hypercomm", "plan", sizes, *form],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=launcher_free(),
