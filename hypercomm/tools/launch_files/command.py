@@ -65,10 +65,11 @@ def with_files(*arguments: str) -> Callable[[click.Command], click.Command]:
                 )
                 for name in files
             }
+            has_problems = int(any(config.problems for config in configs.values()))
             if given.get("as_json"):
                 found = [config.to_dict() for config in configs.values()]
                 print_json(found if len(found) > 1 else found[0])
-                return int(any(config.problems for config in configs.values()))
+                return has_problems
             for name, config in configs.items():
                 write(f"{printable(given[name])}: {config}\n")
             first = configs[files[0]]
@@ -80,8 +81,17 @@ def with_files(*arguments: str) -> Callable[[click.Command], click.Command]:
             if not shared and all(config.views for config in configs.values()):
                 write("\nno module is in both files\n")
             modules = shared if not given.get("output") else shared[:1]
-            _run_for(modules, run, lambda module: _call(given, configs, module))
-            return int(any(config.problems for config in configs.values()))
+            unknown = 0  # the modules without the dims that are given
+            for module in modules:
+                write(f"\n{module}\n")
+                try:
+                    run(**_call(given, configs, module))
+                except UnknownDimError as error:
+                    unknown += 1
+                    if unknown == len(modules):
+                        raise
+                    write(f"{error}\n")
+            return has_problems
 
         command.callback = read
         command.params += [_SET, _INCLUDE]
@@ -89,28 +99,6 @@ def with_files(*arguments: str) -> Callable[[click.Command], click.Command]:
         return command
 
     return decorate
-
-
-def _run_for(
-    modules: list[str], run: Callable[..., Any], arguments_of: Callable[[str], dict[str, Any]]
-) -> None:
-    """Run a command for each module.
-
-    Raises:
-        UnknownDimError: No module has the dims that are given. If a module has them, the others are
-            reported.
-    """
-    unknown: dict[str, UnknownDimError] = {}
-    for module in modules:
-        write(f"\n{module}\n")
-        try:
-            run(**arguments_of(module))
-        except UnknownDimError as error:
-            unknown[module] = error
-    if unknown and len(unknown) == len(modules):
-        raise unknown[modules[0]]
-    for module, reason in unknown.items():
-        write(f"\n{module}: {reason}\n")
 
 
 def _variables(texts: tuple[str, ...]) -> dict[str, str]:
