@@ -8,7 +8,6 @@ has an alternative for each value that the branches give it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import operator
 import re
@@ -160,7 +159,6 @@ class _Node:
         return tuple([one for one in part if one.is_named] for part in parts)  # type: ignore[return-value]
 
 
-@functools.lru_cache(maxsize=64)
 def _parse(text: str, first: Place) -> _Node:
     source = text.encode(errors="replace")
     language = required("tree_sitter_bash", "a launch file that is a shell script").language()
