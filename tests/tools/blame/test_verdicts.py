@@ -44,7 +44,7 @@ def add_calls(dumps, text):
                 dumps.call(rank, group, **more)
 
 
-# The table says what each case is.
+# The comments of the table describe each case.
 @pytest.mark.parametrize("row", TABLE["verdict"], ids=lambda row: "; ".join(row["calls"])[:70])
 def test_verdicts(row, tmp_path):
     if "job" in row:
