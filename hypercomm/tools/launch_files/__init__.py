@@ -1,24 +1,8 @@
-"""Launch files of other frameworks: their sizes, layouts and problems."""
+"""Launch files of other frameworks: their sizes, layouts and problems.
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+Names are imported on first access. `__init__.pyi` lists all names.
+"""
 
 from hypercomm.lazy import attributes
 
-if TYPE_CHECKING:
-    from hypercomm.tools.launch_files.config import (
-        LaunchConfig as LaunchConfig,
-        read_config as read_config,
-    )
-    from hypercomm.tools.launch_files.source import Source as Source
-
-_HOMES = {
-    "LaunchConfig": "hypercomm.tools.launch_files.config",
-    "Source": "hypercomm.tools.launch_files.source",
-    "read_config": "hypercomm.tools.launch_files.config",
-}
-
-__all__ = [*_HOMES]  # noqa: PLE0604 - names of a table
-
-__getattr__ = attributes(__name__, _HOMES)
+__getattr__, __dir__, __all__ = attributes(__name__)
