@@ -7,14 +7,16 @@ box is a block of a parameter, given as a range of indices along each axis.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import chain, product, zip_longest
 
 import attrs
 import torch
 
 from hypercomm.errors import PlanMismatchError
-from hypercomm.transfers.holdings import Box, Shape, SourceTensor, Target, Wanted, size_of
+from hypercomm.transfers.holdings import Shape
+from hypercomm.transfers.matching import Box, SourceTensor, Target, Wanted, size_of
 
 ALIGNMENT = 16
 """Segments begin at multiples of this number of bytes, which is the size of the largest dtype.
@@ -92,6 +94,15 @@ class BucketPlan:
         """The number of buckets, which is the same on all ranks."""
         return len(self.sends)
 
+    @property
+    def moved(self) -> set[str]:
+        """The names of the parameters that the rank receives, or copies to another place."""
+        names = {one.name for bucket in self.receives for one in bucket}
+        for one in self.copies:
+            if (one.source_name, one.source_slices) != (one.name, one.target_slices):
+                names.add(one.name)
+        return names
+
 
 def plan_of(every: Iterable[Segment], rank: int) -> BucketPlan:
     """Return the plan of a rank, from the segments of all ranks."""
@@ -142,10 +153,11 @@ def segments(
     grain = min(max(bucket_bytes // 16, 4096), bucket_bytes // 4)
     sent: Counter[int] = Counter()
     last: dict[int, tuple[int, int]] = {}  # the last bucket of each rank, and the bytes used in it
-    overlaps = _Overlaps(sources)
+    find = cache(_overlaps)  # parameters with equal boxes use the same result
     for target in targets:
         dtype: torch.dtype = getattr(torch, target.dtype)
-        lanes = [_pieces(overlaps, wanted, dtype.itemsize, grain) for wanted in target.wanted]
+        most = max(1, grain // dtype.itemsize)
+        lanes = [_pieces(sources, find, wanted, most) for wanted in target.wanted]
         # Take one piece for each rank in turn, so that all ranks receive at the same time.
         for piece in filter(None, chain(*zip_longest(*lanes))):
             wanted, holders, held, box = piece
@@ -159,17 +171,8 @@ def segments(
                 bucket = _reserve(last, (source, wanted.rank), room_for(nbytes), bucket_bytes)
             here = _slices(box, held, holders[source])
             there = _slices(box, wanted.box, wanted.start)
-            yield Segment(
-                target.name,
-                wanted.source,
-                dtype,
-                source,
-                wanted.rank,
-                here,
-                there,
-                nbytes,
-                bucket,
-            )
+            ends = source, wanted.rank, here, there
+            yield Segment(target.name, wanted.source, dtype, *ends, nbytes, bucket)
 
 
 def _slices(box: Box, whole: Box, start: Shape) -> Slices:
@@ -187,32 +190,10 @@ Holders = dict[int, Shape]
 """For each rank that has a box, the index at which the box begins in the tensor of the rank."""
 
 
-class _Overlaps:
-    """Finds the boxes of the source that overlap the box that a target rank needs.
-
-    Results are cached. Parameters with equal boxes use the same cached result.
-    """
-
-    def __init__(self, sources: Mapping[str, SourceTensor]) -> None:
-        self._boxes = {name: tuple(source.boxes) for name, source in sources.items()}
-        self._holders = {name: source.boxes for name, source in sources.items()}
-        self._found: dict[tuple[tuple[Box, ...], Box], list[tuple[Box, Box]]] = {}
-
-    def of(self, wanted: Wanted) -> Iterator[tuple[Holders, Box, Box]]:
-        """Yield each overlapping box with its holders and the overlap: (holders, box, overlap)."""
-        key = self._boxes[wanted.source], wanted.box
-        if key not in self._found:
-            self._found[key] = [
-                (one, common) for one in key[0] if (common := _common(one, key[1])) is not None
-            ]
-        found = self._found[key]
-        if sum(size_of(common) for _, common in found) != size_of(wanted.box):
-            raise PlanMismatchError(
-                f"nothing was sent: rank {wanted.rank} needs {list(wanted.box)} of "
-                f"{wanted.source!r}, but the source ranks do not have each element exactly once"
-            )
-        for held, common in found:
-            yield self._holders[wanted.source][held], held, common
+def _overlaps(boxes: tuple[Box, ...], wanted: Box) -> list[tuple[Box, Box]]:
+    """Return the boxes that overlap a wanted box, each with the overlap."""
+    commons = [(one, _common(one, wanted)) for one in boxes]
+    return [(one, common) for one, common in commons if common is not None]
 
 
 def _common(one: Box, other: Box) -> Box | None:
@@ -222,16 +203,32 @@ def _common(one: Box, other: Box) -> Box | None:
 
 
 def _pieces(
-    overlaps: _Overlaps, wanted: Iterable[Wanted], itemsize: int, grain: int
+    sources: Mapping[str, SourceTensor],
+    find: Callable[[tuple[Box, ...], Box], list[tuple[Box, Box]]],
+    wanted: Iterable[Wanted],
+    most: int,
 ) -> Iterator[tuple[Wanted, Holders, Box, Box]]:
     """Yield pieces of the boxes that target ranks need.
 
     An item consists of the wanted box, the holders of a source box that overlaps the wanted box,
-    the source box, and a piece of the overlap. A piece that is sent has at most `grain` bytes.
+    the source box, and a piece of the overlap. A piece that is sent has at most `most` elements.
+
+    Args:
+        sources: The parameters of the source.
+        find: The function `_overlaps`.
+        wanted: The wanted boxes.
+        most: The largest number of elements of a piece.
     """
-    most = max(1, grain // itemsize)
     for one in wanted:
-        for holders, held, common in overlaps.of(one):
+        boxes = sources[one.source].boxes
+        overlaps = find(tuple(boxes), one.box)
+        if sum(size_of(common) for _, common in overlaps) != size_of(one.box):
+            raise PlanMismatchError(
+                f"nothing was sent: rank {one.rank} needs {list(one.box)} of {one.source!r}, but "
+                f"the source ranks do not have each element exactly once"
+            )
+        for held, common in overlaps:
+            holders = boxes[held]
             is_copy = one.rank in holders
             lengths = tuple(stop - start for start, stop in common)
             for starts, extents in split(lengths, size_of(common) if is_copy else most):

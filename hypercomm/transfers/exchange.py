@@ -18,8 +18,9 @@ from torch.distributed import ProcessGroup, Work
 
 from hypercomm.errors import CreationError, OutcomeUnknownError, PlanMismatchError
 from hypercomm.process_groups.meeting import agree, refuse
-from hypercomm.process_groups.world import Scope, World
+from hypercomm.process_groups.world import Scope, World, digest_of
 from hypercomm.transfers.mapping import RankMapping
+from hypercomm.transfers.tensors import as_bytes
 
 
 @lru_cache(maxsize=128)
@@ -31,11 +32,11 @@ def ranks_of(mapping: RankMapping) -> tuple[int, ...]:
 @lru_cache(maxsize=128)
 def details(mapping: RankMapping) -> str:
     """Return the properties of a mapping that must be equal on all ranks, and that titles omit."""
-    layouts = hashlib.sha256(f"{mapping.source.to_json()} {mapping.target.to_json()}".encode())
+    layouts = digest_of((mapping.source.to_json(), mapping.target.to_json()))
     return (
         f"along={mapping.along!r}, batch_axis={mapping.batch_axis}, shards={mapping.shards}, "
         f"leaders={mapping.leaders}, backward={mapping.backward}, sizes={mapping.sizes}, "
-        f"pipeline={mapping.pipeline!r}, layouts {layouts.hexdigest()[:12]}"
+        f"pipeline={mapping.pipeline!r}, layouts {layouts}"
     )
 
 
@@ -45,12 +46,15 @@ class Exchange:
     Args:
         world: The world of the ranks in the mapping.
         mapping: The mapping of the transfer.
+
+    Attributes:
+        ranks: The ranks of the sending and the receiving stage, ascending.
     """
 
     def __init__(self, world: World, mapping: RankMapping) -> None:
         self.world = world
         self.mapping = mapping
-        self._ranks = ranks_of(mapping)
+        self.ranks = ranks_of(mapping)
 
     def agree(self, what: str, *entries: str, effect: str = "nothing was sent") -> None:
         """Wait until all ranks of the transfer have joined and have proposed the same transfer.
@@ -68,9 +72,8 @@ class Exchange:
             OutcomeUnknownError: The store is gone, and the other ranks may have continued.
         """
         proposal = [what, details(self.mapping), *entries]
-        limit_s = self.world.limit_s(None)
         try:
-            agree(self._scope(), f"transfer of {what}", proposal, limit_s)
+            agree(self._scope(), f"transfer of {what}", proposal, self.world.limit_s(None))
         except CreationError as error:
             if not isinstance(error, OutcomeUnknownError):
                 error.args = (f"{effect}: {error}",)
@@ -85,15 +88,35 @@ class Exchange:
         """
         try:
             yield
-        except PlanMismatchError:
-            raise
         except BaseException as error:  # the caller's dicts and torch may raise any error
-            refuse(self._scope(), error)
+            if not isinstance(error, PlanMismatchError):
+                refuse(self._scope(), error)
             raise
 
     def _scope(self) -> Scope:
-        digest = hashlib.sha256(str(self._ranks).encode()).hexdigest()[:12]
-        return Scope(self.world, f"transfers/{digest}", self._ranks)
+        return Scope(self.world, f"transfers/{digest_of(self.ranks)}", self.ranks)
+
+    @contextlib.contextmanager
+    def alone(self, key: object) -> Iterator[None]:
+        """Make a `with` block that only one thread of this rank at a time can enter with a key.
+
+        Args:
+            key: A value that is equal for transfers whose messages ranks cannot tell apart.
+
+        Raises:
+            CreationError: Another thread is in a block with an equal key.
+        """
+        place = (self.world, key)
+        if _running.setdefault(place, self) is not self:
+            raise CreationError(
+                f"nothing was sent: another thread of this rank makes a transfer between the same "
+                f"ranks, and this one is {self.mapping}; make one transfer after the other, in the "
+                f"same order on all ranks"
+            )
+        try:
+            yield
+        finally:
+            del _running[place]
 
     def gather(
         self, purpose: str, value: object, size: int, device: torch.device
@@ -111,66 +134,34 @@ class Exchange:
             device: The device on which the backend communicates.
 
         Returns:
-            JSON by rank, padded with zeros. `read_json` returns the value.
+            JSON by rank, ascending, padded with zeros. `read_json` returns the value.
 
         Raises:
             RuntimeError: A rank has not sent its value within the timeout of the world, or is gone.
         """
-        ranks = self._ranks if self.world.has_store else (self.world.rank,)
+        ranks = self.ranks if self.world.has_store else (self.world.rank,)
         at = ranks.index(self.world.rank)
-        count = len(ranks)
-        known = 1
+        order = ranks[at:] + ranks[:at]  # this rank is first
         tag = tag_of(f"{purpose} {details(self.mapping)} {ranks} {size}")
         filled = bytearray(json.dumps(value).encode().ljust(size, b"\0"))
-        blocks = torch.zeros(count, size, dtype=torch.uint8)
+        blocks = torch.zeros(len(order), size, dtype=torch.uint8)
         blocks[0] = torch.frombuffer(filled, dtype=torch.uint8)
         blocks = blocks.to(device)
         until = time.monotonic() + self.world.limit_s(None)  # one limit for all rounds
-        while known < count:
-            more = min(known, count - known)
-            receives = [(ranks[(at + known) % count], blocks[known : known + more])]
-            sends = [(ranks[(at - known) % count], blocks[:more])]
+        known = 1
+        while known < len(order):
+            more = min(known, len(order) - known)
+            receives = [(order[known], blocks[known : known + more])]
+            sends = [(order[-known], blocks[:more])]
             for work in post(receives, sends, self.world.pg, tag):
                 _wait(work, until)
             known += more
         rows = blocks.cpu().numpy()
-        return {ranks[(at + turn) % count]: rows[turn].tobytes() for turn in range(count)}
+        return dict(sorted((rank, row.tobytes()) for rank, row in zip(order, rows, strict=True)))
 
 
-# ---- threads ------------------------------------------------------------------------------------
-
-_running: dict[tuple[World, object], object] = {}
+_running: dict[tuple[World, object], Exchange] = {}
 """The transfers that threads of this process are making, by world and key."""
-
-
-@contextlib.contextmanager
-def only_one(world: World, key: object, mapping: RankMapping) -> Iterator[None]:
-    """Make a `with` block that only one thread at a time can enter with a key.
-
-    Args:
-        world: The world of the ranks.
-        key: A value that is equal for transfers whose messages ranks cannot tell apart.
-        mapping: The mapping of the transfer, for the error.
-
-    Raises:
-        CreationError: Another thread is in a block with an equal key.
-    """
-    place = (world, key)
-    mine = object()
-    if _running.setdefault(place, mine) is not mine:
-        raise CreationError(
-            f"nothing was sent: another thread of this rank makes a transfer between the same "
-            f"ranks, and this one is {mapping}; make one transfer after the other, in the same "
-            f"order on all ranks"
-        )
-    try:
-        yield
-    finally:
-        del _running[place]
-
-
-_CHECKED_WORDS = 1 << 20
-"""The number of words of which `checksum` makes a copy."""
 
 # ---- messages -----------------------------------------------------------------------------------
 
@@ -201,28 +192,6 @@ def post(
         if one.numel()
     ]
     return dist.batch_isend_irecv(ops) if ops else []
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor as bytes, because backends lack some dtypes."""
-    # A tensor of one element may have strides that do not allow a view as bytes.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def checksum(tensor: Tensor) -> int:
-    """Return a checksum of the bytes of a tensor, of 64 bits.
-
-    It detects a change of one word of 8 bytes, and detects that words have other positions.
-    """
-    data = as_bytes(tensor.contiguous())
-    count = min(_CHECKED_WORDS, -(-data.numel() // 8))
-    words = torch.zeros(count, dtype=torch.int64, device=data.device)
-    weights = 2 * torch.arange(count, device=data.device) + 1
-    total = torch.zeros((), dtype=torch.int64, device=data.device)
-    for some in torch.split(data, 8 * count or 1):
-        words.zero_().view(torch.uint8)[: some.numel()] = some
-        total = 31 * total + (words * weights).sum()
-    return int(total.item()) % 2**64
 
 
 def read_json(block: bytes) -> Any:

@@ -1,34 +1,42 @@
-"""Computes which part of each parameter each rank has, as boxes of the full tensor.
+"""Describes the part of each parameter that a rank has.
 
-A box is a block of a tensor, given as a range of indices along each axis. Each rank describes its
-tensors. A plain tensor is one shard along each axis that is split. The mesh and the placements of a
-DTensor determine the indices of the rank's part. All ranks exchange their descriptions, and compute
-the same boxes from the descriptions.
+A plain tensor is one shard along each axis that is split. The mesh and the placements of a DTensor
+determine the indices of the rank's part. All ranks exchange their descriptions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import lru_cache
-from itertools import accumulate, pairwise, product
-from math import prod
 from typing import Any, NamedTuple
 
 import attrs
 import torch
 from torch import Tensor
 
-from hypercomm.errors import LayoutError, PlanMismatchError
-from hypercomm.layout.text import first_n
-from hypercomm.transfers.mapping import RankMapping, chunk_sizes, resolve_axes
+from hypercomm.errors import LayoutError
+from hypercomm.layout.checks import as_int, as_ordered
+from hypercomm.layout.text import first_n, short_repr
+from hypercomm.process_groups.world import World
+from hypercomm.transfers.mapping import (
+    RankMapping,
+    Shards,
+    as_shards,
+    chunk_sizes,
+)
+from hypercomm.transfers.tensors import as_tensor, check_buffer
 
 Shape = tuple[int, ...]
 
 Span = tuple[int, int]
 """The first index along an axis, and the index after the last index."""
 
-Box = tuple[Span, ...]
-"""A span along each axis of a full tensor."""
+
+WHAT = {True: "state", False: "into"}
+"""The name of the argument, by whether its tensors are sent."""
 
 
 class Fused(NamedTuple):
@@ -100,19 +108,88 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
+# ---- the tensors of a state ---------------------------------------------------------------------
+
+
+@attrs.frozen
+class LocalTensors:
+    """The tensors of a state on this rank.
+
+    Attributes:
+        sent: The parts that this rank sends, by name. Empty if the rank is not a source.
+        received: The parts that this rank receives into, by name. Empty if the rank is not a
+            target.
+        sharded: The given DTensors, by whether they are sent, and by name.
+        facts: The values on which the descriptions of the tensors depend.
+        device: The device of all tensors.
+    """
+
+    sent: Mapping[str, Tensor]
+    received: Mapping[str, Tensor]
+    sharded: Mapping[tuple[bool, str], Any]
+    facts: tuple[object, ...]
+    device: torch.device
+
+
+def read_tensors(given: Mapping[bool, object], rank: int) -> LocalTensors:
+    """Check the tensors of this rank.
+
+    Args:
+        given: `state` under the key True if this rank is a source, and `into` under the key False
+            if this rank is a target.
+        rank: This rank.
+    """
+    tensors: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}
+    sharded: dict[tuple[bool, str], Any] = {}
+    facts: list[object] = []
+    for is_sent, value in given.items():
+        state = _as_state(value, WHAT[is_sent], rank)
+        for name in sorted(state):
+            tensor = state[name]
+            what = f"{WHAT[is_sent]}[{name!r}]"
+            is_sharded = hasattr(tensor, "to_local")
+            with torch.no_grad():
+                local = as_tensor(tensor.to_local() if is_sharded else tensor, what).detach()
+            if not is_sent:
+                check_buffer(local, what)
+            tensors[is_sent][name] = local
+            facts.append((is_sent, name, local.shape, local.dtype))
+            if is_sharded:
+                with naming(is_sent, name):
+                    check_order(tensor)  # also if an equal mesh has a plan
+                sharded[is_sent, name] = tensor
+                facts.append((tensor.shape, tensor.placements, tensor.device_mesh))
+    devices = {one.device for some in tensors.values() for one in some.values()}
+    if len(devices) > 1:
+        names = sorted(map(str, devices))
+        raise LayoutError(f"all tensors of a rank must be on one device, found {names}")
+    return LocalTensors(tensors[True], tensors[False], sharded, tuple(facts), devices.pop())
+
+
+@contextlib.contextmanager
+def naming(is_sent: bool, name: str) -> Iterator[None]:
+    """Make a `with` block that adds the name of a tensor of a state to its errors."""
+    try:
+        yield
+    except LayoutError as error:
+        raise type(error)(f"{WHAT[is_sent]}[{name!r}]: {error}") from error
+
+
+def _as_state(value: object, what: str, rank: int) -> Mapping[str, Any]:
+    names = list(value) if isinstance(value, Mapping) else []
+    for name in names:
+        if not isinstance(name, str):
+            raise LayoutError(f"the names in {what}= must be texts, got {short_repr(name)}")
+    if not isinstance(value, Mapping) or not names:
+        advice = "; pass module.state_dict()" if hasattr(value, "state_dict") else ""
+        raise LayoutError(
+            f"rank {rank} must pass {what}=, a non-empty dict of tensors by name; got "
+            f"{short_repr(value)}{advice}"
+        )
+    return value
+
+
 # ---- the description of one rank ----------------------------------------------------------------
-
-
-def describe_plain(
-    name: str, dtype: str, shape: Shape, mapping: RankMapping, rank: int, *, is_source: bool
-) -> Held:
-    """Describe a rank's part of a plain tensor that is split as in `mapping`."""
-    sharding = mapping.before if is_source else mapping.after
-    places = sharding.place_of(rank) or ()
-    axes = resolve_axes(mapping.cuts, len(shape))
-    every = zip(axes, places, sharding.counts, strict=True)
-    cells = tuple(sorted(cell for cell in every if cell[2] > 1))
-    return Held(name, dtype, shape, cells=cells)
 
 
 def describe_dtensor(
@@ -271,15 +348,15 @@ def _chunk(spans: Sequence[Span], count: int, at: int) -> list[Span]:
     """Split the indices in `spans` by torch.chunk's rule, and return chunk `at` of `count`."""
     sizes = chunk_sizes(sum(stop - start for start, stop in spans), [count])
     first = sum(sizes[:at])
-    last = sum(sizes[: at + 1])
+    last = first + sizes[at]
     found = []
-    before = 0
     for start, stop in spans:
-        begin = start + max(0, first - before)
-        end = min(stop, start + last - before)
+        begin = start + max(0, first)
+        end = min(stop, start + last)
         if begin < end:
             found.append((begin, end))
-        before += stop - start
+        first -= stop - start
+        last -= stop - start
     return found
 
 
@@ -288,348 +365,106 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def infer_remote_parts(
-    held: Iterable[Held], cuts: Mapping[str, RankMapping]
-) -> tuple[dict[int, list[Held]], dict[int, list[Held]]]:
-    """Return the parts on all source ranks and on all target ranks, assuming that shards are even.
-
-    In a fake world, only one rank exists, so the descriptions of other ranks are not available.
-
-    Args:
-        held: The parts on one rank.
-        cuts: The mapping of each parameter, by name.
-
-    Raises:
-        LayoutError: A parameter is a DTensor or fused, so its parts on other ranks are not known.
-    """
-    found: dict[bool, dict[int, list[Held]]] = {True: {}, False: {}}
-    for one in held:
-        if one.whole is not None or one.fused is not None:
-            raise LayoutError(
-                f"{one.name!r} is a DTensor or fused, so a fake world cannot know its parts on "
-                f"other ranks; use run_ranks"
-            )
-        mapping = cuts[one.name]
-        counts = {axis: count for axis, _, count in one.cells}
-        whole = [length * counts.get(axis, 1) for axis, length in enumerate(one.shape)]
-        for end, ranks in ((True, mapping.source_ranks), (False, mapping.target_ranks)):
-            for rank in ranks:
-                shape = mapping.shape_at(rank, whole, is_source=end)
-                other = describe_plain(one.name, one.dtype, shape, mapping, rank, is_source=end)
-                found[end].setdefault(rank, []).append(other)
-    return found[True], found[False]
-
-
-# ---- all ranks together -------------------------------------------------------------------------
+# ---- the state of one rank ----------------------------------------------------------------------
 
 
 @attrs.frozen
-class SourceTensor:
-    """A parameter of the source.
+class Description:
+    """The descriptions of the tensors of this rank.
 
     Attributes:
-        dtype: The type of its elements.
-        whole: The shape of the full tensor.
-        boxes: The ranks that have each box. Each rank is mapped to the index at which the box
-            begins in the tensor of the rank.
+        rows: The descriptions of the sent and the received tensors, for JSON, and the patterns
+            that match no tensor of this rank, each with the name of its argument.
+        cuts: The mapping of each plain tensor.
     """
 
-    dtype: str
-    whole: Shape
-    boxes: dict[Box, dict[int, Shape]]
+    rows: list[Any]
+    cuts: Mapping[str, RankMapping]
 
 
-@attrs.frozen
-class Wanted:
-    """A box of a source parameter that a target rank receives or copies.
+def describe_tensors(
+    mapping: RankMapping,
+    tensors: LocalTensors,
+    shards: Mapping[str, Mapping[str, int]] | None,
+    fused: Mapping[str, Sequence[str] | Fused],
+    world: World,
+) -> Description:
+    """Describe the tensors of this rank."""
+    patterns = {"*": mapping}
+    if shards is not None:
+        patterns = {name: _cut_by(mapping, as_shards(cuts)) for name, cuts in shards.items()}
+    matches = _match(patterns, {*tensors.sent, *tensors.received})
+    cuts = {name: patterns[pattern] for name, pattern in matches.items()}
+    rules = _match(fused, tensors.received)
+    rows: list[Any] = []
+    for is_sent, some in ((True, tensors.sent), (False, tensors.received)):
+        ranks = mapping.source_ranks if is_sent else mapping.target_ranks
+        described = []
+        for name, local in some.items():
+            with naming(is_sent, name):
+                if (is_sent, name) in tensors.sharded:
+                    given = tensors.sharded[is_sent, name]
+                    held = describe_dtensor(name, given, local, ranks, is_numbered=not world.parts)
+                elif name in cuts:
+                    cells = cuts[name].cells_at(world.rank, local.ndim, is_source=is_sent)
+                    held = Held(name, name_of(local.dtype), tuple(local.shape), cells=cells)
+                else:
+                    raise LayoutError(
+                        "no pattern in shards= matches this name; add '*': {} as the last pattern "
+                        "for parameters that are not sharded"
+                    )
+            if not is_sent and name in rules:
+                held = _with_parts(held, rules[name], fused[rules[name]])
+            described.append(held)
+        rows.append(to_rows(described))
+    used = {"*", *matches.values(), *rules.values()}
+    unused = [("shards", one) for one in patterns if one not in used]
+    if tensors.received:
+        unused += [("fused", one) for one in fused if one not in used]
+    return Description([*rows, unused], cuts)
 
-    Attributes:
-        rank: The target rank.
-        source: The name of the parameter of the source.
-        box: The box, as indices of the full source tensor.
-        start: The index at which the box begins in the tensor of the target rank.
-    """
 
-    rank: int
-    source: str
-    box: Box
-    start: Shape
+@lru_cache(maxsize=64)
+def _cut_by(mapping: RankMapping, shards: Shards) -> RankMapping:
+    """Return the mapping of a tensor that is split along other dims."""
+    return attrs.evolve(mapping, shards=shards, sizes=())
 
 
-@attrs.frozen
-class Target:
-    """A parameter of the target.
-
-    Attributes:
-        name: The name of the parameter.
-        dtype: The type of its elements.
-        wanted: For each target rank, the boxes that the rank needs.
-    """
-
-    name: str
-    dtype: str
-    wanted: list[list[Wanted]]
+def _match(patterns: Iterable[str], names: Iterable[str]) -> dict[str, str]:
+    """Map each name to the first pattern that matches it. Names without a match are omitted."""
+    firsts = {
+        name: next((one for one in patterns if fnmatchcase(name, one)), None) for name in names
+    }
+    return {name: pattern for name, pattern in firsts.items() if pattern is not None}
 
 
-def match_tensors(
-    sent: Mapping[int, Sequence[Held]],
-    received: Mapping[int, Sequence[Held]],
-    dtype: torch.dtype | None = None,
-    stage: Mapping[str, int] | None = None,
-) -> tuple[dict[str, SourceTensor], list[Target]]:
-    """Return the parameters of the source and the target, from the descriptions of all ranks.
-
-    Args:
-        sent: The descriptions of each source rank.
-        received: The descriptions of each target rank.
-        dtype: The type to which the sender converts floating-point tensors.
-        stage: The coordinates of the pipeline stage that sends, for errors.
-
-    Raises:
-        PlanMismatchError: The tensors of two ranks, or of source and target, do not fit. All ranks
-            raise the same error.
-    """
-    stage = stage or {}
-    sources = {}
-    for name, held in _by_name(sent, "state").items():
-        whole = _whole(f"state[{name!r}]", held)
-        boxes: dict[Box, dict[int, Shape]] = {}
-        for rank, regions in _regions(held, whole).items():
-            for box, start in regions:
-                boxes.setdefault(box, {})[rank] = start
-        sources[name] = SourceTensor(next(iter(held.values())).dtype, tuple(map(sum, whole)), boxes)
-    targets = []
-    used = set()
-    for name, held in sorted(_by_name(received, "into").items()):
-        rank, one = next(iter(held.items()))
-        parts = [name] if one.fused is None else one.fused[0]
-        for part in parts:
-            if part not in sources:
-                near = first_n([repr(known) for known in sorted(sources)], 4)
-                only = "".join(f" of stage {dim}={at}, which sends," for dim, at in stage.items())
-                raise misfit(
-                    f"rank {rank} needs {part!r} for into[{name!r}], but state={only} contains "
-                    f"{near}"
-                )
-            _check_dtype(name, one.dtype, part, sources[part].dtype, dtype)
-        used |= {*parts}
-        wanted = (
-            _unfused(name, held, sent, sources[name])
-            if one.fused is None
-            else [_fused(rank, one, sources) for rank, one in held.items()]
+def _with_parts(held: Held, pattern: str, given: Sequence[str] | Fused) -> Held:
+    """Return the description of a fused parameter, with the names of its parts."""
+    what = f"fused[{pattern!r}]"
+    if held.whole is not None:
+        raise LayoutError(
+            f"into[{held.name!r}] is a DTensor, but matches {what}; pass its to_local(), and "
+            f"specify its sharding in shards="
         )
-        targets.append(Target(name, one.dtype, wanted))
-    unused = [repr(name) for name in sorted(sources.keys() - used)]
-    if unused:
-        owner = next(
-            rank for rank, some in sent.items() if any(repr(one.name) == unused[0] for one in some)
+    rule = given if isinstance(given, Fused) else Fused(as_ordered(given, what))
+    texts = re.fullmatch("(.*)".join(map(re.escape, pattern.split("*"))), held.name)
+    parts = []
+    for part in rule.parts:
+        first, *more = part.split("*")
+        if texts is None:
+            raise LayoutError(f"the key of {what} may contain '*', but not '?' or '['")
+        if len(more) > len(texts.groups()):
+            raise LayoutError(f"{what} contains the part {part!r} with more '*' than the key")
+        filled = zip(texts.groups(), more, strict=False)
+        parts.append(first + "".join(text + piece for text, piece in filled))
+    heads = None
+    if rule.heads is not None:
+        heads = tuple(as_int(one, f"each of the heads of {what}", 1) for one in rule.heads)
+    if not parts or (heads is not None and len(heads) != len(parts)):
+        raise LayoutError(
+            f"{what} must contain one or more parts, and heads=, if given, must contain a number "
+            f"for each part; got {len(parts)} parts and heads={heads}"
         )
-        raise misfit(f"rank {owner} has {first_n(unused, 4)} in state=, which no rank has in into=")
-    return sources, targets
-
-
-def replicas_of(sources: Mapping[str, SourceTensor]) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the source ranks that have the same part of a parameter, for each such part.
-
-    Example:
-        >>> boxes = {((0, 2),): {0: (0,), 2: (0,)}, ((2, 4),): {1: (0,)}}
-        >>> replicas_of({"w": SourceTensor("float32", (4,), boxes)})
-        [('w', (0, 2))]
-    """
-    groups = [(name, tuple(ranks)) for name, one in sources.items() for ranks in one.boxes.values()]
-    return [(name, ranks) for name, ranks in dict.fromkeys(groups) if len(ranks) > 1]
-
-
-def _unfused(
-    name: str, held: Mapping[int, Held], sent: Mapping[int, Sequence[Held]], source: SourceTensor
-) -> list[list[Wanted]]:
-    """Return the boxes that each target rank needs of a parameter that is not fused."""
-    lengths = _whole(f"into[{name!r}]", held)
-    whole = tuple(map(sum, lengths))
-    if whole != source.whole:
-        rank, one = next(iter(held.items()))
-        sender, its = next(
-            (sender, other) for sender, some in sent.items() for other in some if other.name == name
-        )
-        raise misfit(
-            f"the full shape of {name!r} is {source.whole} in state= and {whole} in into=: rank "
-            f"{sender} sends a part of shape {its.shape} ({its.how}), and rank {rank} receives "
-            f"a part of shape {one.shape} ({one.how})"
-        )
-    regions = _regions(held, lengths)
-    return [[Wanted(rank, name, *one) for one in some] for rank, some in regions.items()]
-
-
-def misfit(text: str) -> PlanMismatchError:
-    """Return the error for ranks whose tensors do not fit."""
-    return PlanMismatchError(f"nothing was sent: ranks differ: {text}")
-
-
-def _check_dtype(name: str, target: str, part: str, source: str, dtype: torch.dtype | None) -> None:
-    is_converted = dtype is not None and getattr(torch, source).is_floating_point
-    due = name_of(dtype) if dtype is not None and is_converted else source
-    if target != due:
-        hint = "" if is_converted else "; pass dtype= to convert it"
-        raise misfit(f"state[{part!r}] arrives as {due}, and into[{name!r}] has {target}{hint}")
-
-
-def _by_name(described: Mapping[int, Sequence[Held]], what: str) -> dict[str, dict[int, Held]]:
-    """Return the part of each parameter on each rank that has it. Raise if the shards differ."""
-    found: dict[str, dict[int, Held]] = {}
-    for rank, some in described.items():
-        for held in some:
-            found.setdefault(held.name, {})[rank] = held
-    for name, parts in found.items():
-        first, one = next(iter(parts.items()))
-        for rank, other in parts.items():
-            facts = [(h.how, h.dtype, len(h.shape), h.whole, h.fused) for h in (one, other)]
-            if facts[0] != facts[1]:
-                raise misfit(
-                    f"{what}[{name!r}] is {_as_text(one)} on rank {first}, and {_as_text(other)} "
-                    f"on rank {rank}"
-                )
-    return found
-
-
-def _as_text(held: Held) -> str:
-    fused = f", fused from {list(held.fused[0])}" if held.fused else ""
-    return f"{held.dtype} of shape {held.whole or held.shape} ({held.how}){fused}"
-
-
-def _whole(title: str, held: Mapping[int, Held]) -> list[list[int]]:
-    """Return the lengths of the shards along each axis of a parameter."""
-    first = next(iter(held.values()))
-    if first.whole is not None:
-        return [[length] for length in first.whole]
-    lengths = lengths_of(title, held)
-    for axis, _, count in first.cells:
-        missing = {*range(count)} - {*lengths[axis]}
-        if missing:
-            raise misfit(
-                f"shard {min(missing)} of {count} along axis {axis} of {title} is on no rank; "
-                f"ranks {first_n(tuple(held), 8)} have other shards"
-            )
-    return [[some[shard] for shard in sorted(some)] for some in lengths]
-
-
-def lengths_of(title: str, held: Mapping[int, Held]) -> list[dict[int, int]]:
-    """Return the length of each shard along each axis of a plain tensor.
-
-    Args:
-        title: The name of the tensor in errors.
-        held: The part on each rank.
-
-    Raises:
-        PlanMismatchError: The same shard has different lengths on two ranks.
-    """
-    lengths: list[dict[int, int]] = []
-    for axis in range(len(next(iter(held.values())).shape)):
-        seen: dict[int, int] = {}
-        for rank, one in held.items():
-            shard = next((index for at, index, _ in one.cells if at == axis), 0)
-            other = seen.setdefault(shard, rank)
-            if held[other].shape[axis] != one.shape[axis]:
-                raise misfit(
-                    f"{title} has shape {held[other].shape} on rank {other} and {one.shape} on "
-                    f"rank {rank} ({one.how})"
-                )
-        lengths.append({shard: held[rank].shape[axis] for shard, rank in seen.items()})
-    return lengths
-
-
-def _regions(
-    held: Mapping[int, Held], lengths: Sequence[Sequence[int]]
-) -> dict[int, list[tuple[Box, Shape]]]:
-    """Return the boxes of each rank, and the index at which each box begins in its tensor."""
-    borders = [list(pairwise(accumulate(sizes, initial=0))) for sizes in lengths]
-    found = {}
-    for rank, one in held.items():
-        cells = {axis: index for axis, index, _ in one.cells}
-        spans = one.spans or [[some[cells.get(axis, 0)]] for axis, some in enumerate(borders)]
-        starts = [
-            list(accumulate((stop - start for start, stop in some), initial=0)) for some in spans
-        ]
-        boxes = product(*spans)
-        found[rank] = [
-            (box, start)
-            for box, start in zip(boxes, product(*(some[:-1] for some in starts)), strict=True)
-            if size_of(box)
-        ]
-    return found
-
-
-def size_of(box: Box) -> int:
-    """Return the number of elements of a box.
-
-    >>> size_of(((0, 3), (2, 4)))
-    6
-    """
-    return prod(stop - start for start, stop in box)
-
-
-def _fused(rank: int, held: Held, sources: Mapping[str, SourceTensor]) -> list[Wanted]:
-    """Return the boxes of the source parameters that a rank needs for a fused parameter."""
-    if held.fused is None:
-        return []
-    parts, heads, axis = held.fused
-    shard, count = next(((at, n) for on, at, n in held.cells if on == axis), (0, 1))
-    wanted = []
-    offset = 0
-    for part, number in zip(parts, heads or [0] * len(parts), strict=True):
-        whole = sources[part].whole
-        if len(whole) != len(held.shape):
-            raise misfit(
-                f"into[{held.name!r}] has shape {held.shape}, but its part {part!r} has shape "
-                f"{whole}, with another number of axes"
-            )
-        box = [_cut_evenly(length, held.cells, at) for at, length in enumerate(whole)]
-        box[axis] = _heads_of(part, whole[axis], number, shard, count)
-        start = [0] * len(whole)
-        start[axis] = offset
-        offset += box[axis][1] - box[axis][0]
-        wanted.append(Wanted(rank, part, tuple(box), tuple(start)))
-    due = [stop - start for start, stop in wanted[0].box]
-    due[axis] = offset
-    each = [tuple(stop - start for start, stop in one.box) for one in wanted]
-    is_even = all(
-        (*one[:axis], *one[axis + 1 :]) == (*due[:axis], *due[axis + 1 :]) for one in each
-    )
-    if tuple(due) != held.shape or not is_even:
-        raise misfit(
-            f"into[{held.name!r}] has shape {held.shape} on rank {rank}, but this rank's shards of "
-            f"its parts {list(parts)} have shapes {each}, and are concatenated along axis {axis}; "
-            f"the full parts have shapes {[sources[part].whole for part in parts]}"
-        )
-    return [one for one in wanted if size_of(one.box)]
-
-
-def _cut_evenly(length: int, cells: Sequence[tuple[int, int, int]], axis: int) -> Span:
-    for on, shard, count in cells:
-        if on == axis:
-            sizes = chunk_sizes(length, [count])
-            return sum(sizes[:shard]), sum(sizes[: shard + 1])
-    return 0, length
-
-
-def _heads_of(part: str, length: int, heads: int, shard: int, count: int) -> Span:
-    """Return the span of a shard in a part. A head is never split.
-
-    If there are more shards than heads, several shards have the same head. With `heads` 0, the part
-    is split by torch.chunk's rule.
-
-    >>> _heads_of("q", 64, 8, 1, 4), _heads_of("k", 16, 2, 1, 4), _heads_of("up", 10, 0, 3, 4)
-    ((16, 32), (0, 8), (9, 10))
-    """
-    if not heads:
-        return _cut_evenly(length, [(0, shard, count)], 0)
-    if length % heads or (heads % count and count % heads):
-        raise misfit(
-            f"{part!r} has {length} rows in {heads} heads, which cannot be divided into {count} "
-            f"shards: the number of rows must be a multiple of the number of heads, and one of the "
-            f"numbers of heads and shards must be a multiple of the other"
-        )
-    size = length // heads
-    copies = max(1, count // heads)
-    each = max(1, heads // count)
-    first = shard // copies * each
-    return first * size, (first + each) * size
+    axes = len(held.shape)
+    axis = as_int(rule.axis, f"the axis of {what}", -axes, axes - 1)
+    return attrs.evolve(held, fused=(tuple(parts), heads, axis % axes))

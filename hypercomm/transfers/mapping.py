@@ -676,6 +676,27 @@ class RankMapping:
             lengths[axis] = sizes[0 if is_source else 1][index]
         return tuple(lengths)
 
+    def cells_at(
+        self, rank: int, ndim: int, *, is_source: bool
+    ) -> tuple[tuple[int, int, int], ...]:
+        """Return the shards that a rank has of a tensor of `ndim` axes.
+
+        Args:
+            rank: A rank of the stage that sends or of the stage that receives.
+            ndim: The number of axes of the tensor.
+            is_source: Whether to return the shards at the source instead of those at the target.
+
+        Returns:
+            For each axis that is split, the axis, the index of the shard, and the number of shards.
+
+        Raises:
+            LayoutError: The tensor does not have an axis that the mapping splits.
+        """
+        end = self.before if is_source else self.after
+        axes = resolve_axes(self.cuts, ndim)
+        every = zip(axes, end.place_of(rank) or (), end.counts, strict=True)
+        return tuple(sorted(cell for cell in every if cell[2] > 1))
+
     def table(self) -> NDArray[np.void]:
         """Return all messages as a table.
 

@@ -7,18 +7,26 @@ the contiguous bytes of a tensor or a packed copy with room for a checksum.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import attrs
 import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from hypercomm.errors import StateTransferError
-from hypercomm.layout.text import first_n
+from hypercomm.errors import LayoutError, StateTransferError
+from hypercomm.layout.text import first_n, summary_of
 from hypercomm.process_groups.world import World
 from hypercomm.transfers.buckets import BucketPlan, Segment
-from hypercomm.transfers.exchange import as_bytes, post
+from hypercomm.transfers.exchange import post
+from hypercomm.transfers.holdings import WHAT, LocalTensors
+from hypercomm.transfers.tensors import (
+    as_bytes,
+    mark_written,
+    memory_span,
+    share_memory,
+    writing_to,
+)
 
 Tensors = Mapping[str, Tensor]
 
@@ -30,14 +38,13 @@ class _Piece:
     Attributes:
         segment: The segment.
         tensor: The elements of the segment in a tensor of this rank.
-        buffer: The bytes that are sent or received: the memory of the tensor, or a part of a pool.
-        packed: A copy of the elements in the pool. None if the buffer is the tensor's memory.
+        start: The position of a packed copy in the pool, or None if the message is the memory of
+            the tensor.
     """
 
     segment: Segment
     tensor: Tensor
-    buffer: Tensor
-    packed: Tensor | None = None
+    start: int | None
 
 
 class Mover:
@@ -56,6 +63,7 @@ class Mover:
 
     Attributes:
         damage: The error for the first segment with a wrong checksum, or None.
+        received: The tensors that this rank receives into.
     """
 
     def __init__(
@@ -73,93 +81,83 @@ class Mover:
         self.tag = tag
         self.is_verified = is_verified
         self.damage: StateTransferError | None = None
+        self.received = tuple(received.values())
         self._done = 0
         self._copies = [
             (received[one.name][one.target_slices], sent[one.source_name][one.source_slices])
             for one in plan.copies
         ]
-        self._incoming = [
-            [(one, received[one.name][one.target_slices]) for one in bucket]
-            for bucket in plan.receives
-        ]
-        self._outgoing = [
-            [(one, sent[one.source_name][one.source_slices]) for one in bucket]
-            for bucket in plan.sends
-        ]
-        rooms = [
-            sum(one.room for one, tensor in (*here, *there) if self._is_packed(one, tensor))
-            for here, there in zip(self._incoming, self._outgoing, strict=True)
-        ]
+        self._buckets: list[tuple[list[_Piece], list[_Piece]]] = []
+        rooms = [0, 0]
+        for receives, sends in zip(plan.receives, plan.sends, strict=True):
+            views = [(one, received[one.name][one.target_slices]) for one in receives]
+            views += [(one, sent[one.source_name][one.source_slices]) for one in sends]
+            pieces = []
+            start = 0
+            for segment, tensor in views:
+                is_plain = tensor.is_contiguous() and tensor.dtype == segment.dtype
+                if is_plain and not is_verified:
+                    pieces.append(_Piece(segment, tensor, None))
+                    continue
+                pieces.append(_Piece(segment, tensor, start))
+                start += segment.room
+            turn = len(self._buckets) % 2
+            rooms[turn] = max(rooms[turn], start)
+            self._buckets.append((pieces[: len(receives)], pieces[len(receives) :]))
         device = next(iter((*sent.values(), *received.values()))).device
-        self._pools = [
-            torch.empty(max(rooms[turn::2], default=0), dtype=torch.uint8, device=device)
-            for turn in range(2)
-        ]
-        self._buckets = [self._pieces(number) for number in range(plan.buckets)]
+        self._pools = [torch.empty(room, dtype=torch.uint8, device=device) for room in rooms]
 
-    def _is_packed(self, segment: Segment, tensor: Tensor) -> bool:
-        """Return whether the message is a copy of the elements, and not the tensor's memory."""
-        return self.is_verified or not tensor.is_contiguous() or tensor.dtype != segment.dtype
-
-    def _pieces(self, number: int) -> tuple[list[_Piece], list[_Piece]]:
-        """Return the pieces that this rank receives in a bucket, and the pieces that it sends."""
-        pieces = []
-        start = 0
-        for segment, tensor in (*self._incoming[number], *self._outgoing[number]):
-            if not self._is_packed(segment, tensor):
-                pieces.append(_Piece(segment, tensor, as_bytes(tensor)))
-                continue
-            size = segment.room if self.is_verified else segment.nbytes
-            buffer = self._pools[number % 2][start : start + size]
-            packed = buffer[: segment.nbytes].view(segment.dtype).view(tensor.shape)
-            pieces.append(_Piece(segment, tensor, buffer, packed))
-            start += segment.room
-        count = len(self._incoming[number])
-        return pieces[:count], pieces[count:]
-
-    def copy(self) -> None:
-        """Copy the parts that stay on this rank."""
-        for there, here in self._copies:
-            if there.data_ptr() != here.data_ptr():
-                there.copy_(here)
+    def _buffer(self, piece: _Piece) -> Tensor:
+        """Return the bytes of a message: the memory of the tensor, or a part of a pool."""
+        if piece.start is None:
+            return as_bytes(piece.tensor)
+        segment = piece.segment
+        size = segment.room if self.is_verified else segment.nbytes
+        return self._pools[segment.bucket % 2][piece.start : piece.start + size]
 
     def move(self, start: int = 0) -> None:
-        """Move all buckets from `start` on."""
+        """Copy the parts that stay on this rank, and move all buckets from `start` on."""
         self._done = start
         in_progress: deque[list[Work]] = deque()
-        for number in range(start, self.plan.buckets):
-            in_progress.append(self._begin(number))
-            if len(in_progress) == 2:
-                self._finish(in_progress.popleft())
-        for works in in_progress:
-            self._finish(works)
+        with torch.no_grad(), writing_to(self.received):
+            for there, here in self._copies:
+                if there.data_ptr() != here.data_ptr():
+                    there.copy_(here)
+            for number in range(start, self.plan.buckets):
+                in_progress.append(self._begin(number))
+                if len(in_progress) == 2:
+                    self._finish(in_progress.popleft())
+            for works in in_progress:
+                self._finish(works)
+        for tensor in self.received:
+            mark_written(tensor)
 
     def _begin(self, number: int) -> list[Work]:
         """Start all messages of a bucket."""
         incoming, outgoing = self._buckets[number]
+        sends = []
         for piece in outgoing:
-            if piece.packed is not None:
-                piece.packed.copy_(piece.tensor)
+            buffer = self._buffer(piece)
+            sends.append((piece.segment.target, buffer))
+            if piece.start is not None:
+                _packed(piece, buffer).copy_(piece.tensor)
             if self.is_verified:
-                piece.buffer[piece.segment.nbytes :].zero_()
-                words = piece.buffer.view(torch.int64)
+                buffer[piece.segment.nbytes :].zero_()
+                words = buffer.view(torch.int64)
                 words[-2] = words[:-2].sum()  # detects a change of any one byte
-        return post(
-            [(piece.segment.source, piece.buffer) for piece in incoming],
-            [(piece.segment.target, piece.buffer) for piece in outgoing],
-            self.world.pg,
-            self.tag,
-        )
+        receives = [(piece.segment.source, self._buffer(piece)) for piece in incoming]
+        return post(receives, sends, self.world.pg, self.tag)
 
     def _finish(self, works: Sequence[Work]) -> None:
         """Wait for the messages of the next bucket, and unpack the received ones."""
         for work in works:
             work.wait()
         for piece in self._buckets[self._done][0]:
-            if self.is_verified:
-                self._compare(piece.segment, piece.buffer)
-            if piece.packed is not None:
-                piece.tensor.copy_(piece.packed)
+            if piece.start is not None:
+                buffer = self._buffer(piece)
+                if self.is_verified:
+                    self._compare(piece.segment, buffer)
+                piece.tensor.copy_(_packed(piece, buffer))
         self._done += 1
 
     def lost(self, error: RuntimeError) -> StateTransferError:
@@ -177,7 +175,7 @@ class Mover:
         partly = f"; perhaps partly written: {first_n(names, 8)}" if names else ""
         return StateTransferError(
             f"{self.world.title(self.world.rank)} lost bucket {number} of {self.plan.buckets}, "
-            f"with {first_n(messages, 4)}: {first_line(error)}; all earlier buckets have arrived "
+            f"with {first_n(messages, 4)}: {summary_of(error)}; all earlier buckets have arrived "
             f"on this rank{partly}; {advice_after_loss(self.world)}, and "
             f"{_CONTINUE.format(number)}",
             bucket=number,
@@ -198,12 +196,12 @@ class Mover:
             )
 
 
+def _packed(piece: _Piece, buffer: Tensor) -> Tensor:
+    """Return the part of a buffer that holds a copy of the elements."""
+    return buffer[: piece.segment.nbytes].view(piece.segment.dtype).view(piece.tensor.shape)
+
+
 _CONTINUE = "continue on all ranks with the smallest start= that any rank reports (here start={})"
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of the text of an error."""
-    return (str(error).splitlines() or [""])[0]
 
 
 def advice_after_loss(world: World) -> str:
@@ -211,3 +209,34 @@ def advice_after_loss(world: World) -> str:
     if world.parts:
         return "call world.rejoin() on all ranks"
     return "initialise torch.distributed again"
+
+
+def check_overlaps(tensors: LocalTensors, moved: Collection[str]) -> None:
+    """Raise if a buffer shares memory with another tensor, except for a part that stays.
+
+    Args:
+        tensors: The tensors of this rank.
+        moved: The names of the received tensors whose elements change.
+    """
+    items = [(*memory_span(one), True, name, one) for name, one in tensors.sent.items()]
+    for name, one in tensors.received.items():
+        may_stay = name in tensors.sent and name not in moved
+        if not may_stay or _place_of(one) != _place_of(tensors.sent[name]):
+            items.append((*memory_span(one), False, name, one))
+    active: list[tuple[int, int, bool, str, Tensor]] = []
+    for item in sorted(items, key=lambda item: item[:2]):
+        active = [other for other in active if other[1] > item[0]]
+        for other in active:
+            pair = sorted((item, other), key=lambda each: each[2:4])
+            (_, _, is_sent, name, buffer), (_, _, is_other_sent, other_name, tensor) = pair
+            if not is_sent and share_memory(buffer, tensor):
+                raise LayoutError(
+                    f"into[{name!r}] shares memory with {WHAT[is_other_sent]}[{other_name!r}], "
+                    f"which is {'sent' if is_other_sent else 'also received into'}; pass another "
+                    f"buffer"
+                )
+        active.append(item)
+
+
+def _place_of(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

@@ -6,13 +6,11 @@ makes the plan, and `mover.py` executes it.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import attrs
@@ -25,44 +23,24 @@ from hypercomm.errors import (
     OutcomeUnknownError,
     StateTransferError,
 )
-from hypercomm.layout.checks import as_int, as_ordered
-from hypercomm.layout.text import did_you_mean, first_n, short_repr
+from hypercomm.layout.checks import as_int
+from hypercomm.layout.text import did_you_mean, first_n, short_repr, summary_of
 from hypercomm.process_groups.spec import as_verified
-from hypercomm.process_groups.world import World, current
+from hypercomm.process_groups.world import World, current, digest_of
 from hypercomm.transfers.buckets import LEAST_BUCKET, BucketPlan, plan_of, segments
-from hypercomm.transfers.exchange import (
-    Exchange,
-    checksum,
-    details,
-    only_one,
-    ranks_of,
-    read_json,
-    tag_of,
-)
+from hypercomm.transfers.exchange import Exchange, details, read_json, tag_of
 from hypercomm.transfers.holdings import (
+    Description,
     Fused,
-    Held,
-    check_order,
-    describe_dtensor,
-    describe_plain,
+    LocalTensors,
+    describe_tensors,
     from_rows,
-    infer_remote_parts,
-    match_tensors,
-    misfit,
-    name_of,
-    replicas_of,
-    to_rows,
+    read_tensors,
 )
-from hypercomm.transfers.mapping import RankMapping, as_shards, check_mapping, format_ends
-from hypercomm.transfers.mover import Mover, advice_after_loss, first_line
-from hypercomm.transfers.tensors import (
-    as_tensor,
-    check_buffer,
-    mark_written,
-    memory_span,
-    share_memory,
-    writing_to,
-)
+from hypercomm.transfers.mapping import RankMapping, check_mapping, format_ends
+from hypercomm.transfers.matching import infer_remote_parts, match_tensors, misfit, replicas_of
+from hypercomm.transfers.mover import Mover, advice_after_loss, check_overlaps
+from hypercomm.transfers.tensors import checksum
 
 BUCKET_BYTES = 64 << 20
 
@@ -73,9 +51,6 @@ _HEAD_BYTES = 64
 _SUM_BYTES = 22
 _DAMAGE_BYTES = 1024
 """The sizes of exchanged JSON: a digest and a length, a checksum with its comma, an error."""
-
-Tensors = dict[str, Tensor]
-T = TypeVar("T")
 
 
 def transfer_state(
@@ -174,16 +149,18 @@ def transfer_state(
             f"mapping must have along=None and leaders=False, because a state has no batch and all "
             f"replicas of its tensors take part; got {mapping}"
         )
-    if world.rank not in ranks_of(mapping):
-        return None
     exchange = Exchange(world, mapping)
-    with only_one(world, ("state", ranks_of(mapping)), mapping):
+    if world.rank not in exchange.ranks:
+        return None
+    with exchange.alone(("state", exchange.ranks)):
         with exchange.failing_together():
             start = as_int(start, "start", 0)
             options = TransferOptions(
                 as_int(bucket_bytes, "bucket_bytes", LEAST_BUCKET), as_verified(verify), dtype
             )
-            tensors = read_tensors(mapping, {True: state, False: into}, world.rank)
+            ends = ((True, mapping.source_ranks, state), (False, mapping.target_ranks, into))
+            given = {is_sent: value for is_sent, ranks, value in ends if world.rank in ranks}
+            tensors = read_tensors(given, world.rank)
             call = _StateTransfer(exchange, options, tensors, start)
             key = (mapping, options, repr(shards), repr(fused), tensors.facts)
             plans = _plans.setdefault(world, {})
@@ -199,9 +176,9 @@ def transfer_state(
         what = f"a state {format_ends(mapping)}"
         exchange.agree(what, f"{options}, from bucket {start}")
         with exchange.failing_together():
-            texts = call.exchange_descriptions(described, cached)
-            if cached is None or mover is None or texts is not None:
-                cached = call.plan(described, texts or {})
+            every = call.share(described, cached)
+            if cached is None or mover is None or every is not None:
+                cached = call.plan(described, every or {})
                 mover = call.mover(cached)
         if plans.get(key) is not cached:
             exchange.agree(what, cached.digest)
@@ -209,14 +186,10 @@ def transfer_state(
             while len(plans) > _CACHED_PLANS:
                 plans.pop(next(iter(plans)))
         call.compare_replicas(cached, sums)
-        with torch.no_grad(), writing_to(tensors.received.values()):
-            mover.copy()
-            try:
-                mover.move(start)
-            except RuntimeError as error:
-                raise mover.lost(error) from error
-        for tensor in tensors.received.values():
-            mark_written(tensor)
+        try:
+            mover.move(start)
+        except RuntimeError as error:
+            raise mover.lost(error) from error
         if options.is_verified:
             call.share_damage(mover)
         return mover.plan.buckets
@@ -243,162 +216,7 @@ class TransferOptions:
         return f"buckets of {self.limit} bytes, verify={self.is_verified}, dtype={self.dtype}"
 
 
-@attrs.frozen
-class LocalTensors:
-    """The tensors of this rank.
-
-    Attributes:
-        given: `state` under the key True if this rank is a source, and `into` under the key False
-            if this rank is a target.
-        sent: The parts that this rank sends, by name. Empty if the rank is not a source.
-        received: The parts that this rank receives into, by name. Empty if the rank is not a
-            target.
-        facts: The values on which the descriptions of the tensors depend.
-        device: The device of all tensors.
-    """
-
-    given: Mapping[bool, Mapping[str, Any]]
-    sent: Tensors
-    received: Tensors
-    facts: tuple[object, ...]
-    device: torch.device
-
-
-@attrs.frozen
-class Description:
-    """The descriptions of the tensors of this rank.
-
-    Attributes:
-        rows: The descriptions of the sent and the received tensors, for JSON, and the patterns
-            that match no tensor of this rank, each with the name of its argument.
-        cuts: The mapping of each plain tensor.
-    """
-
-    rows: list[Any]
-    cuts: Mapping[str, RankMapping]
-
-
-def read_tensors(mapping: RankMapping, given: Mapping[bool, object], rank: int) -> LocalTensors:
-    """Check the tensors of this rank. `given` maps True to `state`, and False to `into`."""
-    ends = {True: mapping.source_ranks, False: mapping.target_ranks}
-    values = {
-        end: _as_state(given[end], _WHAT[end], rank) for end, ranks in ends.items() if rank in ranks
-    }
-    tensors: dict[bool, Tensors] = {True: {}, False: {}}
-    facts: list[object] = []
-    for end, value in values.items():
-        for name in sorted(value):
-            what = f"{_WHAT[end]}[{name!r}]"
-            tensor = value[name]
-            is_sharded = _is_dtensor(tensor)
-            with torch.no_grad():
-                local = as_tensor(tensor.to_local() if is_sharded else tensor, what).detach()
-            if not end:
-                check_buffer(local, what)
-            tensors[end][name] = local
-            facts.append((end, name, local.shape, local.dtype))
-            if is_sharded:
-                _with_name(what, check_order, tensor)  # also if an equal mesh has a plan
-                facts.append((tensor.shape, tensor.placements, tensor.device_mesh))
-    devices = {one.device for some in tensors.values() for one in some.values()}
-    if len(devices) > 1:
-        names = sorted(map(str, devices))
-        raise LayoutError(f"all tensors of a rank must be on one device, found {names}")
-    return LocalTensors(values, tensors[True], tensors[False], tuple(facts), devices.pop())
-
-
-def _with_name(what: str, function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function, and add the name of a tensor to its error."""
-    try:
-        return function(*arguments)
-    except LayoutError as error:
-        raise type(error)(f"{what}: {error}") from error
-
-
-def _as_state(value: object, what: str, rank: int) -> Mapping[str, Any]:
-    names = list(value) if isinstance(value, Mapping) else []
-    for name in names:
-        if not isinstance(name, str):
-            raise LayoutError(f"the names in {what}= must be texts, got {short_repr(name)}")
-    if not isinstance(value, Mapping) or not names:
-        advice = "; pass module.state_dict()" if hasattr(value, "state_dict") else ""
-        raise LayoutError(
-            f"rank {rank} must pass {what}=, a non-empty dict of tensors by name; got "
-            f"{short_repr(value)}{advice}"
-        )
-    return value
-
-
-def _is_dtensor(tensor: object) -> bool:
-    return hasattr(tensor, "to_local")
-
-
-def describe_tensors(
-    mapping: RankMapping,
-    tensors: LocalTensors,
-    shards: Mapping[str, Mapping[str, int]] | None,
-    fused: Mapping[str, Sequence[str] | Fused],
-    world: World,
-) -> Description:
-    """Describe the tensors of this rank."""
-    patterns = {"*": mapping}
-    if shards is not None:
-        known = {
-            cuts: attrs.evolve(mapping, shards=cuts, sizes=())
-            for cuts in map(as_shards, shards.values())
-        }
-        patterns = {name: known[as_shards(cuts)] for name, cuts in shards.items()}
-    matches = _match(patterns, {*tensors.sent, *tensors.received})
-    cuts = {name: patterns[pattern] for name, pattern in matches.items()}
-    rules = _match(fused, tensors.received)
-    rows: list[Any] = []
-    for end, some in ((True, tensors.sent), (False, tensors.received)):
-        described = []
-        for name, local in some.items():
-            facts = name, tensors.given[end][name], local, mapping, cuts, world, end
-            held = _with_name(f"{_WHAT[end]}[{name!r}]", _held, *facts)
-            if not end and name in rules:
-                held = _with_parts(held, rules[name], fused[rules[name]])
-            described.append(held)
-        rows.append(to_rows(described))
-    used = {"*", *matches.values(), *rules.values()}
-    unused = [("shards", one) for one in patterns if one not in used]
-    if tensors.received:
-        unused += [("fused", one) for one in fused if one not in used]
-    return Description([*rows, unused], cuts)
-
-
-def _held(
-    name: str,
-    tensor: Any,
-    local: Tensor,
-    mapping: RankMapping,
-    cuts: Mapping[str, RankMapping],
-    world: World,
-    is_source: bool,
-) -> Held:
-    """Describe a tensor of `state` or `into`. `cuts` maps names of plain tensors to mappings."""
-    if _is_dtensor(tensor):
-        ranks = mapping.source_ranks if is_source else mapping.target_ranks
-        return describe_dtensor(name, tensor, local, ranks, is_numbered=not world.parts)
-    if name not in cuts:
-        raise LayoutError(
-            "no pattern in shards= matches this name; add '*': {} as the last pattern for "
-            "parameters that are not sharded"
-        )
-    facts = name_of(local.dtype), tuple(local.shape), cuts[name], world.rank
-    return describe_plain(name, *facts, is_source=is_source)
-
-
-_WHAT = {True: "state", False: "into"}
-
-
-def _match(patterns: Iterable[str], names: Iterable[str]) -> dict[str, str]:
-    """Map each name to the first pattern that matches it. Names without a match are omitted."""
-    firsts = {
-        name: next((one for one in patterns if fnmatchcase(name, one)), None) for name in names
-    }
-    return {name: pattern for name, pattern in firsts.items() if pattern is not None}
+# ---- the plan -----------------------------------------------------------------------------------
 
 
 def _check_patterns(every: Mapping[int, Any], names: Sequence[str]) -> None:
@@ -412,41 +230,6 @@ def _check_patterns(every: Mapping[int, Any], names: Sequence[str]) -> None:
                     f"only parameters that an earlier pattern also matches; there are {len(names)} "
                     f"parameters, such as {names[0]!r}{did_you_mean(pattern, names)}"
                 )
-
-
-def _with_parts(held: Held, pattern: str, given: Sequence[str] | Fused) -> Held:
-    """Return the description of a fused parameter, with the names of its parts."""
-    what = f"fused[{pattern!r}]"
-    if held.whole is not None:
-        raise LayoutError(
-            f"into[{held.name!r}] is a DTensor, but matches {what}; pass its to_local(), and "
-            f"specify its sharding in shards="
-        )
-    rule = given if isinstance(given, Fused) else Fused(as_ordered(given, what))
-    texts = re.fullmatch("(.*)".join(map(re.escape, pattern.split("*"))), held.name)
-    parts = []
-    for part in rule.parts:
-        first, *more = part.split("*")
-        if texts is None:
-            raise LayoutError(f"the key of {what} may contain '*', but not '?' or '['")
-        if len(more) > len(texts.groups()):
-            raise LayoutError(f"{what} contains the part {part!r} with more '*' than the key")
-        filled = zip(texts.groups(), more, strict=False)
-        parts.append(first + "".join(text + piece for text, piece in filled))
-    heads = None
-    if rule.heads is not None:
-        heads = tuple(as_int(one, f"each of the heads of {what}", 1) for one in rule.heads)
-    if not parts or (heads is not None and len(heads) != len(parts)):
-        raise LayoutError(
-            f"{what} must contain one or more parts, and heads=, if given, must contain a number "
-            f"for each part; got {len(parts)} parts and heads={heads}"
-        )
-    axes = len(held.shape)
-    axis = as_int(rule.axis, f"the axis of {what}", -axes, axes - 1)
-    return attrs.evolve(held, fused=(tuple(parts), heads, axis % axes))
-
-
-# ---- the plan -----------------------------------------------------------------------------------
 
 
 @attrs.frozen
@@ -486,9 +269,7 @@ class _StateTransfer:
     tensors: LocalTensors
     start: int
 
-    def exchange_descriptions(
-        self, described: Description, cached: CachedPlan | None
-    ) -> dict[int, Any] | None:
+    def share(self, described: Description, cached: CachedPlan | None) -> dict[int, Any] | None:
         """Return the descriptions of all ranks, or None if all ranks have cached the same plan."""
         digest = "" if cached is None else cached.digest
         blocks = self._gather("plans", [digest, len(json.dumps(described.rows))], _HEAD_BYTES)
@@ -496,17 +277,16 @@ class _StateTransfer:
         if digest and all(other == digest for other, _ in heads):
             return None
         blocks = self._gather("descriptions", described.rows, max(size for _, size in heads))
-        return {rank: read_json(blocks[rank]) for rank in sorted(blocks)}
+        return {rank: read_json(block) for rank, block in blocks.items()}
 
     def _gather(self, purpose: str, value: object, size: int) -> dict[int, bytes]:
-        device = self.tensors.device
-        world = self.exchange.world
         try:
-            return self.exchange.gather(f"{purpose} of a state", value, size, device)
+            return self.exchange.gather(f"{purpose} of a state", value, size, self.tensors.device)
         except RuntimeError as error:
+            world = self.exchange.world
             raise StateTransferError(
                 f"{world.title(world.rank)} failed to exchange descriptions with the other ranks: "
-                f"{first_line(error)}; no parameter was sent; {advice_after_loss(world)}"
+                f"{summary_of(error)}; no parameter was sent; {advice_after_loss(world)}"
             ) from error
 
     def plan(self, described: Description, every: Mapping[int, Any]) -> CachedPlan:
@@ -524,15 +304,15 @@ class _StateTransfer:
         _check_patterns(every, sorted(names))
         sources, targets = match_tensors(sent, received, self.options.dtype, mapping.before.stage)
         plan = plan_of(segments(sources, targets, self.options.limit), world.rank)
-        digest = hashlib.sha256(json.dumps([f"{details(mapping)} {self.options}", every]).encode())
+        digest = digest_of((details(mapping), str(self.options), every))
         replicas = replicas_of(sources) if self.options.is_verified and world.has_store else []
-        return CachedPlan(digest.hexdigest()[:32], plan, described, replicas)
+        return CachedPlan(digest, plan, described, replicas)
 
     def mover(self, cached: CachedPlan) -> Mover:
         """Return the object that moves the tensors of this rank, after the last checks."""
         as_int(self.start, "start", 0, cached.plan.buckets)
+        check_overlaps(self.tensors, cached.plan.moved)
         sent, received, world = self.tensors.sent, self.tensors.received, self.exchange.world
-        _check_overlaps(sent, received, cached.plan)
         tag = tag_of(f"state {cached.digest}") if world.has_store else 0
         is_verified = self.options.is_verified
         return Mover(cached.plan, sent, received, world, tag, is_verified=is_verified)
@@ -584,35 +364,3 @@ class _StateTransfer:
         if damages:
             bucket, text = min(damages)
             raise StateTransferError(text, bucket=bucket)
-
-
-def _check_overlaps(sent: Tensors, received: Tensors, plan: BucketPlan) -> None:
-    """Raise if a buffer shares memory with another tensor, except for a part that stays."""
-    moved = {one.name for bucket in plan.receives for one in bucket}
-    for one in plan.copies:
-        if one.source_name != one.name or one.source_slices != one.target_slices:
-            moved.add(one.name)
-    items = [(*memory_span(one), True, name, one) for name, one in sent.items()]
-    items += [(*memory_span(one), False, name, one) for name, one in received.items()]
-    active: list[tuple[int, int, bool, str, Tensor]] = []
-    for item in sorted(items, key=lambda item: item[:2]):
-        active = [other for other in active if other[1] > item[0]]
-        for other in active:
-            pair = sorted((item, other), key=lambda each: each[2:4])
-            (_, _, is_sent, name, buffer), (_, _, is_other_sent, other_name, tensor) = pair
-            stays = is_other_sent and name == other_name and name not in moved
-            if (
-                is_sent
-                or not share_memory(buffer, tensor)
-                or (stays and _place_of(buffer) == _place_of(tensor))
-            ):
-                continue
-            raise LayoutError(
-                f"into[{name!r}] shares memory with {_WHAT[is_other_sent]}[{other_name!r}], "
-                f"which is {'sent' if is_other_sent else 'also received into'}; pass another buffer"
-            )
-        active.append(item)
-
-
-def _place_of(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

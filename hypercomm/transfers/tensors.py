@@ -1,4 +1,4 @@
-"""Checks the tensors that a rank passes to a transfer, and writes to them."""
+"""Reads and checks the tensors that a rank passes to a transfer, and writes to them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from torch.autograd.graph import increment_version
 
 from hypercomm.errors import LayoutError
 from hypercomm.layout.text import short_repr
+
+_CHECKED_WORDS = 1 << 20
+"""The number of words of which `checksum` makes a copy."""
 
 
 def as_tensor(value: object, what: str) -> Tensor:
@@ -108,3 +111,25 @@ def writing_to(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
     """Return a context in which the tensors may be written, also tensors of inference mode."""
     is_needed = any(one.is_inference() for one in tensors)
     return torch.inference_mode() if is_needed else contextlib.nullcontext()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor as bytes, because backends lack some dtypes."""
+    # A tensor of one element may have strides that do not allow a view as bytes.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def checksum(tensor: Tensor) -> int:
+    """Return a checksum of the bytes of a tensor, of 64 bits.
+
+    It detects a change of one word of 8 bytes, and detects that words have other positions.
+    """
+    data = as_bytes(tensor.contiguous())
+    count = min(_CHECKED_WORDS, -(-data.numel() // 8))
+    words = torch.zeros(count, dtype=torch.int64, device=data.device)
+    weights = 2 * torch.arange(count, device=data.device) + 1
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    for some in torch.split(data, 8 * count or 1):
+        words.zero_().view(torch.uint8)[: some.numel()] = some
+        total = 31 * total + (words * weights).sum()
+    return int(total.item()) % 2**64

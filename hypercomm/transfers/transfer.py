@@ -8,7 +8,7 @@ cannot deadlock.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from math import prod
@@ -26,22 +26,11 @@ from hypercomm.process_groups import torch_internals as torchdist
 from hypercomm.process_groups.spec import as_verified
 from hypercomm.process_groups.world import World, current
 from hypercomm.transfers.buckets import BucketPlan, Segment, plan_of
-from hypercomm.transfers.exchange import (
-    Exchange,
-    as_bytes,
-    details,
-    only_one,
-    ranks_of,
-    read_json,
-    tag_of,
-)
+from hypercomm.transfers.exchange import Exchange, details, read_json, tag_of
 from hypercomm.transfers.holdings import (
     Held,
     Shape,
-    describe_plain,
     from_rows,
-    lengths_of,
-    misfit,
     name_of,
     to_rows,
 )
@@ -52,11 +41,12 @@ from hypercomm.transfers.mapping import (
     length_of_unit,
     resolve_axes,
 )
+from hypercomm.transfers.matching import lengths_of, misfit
 from hypercomm.transfers.mover import Mover
 from hypercomm.transfers.tensors import (
+    as_bytes,
     as_tensor,
     check_buffer,
-    mark_written,
     share_memory,
     writing_to,
 )
@@ -146,61 +136,42 @@ def transfer(
     world = world or current()
     check_mapping(mapping, world.size)
     is_verified = as_verified(verify)
-    if world.rank not in ranks_of(mapping):
-        return None
     exchange = Exchange(world, mapping)
-    with only_one(world, ("tensor", details(mapping)), mapping):
+    if world.rank not in exchange.ranks:
+        return None
+    with exchange.alone(("tensor", details(mapping))):
         is_exchanged = world.has_store and rows is None and not mapping.sizes
         try:
             with exchange.failing_together() if is_verified else contextlib.nullcontext():
-                own = _read(mapping, world.rank, tensor, out)
-                siblings = _role(mapping, world.rank)[1]
+                is_source, siblings = _role(mapping, world.rank)
+                given = as_tensor(tensor, "tensor")
+                buffer = _check_buffer(given, out, is_source, siblings)
+                held = _describe(mapping, world.rank, given if is_source else None, buffer)
                 group = _check_group(groups, siblings if mapping.leaders else ())
-                known = None if is_exchanged else _sizes_from_own(mapping, own, world.rank, rows)
+                known = None if is_exchanged else _sizes_from_own(mapping, held, world.rank, rows)
         except LayoutError as error:
             if is_exchanged and not is_verified:
-                text = f"{type(error).__name__}: {error}".encode("ascii", "replace").decode()
-                device = torchdist.device_type(world.pg or torchdist.world_group())
-                _gather(exchange, torch.device(device), refusal=text[:200])
+                device = torch.device(torchdist.device_type(world.pg or torchdist.world_group()))
+                refusal = f"{type(error).__name__}: {error}".encode("ascii", "replace").decode()
+                _gather(exchange, device, {}, refusal[:200])
             raise
         if is_verified:
-            dtype = name_of(own.given.dtype)
+            dtype = name_of(given.dtype)
             sizes = f"{known[1]} of {dtype}, {known[0].sizes}" if known else "any shape"
             exchange.agree(f"a tensor by {mapping}", sizes)
-        if known is None:
-            rows_of_own = to_rows(own.sent), to_rows(own.received)
-            known = _fit(mapping, _gather(exchange, own.given.device, *rows_of_own))
-        exact, whole = known
-        received = own.buffer
-        if received is None and siblings:
-            received = own.given.new_empty(exact.shape_at(world.rank, whole, is_source=False))
-        with torch.no_grad(), writing_to([] if received is None else [received]):
-            _move(world, exact, whole, own.given, received)
-            if group is not None and received is not None:
-                _broadcast(received.detach(), siblings[0], group)
-        if received is not None:
-            mark_written(received)
-        return received
+        exact, whole = known or _fit(mapping, _gather(exchange, given.device, held))
+        if buffer is None and siblings:
+            buffer = given.new_empty(exact.shape_at(world.rank, whole, is_source=False))
+        received = {} if buffer is None else {_NAME: buffer.detach()}
+        tag = tag_of(f"{details(exact)} {whole} {given.dtype}") if world.has_store else 0
+        plan = _plan(exact, whole, given.dtype, world.rank)
+        Mover(plan, {_NAME: given.detach()}, received, world, tag).move()
+        if group is not None and buffer is not None:
+            _broadcast(buffer.detach(), siblings[0], group)
+        return buffer
 
 
 # ---- checks before anything is sent -------------------------------------------------------------
-
-
-@attrs.frozen
-class _Own:
-    """The tensors of this rank.
-
-    Attributes:
-        given: The given tensor.
-        buffer: The buffer to receive into, or None if a new tensor is needed or nothing arrives.
-        sent: The description of the part that the rank sends. Empty if the rank is not a source.
-        received: The description of the buffer. Empty if there is no buffer.
-    """
-
-    given: Tensor
-    buffer: Tensor | None
-    sent: Sequence[Held]
-    received: Sequence[Held]
 
 
 @lru_cache(maxsize=128)
@@ -210,30 +181,37 @@ def _role(mapping: RankMapping, rank: int) -> tuple[bool, tuple[int, ...]]:
     return rank in mapping.source_ranks, mapping.broadcast_siblings(rank) if is_target else ()
 
 
-def _read(mapping: RankMapping, rank: int, tensor: object, out: object) -> _Own:
-    """Check and describe the tensors of this rank."""
-    given = as_tensor(tensor, "tensor")
-    is_source, siblings = _role(mapping, rank)
-    buffer = None
+def _check_buffer(
+    given: Tensor, out: object, is_source: bool, siblings: tuple[int, ...]
+) -> Tensor | None:
+    """Return the buffer to receive into, or None if a new tensor is needed or nothing arrives."""
     if is_source and siblings:
-        buffer = None if out is None else _check_out(out, given)
-    elif out is not None:
+        return None if out is None else _check_out(out, given)
+    if out is not None:
         raise LayoutError(
             "out= is only for ranks in both stages; on other ranks, pass the buffer as tensor="
         )
-    elif siblings:
-        buffer = given
-        check_buffer(given, "tensor")
-    sent, received = (
-        [] if one is None else [_describe(one, mapping, rank, is_source=end)]
-        for one, end in ((given if is_source else None, True), (buffer, False))
-    )
-    return _Own(given, buffer, sent, received)
+    if not siblings:
+        return None
+    check_buffer(given, "tensor")
+    return given
 
 
-def _describe(tensor: Tensor, mapping: RankMapping, rank: int, *, is_source: bool) -> Held:
-    facts = name_of(tensor.dtype), tuple(tensor.shape), mapping, rank
-    return describe_plain(_NAME, *facts, is_source=is_source)
+def _describe(
+    mapping: RankMapping, rank: int, sent: Tensor | None, received: Tensor | None
+) -> dict[bool, Held]:
+    """Describe the part that this rank sends, under the key True, and the buffer, under False."""
+    ends = ((True, sent), (False, received))
+    return {
+        is_sent: Held(
+            _NAME,
+            name_of(one.dtype),
+            tuple(one.shape),
+            cells=mapping.cells_at(rank, one.ndim, is_source=is_sent),
+        )
+        for is_sent, one in ends
+        if one is not None
+    }
 
 
 def _check_out(out: object, tensor: Tensor) -> Tensor:
@@ -267,15 +245,11 @@ def _check_group(groups: object, siblings: tuple[int, ...]) -> ProcessGroup | No
 
 
 def _gather(
-    exchange: Exchange,
-    device: torch.device,
-    sent: Sequence[object] = (),
-    received: Sequence[object] = (),
-    refusal: str = "",
+    exchange: Exchange, device: torch.device, held: Mapping[bool, Held], refusal: str = ""
 ) -> tuple[tuple[int, bytes], ...]:
     """Return the descriptions of all ranks of a transfer, by rank."""
-    blocks = exchange.gather("shapes", [sent, received, refusal], _BLOCK_BYTES, device)
-    return tuple((rank, blocks[rank]) for rank in sorted(blocks))
+    value = [list(held), to_rows(held.values()), refusal]
+    return tuple(exchange.gather("shapes", value, _BLOCK_BYTES, device).items())
 
 
 @lru_cache(maxsize=128)
@@ -286,14 +260,14 @@ def _fit(mapping: RankMapping, blocks: tuple[tuple[int, bytes], ...]) -> tuple[R
         PlanMismatchError: The tensors of two ranks do not fit.
         CreationError: A rank rejected its arguments.
     """
-    sent: dict[int, Held] = {}
-    into: dict[int, Held] = {}
+    ends: dict[bool, dict[int, Held]] = {True: {}, False: {}}
     for rank, block in blocks:
-        rows, buffers, refusal = read_json(block)
+        keys, rows, refusal = read_json(block)
         if refusal:
             raise CreationError(f"nothing was sent: rank {rank} failed: {refusal}")
-        sent.update((rank, one) for one in from_rows(rows))
-        into.update((rank, one) for one in from_rows(buffers))
+        for is_sent, one in zip(keys, from_rows(rows), strict=True):
+            ends[is_sent][rank] = one
+    sent, into = ends[True], ends[False]
     first, one = next(iter(sent.items()))
     for rank, other in chain(sent.items(), into.items()):
         if (len(other.shape), other.dtype) != (len(one.shape), one.dtype):
@@ -301,18 +275,14 @@ def _fit(mapping: RankMapping, blocks: tuple[tuple[int, bytes], ...]) -> tuple[R
                 f"rank {first} has {one.shape} of torch.{one.dtype}, and rank {rank} has "
                 f"{other.shape} of torch.{other.dtype}"
             )
-    here = lengths_of(_NAME, sent)
-    there = lengths_of(_NAME, into) if into else None
     axes = resolve_axes(mapping.cuts, len(one.shape))
     counts = {axis: cut.target for axis, cut in zip(axes, mapping.cuts, strict=True)}
-    whole = []
+    there = lengths_of(_NAME, into) if into else [{} for _ in one.shape]
     sizes = []
-    for axis, lengths in enumerate(here):
-        source = tuple(lengths[shard] for shard in sorted(lengths))
+    for axis, (here, known) in enumerate(zip(lengths_of(_NAME, sent), there, strict=True)):
+        source = tuple(here[shard] for shard in sorted(here))
         rule = _by_rule(source, counts.get(axis, 1))
-        known = {} if there is None else there[axis]
         target = tuple(known.get(shard, length) for shard, length in enumerate(rule))
-        whole.append(sum(source))
         sizes.append((source, target))
         if sum(source) != sum(target):
             receiver, buffer = next(iter(into.items()))
@@ -322,7 +292,8 @@ def _fit(mapping: RankMapping, blocks: tuple[tuple[int, bytes], ...]) -> tuple[R
                 f"(rank {first} has {one.shape}), and the target has shards of "
                 f"{first_n(target, 8)} (rank {receiver} has {buffer.shape})"
             )
-    return attrs.evolve(mapping, sizes=[sizes[axis] for axis in axes]), tuple(whole)
+    exact = attrs.evolve(mapping, sizes=[sizes[axis] for axis in axes])
+    return exact, tuple(sum(source) for source, _ in sizes)
 
 
 def _by_rule(sizes: Sequence[int], count: int) -> tuple[int, ...]:
@@ -340,34 +311,35 @@ def _by_rule(sizes: Sequence[int], count: int) -> tuple[int, ...]:
 
 
 def _sizes_from_own(
-    mapping: RankMapping, own: _Own, rank: int, rows: Sequence[int] | None
+    mapping: RankMapping, held: Mapping[bool, Held], rank: int, rows: Sequence[int] | None
 ) -> tuple[RankMapping, Shape]:
     """Return the same as `_fit`, but computed from the tensors of this rank alone.
 
     Raises:
         LayoutError: The tensors of this rank have the wrong shapes.
     """
-    whole = list((*own.sent, *own.received)[0].shape)
+    is_source, one = next(iter(held.items()))
+    whole = list(one.shape)
     for axis, cut in zip(resolve_axes(mapping.cuts, len(whole)), mapping.cuts, strict=True):
+        count = cut.source if is_source else cut.target
         if cut.sizes is not None:
             whole[axis] = sum(cut.sizes[0])
             continue
-        count = cut.source if own.sent else cut.target
         if rows is None:
             length_of_unit(cut.axis, whole[axis], cut.units // count)  # raises if it is uneven
         whole[axis] *= count
+    exact = mapping
     if rows is not None:
         exact = _with_rows(mapping, rows, whole)
-    else:
-        exact = mapping if mapping.sizes else mapping.of_shape(whole)
-    for some, end in ((own.sent, True), (own.received, False)):
-        for one in some:
-            due = exact.shape_at(rank, whole, is_source=end)
-            if one.shape != due:
-                raise LayoutError(
-                    f"rank {rank} must {'send' if end else 'receive into'} a tensor of shape "
-                    f"{due}, got {one.shape}"
-                )
+    elif not mapping.sizes:
+        exact = mapping.of_shape(whole)
+    for is_sent, one in held.items():
+        due = exact.shape_at(rank, whole, is_source=is_sent)
+        if one.shape != due:
+            raise LayoutError(
+                f"rank {rank} must {'send' if is_sent else 'receive into'} a tensor of shape "
+                f"{due}, got {one.shape}"
+            )
     return exact, tuple(whole)
 
 
@@ -395,19 +367,6 @@ def _with_rows(mapping: RankMapping, rows: Sequence[int], whole: list[int]) -> R
 
 
 # ---- communication ------------------------------------------------------------------------------
-
-
-def _move(
-    world: World, exact: RankMapping, whole: Shape, given: Tensor, received: Tensor | None
-) -> None:
-    """Send this rank's parts of a tensor, and receive into a tensor."""
-    dtype = given.dtype
-    sent = {_NAME: given.detach()}
-    into = {} if received is None else {_NAME: received.detach()}
-    tag = tag_of(f"{details(exact)} {whole} {dtype}") if world.has_store else 0
-    mover = Mover(_plan(exact, whole, dtype, world.rank), sent, into, world, tag)
-    mover.copy()
-    mover.move()
 
 
 @lru_cache(maxsize=128)
@@ -438,4 +397,5 @@ def _broadcast(received: Tensor, leader: int, group: ProcessGroup) -> None:
     if packed.numel():
         dist.broadcast(as_bytes(packed), leader, group)
     if packed is not received:
-        received.copy_(packed)
+        with writing_to([received]):
+            received.copy_(packed)

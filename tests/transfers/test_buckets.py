@@ -8,12 +8,13 @@ import pytest
 import torch
 from example_counts import examples
 from hypothesis import given, settings, strategies as st
-from numpy_oracle import held
+from numpy_oracle import held as indices
 
 from hypercomm import RankLayout, RankMapping
 from hypercomm.testing import layouts
 from hypercomm.transfers.buckets import segments
-from hypercomm.transfers.holdings import describe_plain, match_tensors, name_of
+from hypercomm.transfers.holdings import Held, name_of
+from hypercomm.transfers.matching import match_tensors
 
 some = settings(max_examples=examples(200), deadline=None)
 
@@ -21,7 +22,7 @@ some = settings(max_examples=examples(200), deadline=None)
 def parts_of(mapping, shape, *, is_source):
     """Map each source or target rank to its part of a tensor with the elements 0, 1, 2, ..."""
     whole = np.arange(math.prod(shape)).reshape(shape)
-    owned = held(mapping, shape, is_source=is_source)
+    owned = indices(mapping, shape, is_source=is_source)
     return {rank: whole[np.ix_(*axes)] for rank, axes in owned.items()}
 
 
@@ -32,8 +33,8 @@ def planned(parameters, limit):
         described = {}
         for number, (shape, dtype, mapping) in enumerate(parameters):
             for rank, part in parts_of(mapping, shape, is_source=is_source).items():
-                facts = str(number), name_of(dtype), part.shape, mapping, rank
-                held = describe_plain(*facts, is_source=is_source)
+                cells = mapping.cells_at(rank, part.ndim, is_source=is_source)
+                held = Held(str(number), name_of(dtype), part.shape, cells=cells)
                 described.setdefault(rank, []).append(held)
         ends.append(described)
     return list(segments(*match_tensors(*ends), limit))

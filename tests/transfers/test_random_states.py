@@ -15,9 +15,15 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from hypercomm import transfer_state
 from hypercomm.testing import fake_world
-from hypercomm.transfers import state as module
 from hypercomm.transfers.buckets import segments
-from hypercomm.transfers.holdings import from_rows, match_tensors, spans_of
+from hypercomm.transfers.holdings import (
+    WHAT,
+    describe_tensors,
+    from_rows,
+    read_tensors,
+    spans_of,
+)
+from hypercomm.transfers.matching import match_tensors
 
 WORLD = 6
 
@@ -40,12 +46,12 @@ def test_plans_match_torch_chunks(count):
         described = ({}, {})
         for rank, (given, _) in every.items():
             world = SimpleNamespace(rank=rank, parts={})
-            if not {"state", "into"} & {*given}:
+            ends = {end: given[what] for end, what in WHAT.items() if what in given}
+            if not ends:
                 continue
-            ends = {True: given.get("state"), False: given.get("into")}
-            own = module.read_tensors(case.mapping, ends, rank)
+            own = read_tensors(ends, rank)
             more = given["shards"], given.get("fused", {}), world
-            about = module.describe_tensors(case.mapping, own, *more)
+            about = describe_tensors(case.mapping, own, *more)
             for end, rows in zip(described, json.loads(json.dumps(about.rows[:2])), strict=True):
                 if rows:
                     end[rank] = from_rows(rows)
