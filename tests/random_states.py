@@ -1,6 +1,5 @@
 """Draws states for `transfer_state`. torch.chunk computes the expected shard of each rank."""
 
-import math
 from types import SimpleNamespace
 
 import torch
@@ -26,6 +25,20 @@ def strided(tensor):
     return tensor.transpose(0, 1).contiguous().transpose(0, 1)
 
 
+def parameter(tensor):
+    """Return an equal tensor that requires a gradient, if it may."""
+    return tensor.requires_grad_() if tensor.is_floating_point() else tensor
+
+
+def of_inference(tensor):
+    """Return an equal tensor of inference mode."""
+    with torch.inference_mode():
+        return tensor.clone()
+
+
+KINDS = (torch.clone, strided, parameter, of_inference)
+
+
 def pick(random, *choices):
     return choices[int(random.integers(len(choices)))]
 
@@ -44,7 +57,7 @@ class End:
         first = pick(random, *[n for n in range(1, count + 1) if count % n == 0])
         self.sizes = {names[0]: first, names[1]: count // first}
         self.layout = RankLayout(self.sizes, rank_offset=int(random.integers(world - count + 1)))
-        self.cuts, self.placements = {}, {}
+        self.cuts, self.placements, self.owners = {}, {}, {}
 
     def draw(self, random, name, whole):
         """Choose how a parameter is split: by dims along axes, or as a DTensor."""
@@ -56,6 +69,18 @@ class End:
         else:
             dims = [dim for dim in self.sizes if axes and random.random() < 0.7]
             self.cuts[name] = {dim: pick(random, *axes) for dim in dims}
+
+    def draw_owner(self, random, name):
+        """Choose the ranks that have a parameter as a whole, such as an expert."""
+        dim = pick(random, *self.sizes)
+        self.cuts[name], self.owners[name] = {}, (dim, int(random.integers(self.sizes[dim])))
+
+    def has(self, name, rank):
+        """Return whether a rank passes a part of a parameter."""
+        if rank not in self.layout:
+            return False
+        dim, index = self.owners.get(name, (next(iter(self.sizes)), None))
+        return index in (None, self.layout.coords(rank)[dim])
 
     def part(self, name, whole, rank):
         """Return the shard of a full tensor that a rank has."""
@@ -81,17 +106,18 @@ class End:
 
 
 class Case:
-    """A transfer of one to three parameters, and sometimes a fused one, from source to target.
+    """A transfer of parameters from source to target, sometimes with experts or a fused parameter.
 
     Args:
         random: A generator of numpy.
         world: The number of ranks.
         distribute: A function that makes a DTensor from a shard, the full tensor, the `End`, the
             name and the rank.
+        kinds: Functions that return a tensor of the kinds that ranks pass.
     """
 
-    def __init__(self, random, world, distribute):
-        self.distribute = distribute
+    def __init__(self, random, world, distribute, kinds=KINDS):
+        self.distribute, self.kinds = distribute, kinds
         self.source, self.target = End(random, world, "ab"), End(random, world, "cd")
         self.mapping = RankMapping.weights(self.source.layout, self.target.layout)
         self.dtype = pick(random, None, None, torch.bfloat16, torch.float16)
@@ -103,15 +129,16 @@ class Case:
             self._add(random, f"{number}.w", shape, pick(random, *DTYPES))
         if random.random() < 0.5:
             self._add_fused(random)
+        for number in range(int(random.integers(3))):
+            self._add(random, f"experts.{number}", [int(random.integers(400))], torch.float32, True)
 
-    def _add(self, random, name, shape, dtype, is_part=False):
+    def _add(self, random, name, shape, dtype, is_expert=False, is_part=False):
         whole = torch.from_numpy(random.integers(0, 100, shape)).reshape(shape).to(dtype)
-        self.source.draw(random, name, whole)
         self.wholes[name] = whole
+        for end in (self.source,) if is_part else (self.source, self.target):
+            end.draw_owner(random, name) if is_expert else end.draw(random, name, whole)
         if not is_part:
-            self.target.draw(random, name, whole)
             self.wanted[name] = whole
-        return whole
 
     def _add_fused(self, random):
         """Add q, k and v, with heads or of any lengths. A target dim splits the fused tensor."""
@@ -153,17 +180,18 @@ class Case:
     def arguments(self, rank):
         """Return the arguments of a rank, and the tensors that it must receive, by name."""
         given = dict(self.options)
-        due = {}
         # A rank only passes patterns for the parameters that it sends or receives.
         shards = {}
-        if rank in self.source.layout:
+        sent = [name for name in self.wholes if self.source.has(name, rank)]
+        due = {name: self.due(name, rank) for name in self.wanted if self.target.has(name, rank)}
+        if sent:
             given["state"] = {
                 name: self.held(self.source, name, self.source.part(name, whole, rank), whole, rank)
                 for name, whole in self.wholes.items()
+                if name in sent
             }
             shards |= self.source.cuts
-        if rank in self.target.layout:
-            due = {name: self.due(name, rank) for name in self.wanted}
+        if due:
             given["into"] = {
                 name: self.held(self.target, name, torch.full_like(one, 3), self.wanted[name], rank)
                 for name, one in due.items()
@@ -174,16 +202,15 @@ class Case:
         return {**given, "shards": {**shards, "*": {}}}, due
 
     def held(self, end, name, part, whole, rank):
-        """Return the tensor that a rank passes. Some tensors of odd ranks are not contiguous."""
-        if rank % 2 and self.options["bucket_bytes"] == 1024:
-            part = strided(part)
+        """Return the tensor that a rank passes, of one of the kinds."""
+        part = self.kinds[(rank + len(name) + part.numel()) % len(self.kinds)](part)
         if name not in end.placements:
             return part
-        return self.distribute(part, whole, end, name, rank)
+        return self.distribute(part.detach(), whole, end, name, rank)
 
     def local(self, given, name):
         tensor = given["into"][name]
-        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
 
 
 class Mesh:
@@ -205,7 +232,3 @@ def without_group(part, whole, end, name, rank):
         dtype=part.dtype,
         to_local=lambda: part,
     )
-
-
-def volume(case):
-    return sum(math.prod(whole.shape) for whole in case.wholes.values())
