@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import chain, product, zip_longest
+from itertools import chain, zip_longest
 
 import attrs
 import torch
@@ -27,9 +27,6 @@ The checksum after a segment also has this size.
 LEAST_BUCKET = 1024
 
 Slices = tuple[slice, ...]
-
-Extent = tuple[tuple[int, ...], tuple[int, ...]]
-"""The first index and the length along each axis."""
 
 
 @attrs.frozen
@@ -229,39 +226,31 @@ def _pieces(
             )
         for held, common in overlaps:
             holders = boxes[held]
-            is_copy = one.rank in holders
-            lengths = tuple(stop - start for start, stop in common)
-            for starts, extents in split(lengths, size_of(common) if is_copy else most):
-                firsts = [begin + at for (begin, _), at in zip(common, starts, strict=True)]
-                piece = tuple((at, at + n) for at, n in zip(firsts, extents, strict=True))
+            for piece in split(common, size_of(common) if one.rank in holders else most):
                 yield one, holders, held, piece
 
 
-def split(lengths: tuple[int, ...], most: int) -> Iterator[Extent]:
+def split(box: Box, most: int) -> Iterator[Box]:
     """Split a box into boxes of similar size with at most `most` elements, in memory order.
 
     Example:
-        >>> list(split((2, 5), most=3))
-        [((0, 0), (1, 3)), ((0, 3), (1, 2)), ((1, 0), (1, 3)), ((1, 3), (1, 2))]
-        >>> list(split((5, 2), most=4))
-        [((0, 0), (2, 2)), ((2, 0), (2, 2)), ((4, 0), (1, 2))]
+        >>> list(split(((0, 2), (0, 5)), most=3))
+        [((0, 1), (0, 3)), ((0, 1), (3, 5)), ((1, 2), (0, 3)), ((1, 2), (3, 5))]
+        >>> list(split(((4, 9), (0, 2)), most=4))
+        [((4, 6), (0, 2)), ((6, 8), (0, 2)), ((8, 9), (0, 2))]
     """
-    axis = len(lengths)
-    inner = 1
-    while axis and inner * lengths[axis - 1] <= most:
-        axis -= 1
-        inner *= lengths[axis]
-    if not axis:
-        yield (0,) * len(lengths), lengths
+    size = size_of(box)
+    if size <= most:
+        yield box
         return
-    length = lengths[axis - 1]
-    rest = lengths[axis:]
-    count = -(-length // (most // inner))
+    axis = next(axis for axis, (start, stop) in enumerate(box) if stop - start > 1)
+    start, stop = box[axis]
+    length = stop - start
+    count = -(-length // max(1, most * length // size))
     step = -(-length // count)
-    for outer in product(*map(range, lengths[: axis - 1])):
-        for first in range(0, length, step):
-            extents = (*[1] * (axis - 1), min(step, length - first), *rest)
-            yield (*outer, first, *[0] * len(rest)), extents
+    for first in range(start, stop, step):
+        part = (*box[:axis], (first, min(first + step, stop)), *box[axis + 1 :])
+        yield from split(part, most)
 
 
 def _reserve(

@@ -22,6 +22,9 @@ from hypercomm.process_groups.world import Scope, World, digest_of
 from hypercomm.transfers.mapping import RankMapping
 from hypercomm.transfers.tensors import as_bytes
 
+_LONGEST_S = 365 * 86_400.0
+"""A wait without a limit is as long as this, because torch cannot count in larger numbers."""
+
 
 @lru_cache(maxsize=128)
 def ranks_of(mapping: RankMapping) -> tuple[int, ...]:
@@ -154,7 +157,8 @@ class Exchange:
             receives = [(order[known], blocks[known : known + more])]
             sends = [(order[-known], blocks[:more])]
             for work in post(receives, sends, self.world.pg, tag):
-                _wait(work, until)
+                left_s = min(max(until - time.monotonic(), 0.001), _LONGEST_S)
+                work.wait(timedelta(seconds=left_s))
             known += more
         rows = blocks.cpu().numpy()
         return dict(sorted((rank, row.tobytes()) for rank, row in zip(order, rows, strict=True)))
@@ -197,12 +201,3 @@ def post(
 def read_json(block: bytes) -> Any:
     """Return the value of a padded block of JSON."""
     return json.loads(block.rstrip(b"\0"))
-
-
-def _wait(work: Work, until: float) -> None:
-    """Wait for a message until a time of `time.monotonic`."""
-    left_s = until - time.monotonic()
-    if left_s < timedelta.max.total_seconds():
-        work.wait(timedelta(seconds=max(left_s, 0.001)))
-    else:
-        work.wait()

@@ -192,6 +192,14 @@ def _as_state(value: object, what: str, rank: int) -> Mapping[str, Any]:
 # ---- the description of one rank ----------------------------------------------------------------
 
 
+def describe_plain(
+    name: str, tensor: Tensor, mapping: RankMapping, rank: int, *, is_source: bool
+) -> Held:
+    """Describe a rank's part of a plain tensor that is split as in `mapping`."""
+    cells = mapping.cells_at(rank, tensor.ndim, is_source=is_source)
+    return Held(name, name_of(tensor.dtype), tuple(tensor.shape), cells=cells)
+
+
 def describe_dtensor(
     name: str, tensor: Any, local: Tensor, ranks: Sequence[int], *, is_numbered: bool = True
 ) -> Held:
@@ -406,8 +414,7 @@ def describe_tensors(
                     given = tensors.sharded[is_sent, name]
                     held = describe_dtensor(name, given, local, ranks, is_numbered=not world.parts)
                 elif name in cuts:
-                    cells = cuts[name].cells_at(world.rank, local.ndim, is_source=is_sent)
-                    held = Held(name, name_of(local.dtype), tuple(local.shape), cells=cells)
+                    held = describe_plain(name, local, cuts[name], world.rank, is_source=is_sent)
                 else:
                     raise LayoutError(
                         "no pattern in shards= matches this name; add '*': {} as the last pattern "

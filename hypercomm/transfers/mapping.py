@@ -349,12 +349,12 @@ class Sharding:
     ) -> None:
         self.layout = layout
         self.stage = stage
-        self._axes = [tuple(filter(layout.dim_names.__contains__, dims)) for dims in cuts]
-        taken = {*stage, *[dim for dims in self._axes for dim in dims]}
-        self._copying = tuple([dim for dim in reversed(layout.dim_names) if dim not in taken])
-        self._sizes = layout.sizes
-        self.counts = [math.prod(map(self._sizes.__getitem__, dims)) for dims in self._axes]
-        copies = math.prod(map(self._sizes.__getitem__, self._copying))
+        axes = [tuple(filter(layout.dim_names.__contains__, dims)) for dims in cuts]
+        taken = {*stage, *[dim for dims in axes for dim in dims]}
+        copying = tuple([dim for dim in reversed(layout.dim_names) if dim not in taken])
+        self._dims = (*axes, copying)
+        self._sizes = [[layout.size_of(dim) for dim in dims] for dims in self._dims]
+        *self.counts, copies = map(math.prod, self._sizes)
         self.active = 1 if leaders else copies
 
     @property
@@ -362,37 +362,37 @@ class Sharding:
         """The ranks of the stage, in the order of the layout."""
         return self.layout.ranks_where(**self.stage)
 
-    def replica_of(self, rank: int) -> int:
-        """Return the index of a rank among the replicas of its cell."""
-        return self._number(self._copying, self.layout.coords(rank))
+    def place_of(self, rank: int) -> tuple[Cell, int] | None:
+        """Return the cell of a rank of the layout, and the index of the rank among its replicas.
+
+        Return None if the rank is not in the stage.
+        """
+        coords = self.layout.coords(rank)
+        if not self.stage.items() <= coords.items():
+            return None
+        every = zip(self._dims, self._sizes, strict=True)
+        *cell, replica = [number_at([coords[dim] for dim in dims], sizes) for dims, sizes in every]
+        return tuple(cell), replica
 
     def cell_of(self, rank: int) -> Cell | None:
-        """Return the cell that a rank of the layout sends or receives.
+        """Return the cell that a rank sends or receives.
 
         Return None if the rank is not in the stage. With `leaders`, also return None for all
         replicas of a cell except the first.
         """
-        is_idle = self.replica_of(rank) >= self.active
-        return None if is_idle else self.place_of(rank)
-
-    def place_of(self, rank: int) -> Cell | None:
-        """Return the cell of a rank of the layout, or None if the rank is not in the stage."""
-        coords = self.layout.coords(rank)
-        if not self.stage.items() <= coords.items():
-            return None
-        return tuple([self._number(dims, coords) for dims in self._axes])
+        place = self.place_of(rank) if rank in self.layout else None
+        return place[0] if place is not None and place[1] < self.active else None
 
     def chunks_of(self, lengths: Iterable[int]) -> list[tuple[int, ...]]:
         """Return the sizes of the shards along each split axis, given the lengths of these axes."""
-        sizes = [[self._sizes[dim] for dim in dims] for dims in self._axes]
-        return [chunk_sizes(*one) for one in zip(lengths, sizes, strict=True)]
+        every = zip(lengths, self._sizes[:-1], strict=True)
+        return [chunk_sizes(length, sizes) for length, sizes in every]
 
     def rank_at(self, cell: Cell, replica: int) -> int:
         """Return the rank that has a replica of a cell, given the index of the replica."""
         coords = dict(self.stage)
-        for dims, number in zip((*self._axes, self._copying), (*cell, replica), strict=True):
-            sizes = [self._sizes[dim] for dim in dims]
-            coords.update(zip(dims, digits_of(number, sizes), strict=True))
+        for dims, sizes, at in zip(self._dims, self._sizes, (*cell, replica), strict=True):
+            coords.update(zip(dims, digits_of(at, sizes), strict=True))
         return self.layout.rank(**coords)
 
     def replicas_of(self, rank: int) -> tuple[int, ...]:
@@ -400,12 +400,8 @@ class Sharding:
         coords = self.layout.coords(rank)
         if not self.stage.items() <= coords.items():
             return ()
-        others = {dim: at for dim, at in coords.items() if dim not in self._copying}
+        others = {dim: at for dim, at in coords.items() if dim not in self._dims[-1]}
         return self.layout.ranks_where(**others)
-
-    def _number(self, dims: tuple[str, ...], coords: Mapping[str, int]) -> int:
-        """Return the index of the coordinates along some dims. The last dim varies fastest."""
-        return number_at([coords[dim] for dim in dims], [self._sizes[dim] for dim in dims])
 
 
 # ---- the mapping --------------------------------------------------------------------------------
@@ -568,7 +564,7 @@ class RankMapping:
     @property
     def kind(self) -> Literal["equal", "fan-in", "fan-out"]:
         """Whether the target has equally many, fewer (fan-in) or more (fan-out) batch shards."""
-        before, after = (1, 1) if self.along is None else self._sizes(self.along)
+        before, after = self._sizes(self.along)
         return "equal" if before == after else "fan-in" if before > after else "fan-out"
 
     @property
@@ -667,9 +663,7 @@ class RankMapping:
             LayoutError: The tensor does not have an axis that the mapping splits.
         """
         exact = self if self.sizes else self.of_shape(shape)
-        cell = (exact.before if is_source else exact.after).place_of(rank)
-        if cell is None:
-            raise RankOutsideError(f"rank {rank} is not in the stage that has the tensor")
+        cell = exact._cell_at(rank, is_source)
         lengths = list(shape)
         axes = resolve_axes(exact.cuts, len(lengths))
         for axis, index, sizes in zip(axes, cell, exact.sizes, strict=True):
@@ -690,12 +684,20 @@ class RankMapping:
             For each axis that is split, the axis, the index of the shard, and the number of shards.
 
         Raises:
+            RankOutsideError: The rank is not in the stage.
             LayoutError: The tensor does not have an axis that the mapping splits.
         """
-        end = self.before if is_source else self.after
-        axes = resolve_axes(self.cuts, ndim)
-        every = zip(axes, end.place_of(rank) or (), end.counts, strict=True)
-        return tuple(sorted(cell for cell in every if cell[2] > 1))
+        cell = self._cell_at(rank, is_source)
+        counts = (self.before if is_source else self.after).counts
+        shards = zip(resolve_axes(self.cuts, ndim), cell, counts, strict=True)
+        return tuple(sorted(shard for shard in shards if shard[2] > 1))
+
+    def _cell_at(self, rank: int, is_source: bool) -> Cell:
+        """Return the cell of a rank in the stage that sends or in the stage that receives."""
+        place = (self.before if is_source else self.after).place_of(rank)
+        if place is None:
+            raise RankOutsideError(f"rank {rank} is not in the stage that has the tensor")
+        return place[0]
 
     def table(self) -> NDArray[np.void]:
         """Return all messages as a table.
@@ -750,9 +752,10 @@ class RankMapping:
             >>> [message.target for message in mapping.sends(2)]
             [2, 3]
         """
-        here = self.before.cell_of(rank)
-        messages = [] if here is None else self._sent_from(here, rank)
-        return tuple(sorted(messages, key=attrgetter("target")))
+        here = self.before.place_of(rank)
+        if here is None or here[1] >= self.before.active:
+            return ()
+        return tuple(sorted(self._sent_from(*here, rank), key=attrgetter("target")))
 
     def receives(self, rank: int) -> tuple[Message, ...]:
         """Return the messages that a rank receives, sorted by source.
@@ -770,9 +773,10 @@ class RankMapping:
             >>> [(message.source, message.target) for message in mapping.receives(3)]
             [(2, 3), (3, 3)]
         """
-        there = self.after.cell_of(rank)
-        messages = [] if there is None else self._received_at(there, rank)
-        return tuple(sorted(messages, key=attrgetter("source")))
+        there = self.after.place_of(rank)
+        if there is None or there[1] >= self.after.active:
+            return ()
+        return tuple(sorted(self._received_at(*there, rank), key=attrgetter("source")))
 
     def targets_of(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that a rank of the source sends to, ascending. See `sends`."""
@@ -800,29 +804,27 @@ class RankMapping:
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _sent_from(self, here: Cell, rank: int) -> Iterator[Message]:
+    def _sent_from(self, here: Cell, replica: int, rank: int) -> Iterator[Message]:
         """Yield the messages with which a rank sends its cell."""
         choices = [cut.targets_of(shard) for cut, shard in zip(self.cuts, here, strict=True)]
-        own = _cell_of(self.after, rank)
+        own = self.after.cell_of(rank)
         if own is not None and all(shard in some for shard, some in zip(own, choices, strict=True)):
             yield self._message(here, own, rank, rank)
         counts = [*map(len, choices), self.after.active]
         consumers = math.prod(counts)
-        replica = self.before.replica_of(rank)
         senders = self.before.active
         first, last = (-(-turn * consumers // senders) for turn in (replica, replica + 1))
         for turn in range(first, last):
             *positions, receiver = digits_of(turn, counts)
             there = tuple([some[at] for some, at in zip(choices, positions, strict=True)])
             target = self.after.rank_at(there, receiver)
-            if _cell_of(self.before, target) != here:  # otherwise the target copies the cell
+            if self.before.cell_of(target) != here:  # otherwise the target copies the cell
                 yield self._message(here, there, rank, target)
 
-    def _received_at(self, there: Cell, rank: int) -> Iterator[Message]:
+    def _received_at(self, there: Cell, replica: int, rank: int) -> Iterator[Message]:
         """Yield the messages with which a rank receives its cell."""
         choices = [cut.sources_of(shard) for cut, shard in zip(self.cuts, there, strict=True)]
-        own = _cell_of(self.before, rank)
-        replica = self.after.replica_of(rank)
+        own = self.before.cell_of(rank)
         for here in product(*choices):
             if here == own:
                 yield self._message(here, there, rank, rank)
@@ -853,7 +855,7 @@ class RankMapping:
                     f"{role}= contains dim {short_repr(dim)}, which neither layout has; the source "
                     f"has dims {names[0]}, and the target has dims {names[1]}{hint}"
                 )
-        before, after = (1, 1) if self.along is None else self._sizes(self.along)
+        before, after = self._sizes(self.along)
         if before % after and after % before:
             raise LayoutError(
                 f"the batch is split along {self.along} into {before} shards at the source and "
@@ -861,18 +863,15 @@ class RankMapping:
                 f"example {nearest_multiples(before, after)} at the source"
             )
 
-    def _sizes(self, dim: str) -> tuple[int, int]:
+    def _sizes(self, dim: str | None) -> tuple[int, int]:
+        if dim is None:
+            return 1, 1
         return self.source.size_of(dim, default=1), self.target.size_of(dim, default=1)
 
     def _stage(self, layout: RankLayout, is_last: bool) -> dict[str, int]:
         if self.pipeline is None or self.pipeline not in layout.dim_names:
             return {}
         return {self.pipeline: layout.size_of(self.pipeline) - 1 if is_last else 0}
-
-
-def _cell_of(sharding: Sharding, rank: int) -> Cell | None:
-    """Return the cell of a rank, or None if the layout does not contain the rank."""
-    return sharding.cell_of(rank) if rank in sharding.layout else None
 
 
 def format_ends(mapping: RankMapping) -> str:

@@ -273,7 +273,7 @@ def _fused(rank: int, held: Held, sources: Mapping[str, SourceTensor]) -> list[W
     if held.fused is None:
         return []
     parts, heads, axis = held.fused
-    shard, count = next(((at, n) for on, at, n in held.cells if on == axis), (0, 1))
+    places = {on: (shard, count) for on, shard, count in held.cells}
     wanted = []
     shapes = []
     offset = 0
@@ -284,8 +284,9 @@ def _fused(rank: int, held: Held, sources: Mapping[str, SourceTensor]) -> list[W
                 f"into[{held.name!r}] has shape {held.shape}, but its part {part!r} has shape "
                 f"{whole}, with another number of axes"
             )
-        box = [_cut_evenly(length, held.cells, at) for at, length in enumerate(whole)]
-        box[axis] = _heads_of(part, whole[axis], number, shard, count)
+        box = [_chunk_of(length, *places.get(at, (0, 1))) for at, length in enumerate(whole)]
+        if number:
+            box[axis] = _heads_of(part, whole[axis], number, *places.get(axis, (0, 1)))
         start = [0] * len(whole)
         start[axis] = offset
         wanted.append(Wanted(rank, part, tuple(box), tuple(start)))
@@ -302,25 +303,20 @@ def _fused(rank: int, held: Held, sources: Mapping[str, SourceTensor]) -> list[W
     return [one for one in wanted if size_of(one.box)]
 
 
-def _cut_evenly(length: int, cells: Sequence[tuple[int, int, int]], axis: int) -> Span:
-    for on, shard, count in cells:
-        if on == axis:
-            sizes = chunk_sizes(length, [count])
-            return sum(sizes[:shard]), sum(sizes[: shard + 1])
-    return 0, length
+def _chunk_of(length: int, shard: int, count: int) -> Span:
+    """Return the span of a shard by torch.chunk's rule."""
+    sizes = chunk_sizes(length, [count])
+    return sum(sizes[:shard]), sum(sizes[: shard + 1])
 
 
 def _heads_of(part: str, length: int, heads: int, shard: int, count: int) -> Span:
     """Return the span of a shard in a part. A head is never split.
 
-    If there are more shards than heads, several shards have the same head. With `heads` 0, the part
-    is split by torch.chunk's rule.
+    If there are more shards than heads, several shards have the same head.
 
-    >>> _heads_of("q", 64, 8, 1, 4), _heads_of("k", 16, 2, 1, 4), _heads_of("up", 10, 0, 3, 4)
-    ((16, 32), (0, 8), (9, 10))
+    >>> _heads_of("q", 64, 8, 1, 4), _heads_of("k", 16, 2, 1, 4)
+    ((16, 32), (0, 8))
     """
-    if not heads:
-        return _cut_evenly(length, [(0, shard, count)], 0)
     if length % heads or (heads % count and count % heads):
         raise misfit(
             f"{part!r} has {length} rows in {heads} heads, which cannot be divided into {count} "

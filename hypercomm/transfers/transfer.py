@@ -30,6 +30,7 @@ from hypercomm.transfers.exchange import Exchange, details, read_json, tag_of
 from hypercomm.transfers.holdings import (
     Held,
     Shape,
+    describe_plain,
     from_rows,
     name_of,
     to_rows,
@@ -146,7 +147,12 @@ def transfer(
                 is_source, siblings = _role(mapping, world.rank)
                 given = as_tensor(tensor, "tensor")
                 buffer = _check_buffer(given, out, is_source, siblings)
-                held = _describe(mapping, world.rank, given if is_source else None, buffer)
+                parts = ((True, given if is_source else None), (False, buffer))
+                held = {
+                    is_sent: describe_plain(_NAME, one, mapping, world.rank, is_source=is_sent)
+                    for is_sent, one in parts
+                    if one is not None
+                }
                 group = _check_group(groups, siblings if mapping.leaders else ())
                 known = None if is_exchanged else _sizes_from_own(mapping, held, world.rank, rows)
         except LayoutError as error:
@@ -195,23 +201,6 @@ def _check_buffer(
         return None
     check_buffer(given, "tensor")
     return given
-
-
-def _describe(
-    mapping: RankMapping, rank: int, sent: Tensor | None, received: Tensor | None
-) -> dict[bool, Held]:
-    """Describe the part that this rank sends, under the key True, and the buffer, under False."""
-    ends = ((True, sent), (False, received))
-    return {
-        is_sent: Held(
-            _NAME,
-            name_of(one.dtype),
-            tuple(one.shape),
-            cells=mapping.cells_at(rank, one.ndim, is_source=is_sent),
-        )
-        for is_sent, one in ends
-        if one is not None
-    }
 
 
 def _check_out(out: object, tensor: Tensor) -> Tensor:
