@@ -88,8 +88,9 @@ def match_tensors(
         PlanMismatchError: The tensors of two ranks, or of source and target, do not fit. All ranks
             raise the same error.
     """
+    parts_of = _by_name(sent, "state")
     sources = {}
-    for name, held in _by_name(sent, "state").items():
+    for name, held in parts_of.items():
         whole, regions = _regions(f"state[{name!r}]", held)
         boxes: dict[Box, dict[int, Shape]] = {}
         for rank, some in regions.items():
@@ -113,16 +114,14 @@ def match_tensors(
             _check_dtype(name, one.dtype, part, sources[part].dtype, dtype)
         used.update(parts)
         wanted = (
-            _unfused(name, held, sent, sources[name])
+            _unfused(name, held, parts_of[name], sources[name])
             if one.fused is None
             else [_fused(rank, its, sources) for rank, its in held.items()]
         )
         targets.append(Target(name, one.dtype, wanted))
     unused = sorted(sources.keys() - used)
     if unused:
-        owner = next(
-            rank for rank, some in sent.items() if any(one.name == unused[0] for one in some)
-        )
+        owner = next(iter(parts_of[unused[0]]))
         names = first_n([repr(name) for name in unused], 4)
         raise misfit(f"rank {owner} has {names} in state=, which no rank has in into=")
     return sources, targets
@@ -141,15 +140,13 @@ def replicas_of(sources: Mapping[str, SourceTensor]) -> list[tuple[str, tuple[in
 
 
 def _unfused(
-    name: str, held: Mapping[int, Held], sent: Mapping[int, Sequence[Held]], source: SourceTensor
+    name: str, held: Mapping[int, Held], sent: Mapping[int, Held], source: SourceTensor
 ) -> list[list[Wanted]]:
     """Return the boxes that each target rank needs of a parameter that is not fused."""
     whole, regions = _regions(f"into[{name!r}]", held)
     if whole != source.whole:
         rank, one = next(iter(held.items()))
-        sender, its = next(
-            (sender, other) for sender, some in sent.items() for other in some if other.name == name
-        )
+        sender, its = next(iter(sent.items()))
         raise misfit(
             f"the full shape of {name!r} is {source.whole} in state= and {whole} in into=: rank "
             f"{sender} sends a part of shape {its.shape} ({its.how}), and rank {rank} receives "

@@ -239,7 +239,7 @@ ALONE = RankMapping("tp=1", "tp=1", along=None)
 
 # Buffers whose elements share memory are rejected, because the result would depend on the order.
 # Views whose elements interleave, and parts of one tensor, are accepted. A parameter that does not
-# move may be its own buffer.
+# move may be its own buffer, also if it has two names.
 @pytest.mark.parametrize(
     ("message", "make"),
     [
@@ -252,6 +252,7 @@ ALONE = RankMapping("tp=1", "tp=1", along=None)
         ("", lambda one: {"a": one[:3], "b": one[3:6]}),
         ("", lambda one: {"a": one.as_strided((2, 2), (3, 2)), "b": one[1:2]}),
         ("", lambda one: {"a": one[:3], "b": one[3:6], "state": one[3:6]}),
+        ("", lambda one: {"b": one[:3], "c": one[:3], "state": one[:3]}),
     ],
 )
 def test_overlapping_buffers(message, make):
@@ -259,7 +260,8 @@ def test_overlapping_buffers(message, make):
     shared = into.pop("state", None)
     state = {name: torch.rand_like(one) for name, one in into.items()}
     if shared is not None:
-        state["b"] = shared
+        state |= {name: shared for name in ("b", "c") if name in into}
+        state.setdefault("b", shared)
         into.setdefault("b", torch.zeros(shared.shape))
     with fake_world(1):
         if message:
