@@ -366,18 +366,16 @@ def _plan(exact: RankMapping, whole: Shape, dtype: torch.dtype, rank: int) -> Bu
 
 def _segments(exact: RankMapping, whole: Shape, dtype: torch.dtype, rank: int) -> Iterator[Segment]:
     """Yield the messages that a rank sends or receives, as segments."""
-    sends = exact.sends(rank) if rank in exact.source_ranks else ()
-    receives = exact.receives(rank) if rank in exact.target_ranks else ()
+    sends = exact.sends(rank) if rank in exact.source else ()
+    receives = exact.receives(rank) if rank in exact.target else ()
     for one in dict.fromkeys((*sends, *receives)):
         here = one.source_slices(exact.shape_at(one.source, whole, is_source=True))
         there = one.target_slices(exact.shape_at(one.target, whole, is_source=False))
-        size = dtype.itemsize * prod(
-            some.indices(length)[1] - some.indices(length)[0]
-            for some, length in zip(one.global_slices(whole), whole, strict=True)
-        )
+        slices = zip(one.global_slices(whole), whole, strict=True)
+        nbytes = dtype.itemsize * prod(len(range(length)[part]) for part, length in slices)
         bucket = -1 if one.source == one.target else 0
         ends = one.source, one.target, here, there
-        yield Segment(_NAME, _NAME, dtype, *ends, size, bucket)
+        yield Segment(_NAME, _NAME, dtype, *ends, nbytes, bucket)
 
 
 def _broadcast(received: Tensor, leader: int, group: ProcessGroup) -> None:
