@@ -115,14 +115,18 @@ class Mover:
         size = segment.room if self.is_verified else segment.nbytes
         return self._pools[segment.bucket % 2][piece.start : piece.start + size]
 
-    def move(self, start: int = 0) -> None:
-        """Copy the parts that stay on this rank, and move all buckets from `start` on."""
-        self._done = start
-        in_progress: deque[list[Work]] = deque()
+    def copy(self) -> None:
+        """Copy the parts that stay on this rank."""
         with torch.no_grad(), writing_to(self.received):
             for there, here in self._copies:
                 if there.data_ptr() != here.data_ptr():
                     there.copy_(here)
+
+    def move(self, start: int = 0) -> None:
+        """Move all buckets from `start` on. All parts have then been written, also by `copy`."""
+        self._done = start
+        in_progress: deque[list[Work]] = deque()
+        with torch.no_grad(), writing_to(self.received):
             for number in range(start, self.plan.buckets):
                 in_progress.append(self._begin(number))
                 if len(in_progress) == 2:

@@ -186,6 +186,7 @@ def transfer_state(
             while len(plans) > _CACHED_PLANS:
                 plans.pop(next(iter(plans)))
         call.compare_replicas(cached, sums)
+        mover.copy()
         try:
             mover.move(start)
         except RuntimeError as error:

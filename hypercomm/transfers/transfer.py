@@ -171,7 +171,9 @@ def transfer(
         received = {} if buffer is None else {_NAME: buffer.detach()}
         tag = tag_of(f"{details(exact)} {whole} {given.dtype}") if world.has_store else 0
         plan = _plan(exact, whole, given.dtype, world.rank)
-        Mover(plan, {_NAME: given.detach()}, received, world, tag).move()
+        mover = Mover(plan, {_NAME: given.detach()}, received, world, tag)
+        mover.copy()
+        mover.move()
         if group is not None and buffer is not None:
             _broadcast(buffer.detach(), siblings[0], group)
         return buffer
