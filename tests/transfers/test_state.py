@@ -245,6 +245,7 @@ ALONE = RankMapping("tp=1", "tp=1", along=None)
     [
         ("into['a'] shares memory with into['b']", lambda one: {"a": one[:3], "b": one[2:5]}),
         ("into['a'] shares memory with into['b']", lambda one: {"a": one[:6:2], "b": one[4:7]}),
+        ("into['a'] shares memory with into['b']", lambda one: {"a": one[::2], "b": one[8:]}),
         ("into['a'] shares memory with state['b']", lambda one: {"a": one[:4], "state": one[3:]}),
         ("into['b'] shares memory with state['b']", lambda one: {"b": one[:4], "state": one[1:5]}),
         ("into['a'] is expanded", lambda one: {"a": one.as_strided((2, 2), (1, 1)), "b": one[6:]}),
