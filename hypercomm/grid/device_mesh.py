@@ -6,7 +6,7 @@ A DeviceMesh numbers its ranks with the LAST dim varying fastest, a grid with th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from weakref import ref
 
 import attrs
@@ -17,12 +17,14 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hypercomm.errors import LayoutError
+from hypercomm.grid.dims import GridDims
+from hypercomm.grid.state import GridState
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_ordered
-from hypercomm.layout.parsing import Dims, as_dims
+from hypercomm.layout.parsing import as_dims
 from hypercomm.layout.text import short_repr
+from hypercomm.layout.views import Views
 from hypercomm.process_groups import torch_internals as torchdist
-from hypercomm.process_groups.table import GroupTable
 
 _IN_ORDER = "_hypercomm_in_order"
 """The attribute that marks meshes whose groups keep the order of the mesh's ranks."""
@@ -44,26 +46,18 @@ _SORTED = (
 
 
 def as_mesh(
-    layout: RankLayout,
-    table: GroupTable,
-    group_over: Callable[[tuple[str, ...]], ProcessGroup],
-    spans: Mapping[str, tuple[str, ...]],
+    state: GridState,
+    view: str | None,
+    dims: Sequence[str | Iterable[str]],
     device_type: str | None,
     flatten: Mapping[str, Sequence[str]] | None,
 ) -> DeviceMesh:
-    """Return the mesh for `HyperCommGrid.device_mesh`, which documents the arguments.
-
-    Args:
-        layout: The layout of the grid or view.
-        table: The process groups of the grid.
-        group_over: A function that returns the calling rank's process group over some dims.
-        spans: The result of `read_dims`.
-        device_type: The type of the devices.
-        flatten: Maps each further name to the adjacent dims that it joins.
-    """
+    """Return the mesh for `HyperCommGrid.device_mesh`, which documents the arguments."""
+    layout = state.table.views.layout_of(view)
+    spans = read_dims(state.table.views, view, dims)
     joint = read_flatten(tuple(spans), flatten)
-    here = layout.coords(table.rank())  # raises if the rank is not in the layout
-    groups = [group_over(names) for names in spans.values()]
+    here = layout.coords(state.table.rank())  # raises if the rank is not in the layout
+    groups = [GridDims(state, view, names).group for names in spans.values()]
     used = [name for names in spans.values() for name in names]
     others = {name: at for name, at in here.items() if name not in used}
     shape = [layout.size_of(names) for names in spans.values()]
@@ -75,9 +69,11 @@ def as_mesh(
         torchdist.keep_mesh_order(mesh)  # torch would sort the ranks of the mesh's slices
     named = dict(zip(spans, groups, strict=True))
     for name, parts in joint.items():
-        named[name] = group_over(tuple(dim for part in parts for dim in spans[part]))
+        names = tuple(dim for part in parts for dim in spans[part])
+        named[name] = GridDims(state, view, names).group
         torchdist.flatten_mesh(mesh, parts, name, named[name])
     _check_equal_meshes(mesh, named)
+    state.gave_meshes = True
     return mesh
 
 
@@ -138,15 +134,13 @@ def _check_equal_meshes(mesh: DeviceMesh, groups: Mapping[str, ProcessGroup]) ->
 
 
 def read_dims(
-    dim_names: Sequence[str],
-    order: Callable[[Dims], tuple[str, ...]],
-    dims: Sequence[str | Iterable[str]],
+    views: Views, view: str | None, dims: Sequence[str | Iterable[str]]
 ) -> dict[str, tuple[str, ...]]:
     """Return the names of the dims of a mesh, and the dims of the layout that each one spans.
 
     Args:
-        dim_names: The dims of the layout.
-        order: Returns dims in the order of the layout.
+        views: The base layout and its views.
+        view: The view whose dims these are, or None for the base layout.
         dims: The dims of the mesh, as for `HyperCommGrid.device_mesh`.
 
     Raises:
@@ -155,25 +149,26 @@ def read_dims(
             order of the layout.
 
     Example:
-        >>> layout = RankLayout([2, 2, 2], ["tp", "cp", "dp"])
-        >>> read_dims(layout.dim_names, layout.order_dims, ["dp+cp", "tp"])
+        >>> views = Views(RankLayout([2, 2, 2], ["tp", "cp", "dp"]))
+        >>> read_dims(views, None, ["dp+cp", "tp"])
         {'dp_cp': ('dp', 'cp'), 'tp': ('tp',)}
-        >>> read_dims(layout.dim_names, layout.order_dims, [])
+        >>> read_dims(views, None, [])
         {'dp': ('dp',), 'cp': ('cp',), 'tp': ('tp',)}
     """
+    dim_names = views.layout_of(view).dim_names
     read = [
         as_dims(item if isinstance(item, str) else as_ordered(item, "a dim of a mesh"))
         for item in dims or tuple(reversed(dim_names))
     ]
-    order(read)  # raises if a dim is unknown or is used twice
+    views.ordered(read, view)  # raises if a dim is unknown or is used twice
     if len(read) == 1 and len(read[0]) == len(dim_names) > 1 and not isinstance(dims[0], str):
         raise LayoutError(
             f"{dims[0]} is one dim of the mesh, over all dims of the grid; write "
             f"device_mesh{read[0]} for a mesh of {len(dim_names)} dims, or "
-            f"device_mesh({'+'.join(reversed(order(read[0])))!r}) for a mesh of one dim"
+            f"device_mesh({'+'.join(reversed(dim_names))!r}) for a mesh of one dim"
         )
     for names in read:
-        ordered = tuple(reversed(order(names)))
+        ordered = tuple(reversed(views.ordered(names, view)))
         if names != ordered:
             raise LayoutError(
                 f"the ranks of a mesh dim over {names} would have {names[-1]!r} as the fastest "

@@ -9,10 +9,9 @@ first. The edges of one key have no rank in common.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from functools import partial
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, NoReturn, Protocol, overload
+from typing import TYPE_CHECKING, NoReturn, overload
 
 import attrs
 import torch
@@ -26,38 +25,14 @@ from hypercomm.errors import (
     HyperCommError,
     SimulationError,
 )
+from hypercomm.grid.state import GridState
 from hypercomm.layout import RankLayout
 from hypercomm.layout.groups import Membership, RankGroups, groups_of_rows
-from hypercomm.layout.parsing import Dims
 from hypercomm.layout.text import short_repr
 from hypercomm.process_groups import torch_internals as torchdist
-from hypercomm.process_groups.spec import Derive, GroupKey, Share, StrategyName
-from hypercomm.process_groups.table import LIVE, Entry, GroupTable
-
-
-class HasGroups(Protocol):
-    """The part of a grid or a view that its dims use."""
-
-    @property
-    def layout(self) -> RankLayout:
-        """The numbering of the ranks, which a reshape replaces."""
-
-    def key_of(self, dims: Dims, *, name: str | None = None) -> GroupKey:
-        """Return the key of a process group."""
-
-    def get_pg(self, dims: Dims, *, name: str | None = None) -> ProcessGroup | None:
-        """Return a process group that was created before."""
-
-    def ensure_pg(
-        self,
-        dims: Dims,
-        *,
-        name: str | None = None,
-        derive: Derive | None = None,
-        creation: StrategyName | None = None,
-        share: Share | None = None,
-    ) -> ProcessGroup | None:
-        """Create a process group on the first call, and return the same one afterwards."""
+from hypercomm.process_groups.creation import ensure
+from hypercomm.process_groups.spec import GroupKey, GroupRequest
+from hypercomm.process_groups.table import LIVE, Entry
 
 
 class Size(int):
@@ -96,13 +71,11 @@ class GridDims:
         4 (4, 5, 6, 7)
     """
 
-    __slots__ = ("_entry", "_known", "_table", "_view", "dims")
+    __slots__ = ("_entry", "_known", "_state", "_view", "dims")
 
-    def __init__(
-        self, view: HasGroups, table: Callable[[], GroupTable], dims: tuple[str, ...]
-    ) -> None:
+    def __init__(self, state: GridState, view: str | None, dims: tuple[str, ...]) -> None:
+        self._state = state  # a reshape replaces its table
         self._view = view
-        self._table = table  # a function, because a reshape replaces the table
         self.dims = dims
         self._known: tuple[RankLayout, int, Membership] | None = None
         """The layout and the rank of the last lookup, and the result."""
@@ -119,7 +92,7 @@ class GridDims:
     @property
     def size(self) -> Size:
         """The number of ranks in each group; `size()` works too."""
-        return Size(self._view.layout.size_of(self.dims))
+        return Size(self._layout.size_of(self.dims))
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -162,9 +135,13 @@ class GridDims:
         return ranks[at] if 0 <= at < len(ranks) else None
 
     @property
+    def _layout(self) -> RankLayout:
+        return self._state.table.views.layout_of(self._view)
+
+    @property
     def _place(self) -> Membership:
-        rank = self._table().rank()
-        layout = self._view.layout
+        rank = self._state.table.rank()
+        layout = self._layout
         known = self._known
         if known is None or known[0] is not layout or known[1] != rank:
             known = self._known = layout, rank, layout.membership(rank, self.dims)
@@ -182,25 +159,24 @@ class GridDims:
             NotInitializedError: torch.distributed is not initialised, or was destroyed.
             HyperCommError: See `HyperCommGrid.create_pg`.
         """
-        table = self._table()
-        if self._entry is not None and table.entries.get(self._entry.spec.key) is self._entry:
+        table = self._state.table
+        entry = self._entry
+        if entry is not None and table.entries.get(entry.spec.key) is entry:
             table.check_usable()
-            group = self._entry.communicator.pg
-            if group is not None and self._entry.state == LIVE:
-                return group
-        if table.world is None:
-            torchdist.world_group()  # raises an error, because WORLD was destroyed
-        _ = self._place  # raises an error on a rank outside of the grid
-        dims = "+".join(self.dims)  # a string is looked up faster than a tuple
-        group = None
-        try:  # noqa: SIM105 - contextlib.suppress() is slower
-            group = self._view.get_pg(dims)
-        except GroupMissingError:
-            pass  # a call in this clause would show this error before its own
-        if group is None:
-            group = self._view.ensure_pg(dims)
-        self._entry = table.entries.get(self._view.key_of(dims))
+        else:
+            if table.world is None:
+                torchdist.world_group()  # raises an error, because WORLD was destroyed
+            _ = self._place  # raises an error on a rank outside of the grid
+            entry = self._entry = table.entries.get(self._key())
+        if entry is not None and entry.state == LIVE:
+            group = entry.communicator.pg
+        else:
+            group = ensure(table, GroupRequest("+".join(self.dims), view=self._view))
         return group  # type: ignore[return-value]  # a rank of the grid is in one of the groups
+
+    def _key(self, name: str | None = None) -> GroupKey:
+        """Return the key of the group over the dims, or of a further group with a name."""
+        return self._state.table.find_key("+".join(self.dims), name, self._view)[0]
 
     def get_group(self) -> ProcessGroup:
         """Return `group`, as a DeviceMesh does."""
@@ -297,7 +273,7 @@ class GridDims:
     def _live_group(self) -> ProcessGroup:
         """Return the group, or raise if its other ranks do not exist."""
         group = self.group
-        world = self._table().world
+        world = self._state.table.world
         if self.size > 1 and not (world is not None and world.has_store):
             raise SimulationError(
                 f"each group of {'+'.join(self.dims)} has {self.size} ranks, but in a fake world "
@@ -307,7 +283,7 @@ class GridDims:
         return group
 
     def __repr__(self) -> str:
-        text = f"{'+'.join(self.dims)} of {self._view.layout}"
+        text = f"{'+'.join(self.dims)} of {self._layout}"
         try:
             place = self._place
         except HyperCommError:  # the calling rank is not known, or not in the grid
@@ -380,8 +356,6 @@ class PipelineEdges:
     """
 
     _at: GridDims
-    _view: HasGroups = attrs.field(eq=False)
-    _table: Callable[[], GroupTable] = attrs.field(eq=False)
     wrap: bool
 
     @property
@@ -418,19 +392,18 @@ class PipelineEdges:
         kind = self._kind(offset)
         if kind is None:
             return None
-        view = self._view
-        dims = "+".join(self._at.dims)
-        name = f"edge {direction} {kind}"
-        if self._table().options.verify:  # all ranks must create the same groups
+        table = self._at._state.table
+        key = self._at._key(f"edge {direction} {kind}")
+        if table.options.verify:  # all ranks must create the same groups
             self.create()
         try:
-            return view.get_pg(dims, name=name)
+            return table.get(key)
         except GroupMissingError:
             kinds = self._kinds()
             needed = kinds[: kinds.index(kind) + 1] if self.wrap else [kind]
             own = {self._kind(offset) for offset in (0, -1)}
             self._create([one for one in kinds if one in needed or one not in own])
-        return view.get_pg(dims, name=name)
+        return table.get(key)
 
     def _create(self, kinds: list[str]) -> None:
         """Create the calling rank's edges of some kinds: "even", "odd" or "wrap".
@@ -439,13 +412,15 @@ class PipelineEdges:
         """
         for kind in kinds:
             for direction in ("forward", "backward"):
-                self._view.ensure_pg(
+                request = GroupRequest(
                     self._at.dims,
                     name=f"edge {direction} {kind}",
+                    view=self._at._view,
                     derive=partial(_pairs, kind),
                     creation="local",
                     share="never",
                 )
+                ensure(self._at._state.table, request)
 
     def _kind(self, offset: int) -> str | None:
         """Return the kind of the edge that begins `offset` stages from here.
@@ -472,7 +447,7 @@ class PipelineEdges:
 
     def __repr__(self) -> str:
         wrap = " with wrap" if self.wrap else ""
-        return f"edges of {'+'.join(self._at.dims)} of {self._view.layout}{wrap}"
+        return f"edges of {'+'.join(self._at.dims)} of {self._at._layout}{wrap}"
 
 
 def _pairs(kind: str, groups: RankGroups) -> RankGroups:

@@ -27,7 +27,8 @@ from hypercomm.grid.arguments import (
     check_dims,
     read_target,
 )
-from hypercomm.grid.view import GridState, GridView, state_of
+from hypercomm.grid.state import GridState
+from hypercomm.grid.view import GridView, state_of
 from hypercomm.layout import RankLayout, read_layout
 from hypercomm.layout.checks import as_int, as_ranks, as_world_size, check_duration
 from hypercomm.layout.views import BASE, Views

@@ -10,6 +10,7 @@ from datetime import timedelta
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
+import attrs
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -30,7 +31,7 @@ from hypercomm.layout.placement import (
 )
 from hypercomm.layout.text import aligned, did_you_mean, format_ranks, short_repr
 from hypercomm.process_groups.creation import create_all
-from hypercomm.process_groups.spec import GroupRequest, Share, StrategyName, check_name
+from hypercomm.process_groups.spec import GridOptions, GroupRequest, Share, StrategyName
 from hypercomm.process_groups.table import GroupTable
 from hypercomm.process_groups.world import (
     GridIdentity,
@@ -124,8 +125,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
             raise TypeError(f"GridSet() got an unexpected keyword argument {label!r}{hint}")
         self._world_size = as_world_size(size_of_world(world_size, world))
         self._world = world
-        if name is not None:
-            check_name(name)
+        options = GridOptions(backend, name, creation, share, lazy_init, verify, enable_reconfigure)
         self._grids: dict[str, HyperCommGrid] = {}
         latest: HyperCommGrid | None = None
         is_written = False
@@ -137,17 +137,9 @@ class GridSet(Mapping[str, HyperCommGrid]):
                 with naming(label):
                     layout = self._read(label, given)
                 before = latest
+                own = attrs.evolve(options, name=f"{name}.{label}" if name else label)
                 latest = HyperCommGrid(
-                    layout,
-                    name=f"{name}.{label}" if name else label,
-                    world_size=self._world_size,
-                    world=world,
-                    backend=backend,
-                    creation=creation,
-                    share=share,
-                    lazy_init=lazy_init,
-                    verify=verify,
-                    enable_reconfigure=enable_reconfigure,
+                    layout, world_size=self._world_size, world=world, **attrs.asdict(own)
                 )
                 if before is not None:
                     state_of(latest).borrow_from(state_of(before))
@@ -242,18 +234,9 @@ class GridSet(Mapping[str, HyperCommGrid]):
         """
         _check_named("GridSet.tile", grids)
         total = size_of_world(world_size)
-        return cls(
-            tile(grids, total),
-            requires=requires,
-            world_size=total,
-            name=name,
-            backend=backend,
-            creation=creation,
-            share=share,
-            lazy_init=lazy_init,
-            verify=verify,
-            enable_reconfigure=enable_reconfigure,
-        )
+        options = GridOptions(backend, name, creation, share, lazy_init, verify, enable_reconfigure)
+        placed = tile(grids, total)
+        return cls(placed, requires=requires, world_size=total, **attrs.asdict(options))
 
     @classmethod
     def colocated(
@@ -297,18 +280,9 @@ class GridSet(Mapping[str, HyperCommGrid]):
         """
         _check_named("GridSet.colocated", grids)
         total = size_of_world(world_size)
-        return cls(
-            colocate(grids, total),
-            requires="colocated",
-            world_size=total,
-            name=name,
-            backend=backend,
-            creation=creation,
-            share=share,
-            lazy_init=lazy_init,
-            verify=verify,
-            enable_reconfigure=enable_reconfigure,
-        )
+        options = GridOptions(backend, name, creation, share, lazy_init, verify, enable_reconfigure)
+        placed = colocate(grids, total)
+        return cls(placed, requires="colocated", world_size=total, **attrs.asdict(options))
 
     # ---- grids ----------------------------------------------------------------------------------
 

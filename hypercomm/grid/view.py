@@ -5,31 +5,28 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
-import attrs
 import numpy as np
 from torch.distributed import ProcessGroup
 
-from hypercomm.errors import HyperCommError, LayoutError, UnknownDimError
+from hypercomm.errors import HyperCommError, UnknownDimError
 from hypercomm.grid.arguments import takes_one
 from hypercomm.grid.connect import Connection, connect
 from hypercomm.grid.dims import GridDims, PipelineEdges, Size
+from hypercomm.grid.state import GridState
 from hypercomm.layout import RankLayout
-from hypercomm.layout.checks import as_int, as_ordered
+from hypercomm.layout.checks import as_int
 from hypercomm.layout.groups import format_counts
 from hypercomm.layout.parsing import Dims
-from hypercomm.layout.text import format_coords, short_repr
-from hypercomm.process_groups import torch_internals as torchdist
+from hypercomm.layout.text import format_coords
 from hypercomm.process_groups.creation import create_all, create_one, ensure
 from hypercomm.process_groups.meeting import refusing
 from hypercomm.process_groups.spec import (
     Derive,
-    GridOptions,
     GroupKey,
     GroupRequest,
     Share,
@@ -37,92 +34,11 @@ from hypercomm.process_groups.spec import (
     check_timeout,
 )
 from hypercomm.process_groups.strategies import Explanation
-from hypercomm.process_groups.table import Entry, GroupTable
+from hypercomm.process_groups.table import GroupTable
 from hypercomm.process_groups.world import World, current, rank_in_world
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-
-@attrs.define(eq=False)
-class GridState:
-    """The state that a grid and its views share.
-
-    Attributes:
-        table: The process groups, with the layout and its views. `reshape` replaces this object.
-        options: The options of the grid, which are the defaults of its methods.
-        world_size: The number of ranks of the job.
-        lender: The state of a grid of the same set, whose groups this grid may use, or None.
-        gave_meshes: Whether a DeviceMesh uses groups of the grid.
-    """
-
-    table: GroupTable
-    options: GridOptions
-    world_size: int
-    lender: GridState | None = None
-    gave_meshes: bool = False
-
-    def borrow_from(self, lender: GridState) -> None:
-        """Let the groups of another grid also serve the keys of this grid."""
-        self.lender = lender
-        self.table.lender = lambda: lender.table
-
-    def warn_of_live(self) -> None:
-        """Warn if a grid is garbage collected before its groups are destroyed. The groups stay."""
-        leaked = ", ".join(map(str, self.table.leaked()))
-        if leaked:
-            warnings.warn(
-                f"a HyperCommGrid ({self.table.layout}) was garbage collected before its process "
-                f"groups were destroyed: {leaked}; call its destroy(), or use it in a with block",
-                ResourceWarning,
-                stacklevel=2,
-            )
-
-    def read_requests(
-        self,
-        requests: Iterable[Dims | Mapping[str, Any] | GroupRequest],
-        *,
-        view: str | None = None,
-        backend: str | None = None,
-        timeout: timedelta | None = None,
-        share: Share | None = None,
-    ) -> list[tuple[GroupTable, GroupRequest]]:
-        """Read the requests of `create_pgs`. The other arguments are defaults for the requests."""
-        self.table.check_alive()
-        defaults = {"view": view, "backend": backend, "timeout": timeout, "share": share}
-        if isinstance(requests, (str, Mapping, GroupRequest)):
-            given = short_repr(requests)
-            listed = short_repr(requests.split(",") if isinstance(requests, str) else [requests])
-            raise LayoutError(f"create_pgs takes a list of requests, got {given}; write {listed}")
-        read = []
-        for given in as_ordered(requests, "the list in create_pgs(['tp', ['dp', 'cp']])"):
-            request = GroupRequest.of(given)
-            missing: dict[str, Any] = {
-                name: value
-                for name, value in defaults.items()
-                if value is not None and getattr(request, name) is None
-            }
-            if missing:
-                request = attrs.evolve(request, **missing)
-            read.append((self.table, request))
-        return read
-
-    def live(self, view: str | None) -> dict[GroupKey, Entry]:
-        """Return the groups of a view, also over shared dims. If it is None, return all groups."""
-        live = self.table.live()
-        if view is None:
-            return live
-        shared = set(self.table.views[view].shared_dims)
-        return {
-            key: entry
-            for key, entry in live.items()
-            if key.view == view or (key.view is None and set(key.dims) <= shared)
-        }
-
-    def forget_meshes(self) -> None:
-        """Make torch forget the meshes of groups that are about to be destroyed."""
-        if self.gave_meshes and not self.table.is_destroyed:
-            torchdist.forget_meshes()
 
 
 class GridView:
@@ -299,9 +215,7 @@ class GridView:
         """
         key = dims if isinstance(dims, str) else self._order(dims)
         if key not in self._dims:
-            state = self._state
-            view = GridView(state, self._view)  # a reference to `self` would be cyclic
-            self._dims[key] = GridDims(view, lambda: state.table, self._order(dims))
+            self._dims[key] = GridDims(self._state, self._view, self._order(dims))
         return self._dims[key]
 
     def __contains__(self, dim: object) -> bool:
@@ -576,14 +490,15 @@ class GridView:
             pp (edge forward odd)
             pp (edge backward odd)
         """
-        state = self._state
-        within = GridView(state, self._named(view))  # `self` would keep the grid alive
-        if dims == "pp" and not more and "pp" not in within and not self.views:
-            names = self.layout.dim_names
+        view = self._named(view)
+        views = self._state.table.views
+        names = views.layout_of(view).dim_names
+        if dims == "pp" and not more and "pp" not in names and not views:
             raise UnknownDimError(
                 f"there is no dim 'pp' in {names}; name the pipeline, as in edges({names[-1]!r})"
             )
-        return PipelineEdges(within[joined(dims, more)], within, lambda: state.table, wrap)
+        ordered = views.ordered(joined(dims, more), view)
+        return PipelineEdges(GridDims(self._state, view, ordered), wrap)
 
     def explain(
         self,
@@ -713,17 +628,10 @@ class GridView:
             ...     print(grid.coords(), tuple(mesh.get_coordinate()), mesh.mesh.tolist())
             {'tp': 1, 'dp': 2} (2, 1) [[0, 1], [2, 3], [4, 5], [6, 7]]
         """
-        from hypercomm.grid.device_mesh import as_mesh, read_dims
+        from hypercomm.grid.device_mesh import as_mesh
 
         self._state.table.check_alive()
-        spans = read_dims(self.layout.dim_names, self._order, dims)
-
-        def group_over(names: tuple[str, ...]) -> ProcessGroup:
-            return self[names].group  # created on first access
-
-        mesh = as_mesh(self.layout, self._state.table, group_over, spans, device_type, flatten)
-        self._state.gave_meshes = True
-        return mesh
+        return as_mesh(self._state, self._view, dims, device_type, flatten)
 
     # ---- a running job --------------------------------------------------------------------------
 
