@@ -339,12 +339,14 @@ class StridedGroups(RankGroups):
     """Groups that are computed from strides.
 
     The `outer` axes enumerate the groups. The `inner` axes enumerate the members of a group. All
-    axes together are nested in some order (see `numbering.are_nested`).
+    axes together are nested in some order (see `numbering.are_nested`). With a `listing`, the axes
+    span positions in its list of ranks, from `origin` 0 on.
     """
 
     origin: int
     outer: tuple[Axis, ...] = attrs.field(converter=coalesce)
     inner: tuple[Axis, ...] = attrs.field(converter=coalesce)
+    listing: Listing | None = None
     sizes: tuple[int, ...] = attrs.field(init=False)
     _count: int = attrs.field(init=False)
     _descending: list[tuple[int, int, int, int]] = attrs.field(init=False)
@@ -371,14 +373,16 @@ class StridedGroups(RankGroups):
 
     @property
     def is_sorted(self) -> bool:
-        """Whether the members ascend. As the axes are nested, the strides alone decide this."""
+        """Whether the members ascend. Without a listing, the strides alone decide this."""
+        if self.listing is not None:
+            return super().is_sorted
         return list(self.inner) == sorted(self.inner, key=_STRIDE)
 
     def __len__(self) -> int:
         return self._count
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, StridedGroups):
+        if isinstance(other, StridedGroups) and self.listing is None is other.listing:
             ours, theirs = ((one.origin, one.outer, one.inner) for one in (self, other))
             return ours == theirs
         return super().__eq__(other)
@@ -386,7 +390,7 @@ class StridedGroups(RankGroups):
     __hash__ = RankGroups.__hash__
 
     def _find(self, rank: int) -> tuple[int, int] | None:
-        rest = rank - self.origin
+        rest = rank - self.origin if self.listing is None else self.listing.offset_of(rank)
         index = 0
         position = 0
         for size, stride, of_index, of_position in self._descending:
@@ -402,24 +406,28 @@ class StridedGroups(RankGroups):
         for size, stride in self.outer:
             index, digit = divmod(index, size)
             base += digit * stride
+        ranks: Iterable[int] = [base]
         if len(self.inner) == 1:
             size, stride = self.inner[0]
-            return tuple(range(base, base + size * stride, stride))
-        ranks = [base]
-        for size, stride in self.inner:
-            ranks = [rank + step for step in range(0, size * stride, stride) for rank in ranks]
-        return tuple(ranks)
+            ranks = range(base, base + size * stride, stride)
+        else:
+            for size, stride in self.inner:
+                ranks = [rank + step for step in range(0, size * stride, stride) for rank in ranks]
+        return tuple(ranks if self.listing is None else map(self.listing.rank_at, ranks))
 
     def _every(self, size: int, step: int) -> RankGroups:
         low = cut_axes(self.inner, step)
         middle = low and cut_axes(low[1], size)
         if not low or not middle:
             return super()._every(size, step)
-        return StridedGroups(self.origin, (*low[0], *middle[1], *self.outer), middle[0])
+        return StridedGroups(
+            self.origin, (*low[0], *middle[1], *self.outer), middle[0], self.listing
+        )
 
     def to_array(self) -> NDArray[np.int64]:
         bases = self.origin + lattice(self.outer)
-        return bases[:, None] + lattice(self.inner)[None, :]
+        ranks = bases[:, None] + lattice(self.inner)[None, :]
+        return ranks if self.listing is None else self.listing.ranks_at(ranks)
 
 
 @attrs.frozen(repr=False, eq=False)
@@ -460,38 +468,6 @@ class PickedGroups(RankGroups):
                 f"it returned {self.group_size} for group 0 and {len(picked)} for group {index}"
             )
         return picked
-
-
-@attrs.frozen(repr=False, eq=False)
-class ListedGroups(RankGroups):
-    """Groups of the ranks in a list.
-
-    `positions` contains the same groups, but with the position in the list in place of each rank.
-    """
-
-    positions: RankGroups
-    listing: Listing
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The distinct sizes of the groups, ascending."""
-        return self.positions.sizes
-
-    def __len__(self) -> int:
-        return len(self.positions)
-
-    def _find(self, rank: int) -> tuple[int, int] | None:
-        position = self.listing.offset_of(rank)
-        return None if position < 0 else self.positions._find(position)
-
-    def _group(self, index: int) -> tuple[int, ...]:
-        return tuple([self.listing.ranks[position] for position in self.positions._group(index)])
-
-    def _every(self, size: int, step: int) -> RankGroups:
-        return ListedGroups(self.positions._every(size, step), self.listing)
-
-    def to_array(self) -> NDArray[np.int64]:
-        return self.listing.array[self.positions.to_array()]
 
 
 # ---- groups from lists --------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from hypercomm.layout.checks import (
     positive,
     world_too_small,
 )
-from hypercomm.layout.groups import ListedGroups, Membership, RankGroups, StridedGroups
+from hypercomm.layout.groups import Membership, RankGroups, StridedGroups
 from hypercomm.layout.numbering import (
     Axis,
     Listing,
@@ -683,7 +683,7 @@ def groups_over(layout: RankLayout, inner: tuple[str, ...]) -> RankGroups:
     for name, size, stride in zip(layout.dim_names, layout.shape, layout.strides, strict=True):
         (inner_axes if name in inner else outer_axes).append(Axis(size, stride))
     if isinstance(layout._map, Listing):
-        return ListedGroups(StridedGroups(0, outer_axes, inner_axes), layout._map)
+        return StridedGroups(0, outer_axes, inner_axes, layout._map)
     return StridedGroups(layout.rank_offset, outer_axes, inner_axes)
 
 
