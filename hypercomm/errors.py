@@ -9,34 +9,6 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
-__all__ = [
-    "ConfigurationError",
-    "CreationError",
-    "GridDestroyedError",
-    "GroupCreationTimeout",
-    "GroupExistsError",
-    "GroupMissingError",
-    "GroupOptionsError",
-    "HyperCommError",
-    "LateRankError",
-    "LaunchError",
-    "LayoutError",
-    "MissingPackageError",
-    "NotInitializedError",
-    "OutcomeUnknownError",
-    "PlanMismatchError",
-    "RankFailedError",
-    "RankOutsideError",
-    "SimulationError",
-    "StateError",
-    "StateTransferError",
-    "ToolError",
-    "UnknownDimError",
-    "UnknownFieldError",
-    "WorldRestartedError",
-    "WorldSizeError",
-]
-
 
 class HyperCommError(Exception):
     """The base class of all errors of this library: catch it to catch any of them."""
@@ -206,3 +178,10 @@ def time_of(error: BaseException) -> float:
     """
     found: float = vars(error).setdefault("hypercomm_time", time.monotonic())
     return found
+
+
+__all__ = sorted(  # noqa: PLE0605 - the classes of this module
+    name
+    for name, value in list(globals().items())
+    if isinstance(value, type) and issubclass(value, HyperCommError)
+)

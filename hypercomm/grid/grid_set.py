@@ -46,8 +46,6 @@ from hypercomm.transfers.transfer import transfer
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
 
-_CREATE_PGS = "GridSet.create_pgs()"
-
 
 class GridSet(Mapping[str, HyperCommGrid]):
     """Several named grids in one job, such as an encoder and a language model.
@@ -458,24 +456,19 @@ class GridSet(Mapping[str, HyperCommGrid]):
         scope = identity.scope(self._world or current(), "calls of a set")
         if any(state_of(self[name]).table.needs_all_ranks for name in names):
             scope = scope.of_all_ranks()
-        owners: list[str] = []
+        labels = {state_of(self[name]).table: name for name in names}
 
         def find() -> list[tuple[GroupTable, GroupRequest]]:
             found: list[tuple[GroupTable, GroupRequest]] = []
             for name in names:
-                state = state_of(self[name])
-                own = state.read_requests(
+                found += state_of(self[name]).read_requests(
                     requests[name], backend=backend, timeout=timeout, share=share
                 )
-                owners.extend([name] * len(own))
-                found += own
             return found
 
-        labels = {state_of(self[name]).table: name for name in names}
-        entries = create_all(scope, _CREATE_PGS, find, labels)
         created: dict[str, list[ProcessGroup | None]] = {name: [] for name in names}
-        for name, entry in zip(owners, entries, strict=True):
-            created[name].append(entry.communicator.pg)
+        for entry in create_all(scope, "GridSet.create_pgs()", find, labels):
+            created[labels[entry.table]].append(entry.communicator.pg)
         return created
 
     # ---- life cycle -----------------------------------------------------------------------------

@@ -175,7 +175,9 @@ class GridView:
             >>> grid.get_rank_enum(["dp", "tp"])
             [[0, 1, 4, 5], [2, 3, 6, 7]]
         """
-        return self._state.table.views.groups(joined(dims, more), self._named(view)).to_lists()
+        view = self._named(view)
+        views = self._state.table.views
+        return views.layout_of(view).groups(views.ordered(joined(dims, more), view)).to_lists()
 
     def _gen_rank_enum(self, dims: Iterable[str]) -> list[list[int]]:
         """Return all groups, with members in the order of `dims`, the last dim varying fastest.

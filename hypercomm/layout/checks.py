@@ -226,7 +226,7 @@ def as_names(value: object, what: str = "dim name") -> tuple[str, ...]:
         elif len(name) > LONGEST_NAME:
             wrong = f"every {what} must have at most {LONGEST_NAME} characters, got {len(name)}"
         elif names.count(name) > 1:
-            wrong = f"duplicate {plural}: {name!r} is listed twice"
+            wrong = f"duplicate {plural} (name each dim once): {name!r} is listed twice"
         else:
             continue
         raise LayoutError(f"{wrong} in {short_repr(names)}")

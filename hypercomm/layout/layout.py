@@ -790,15 +790,14 @@ def read_layout(
         if given is None and not dims:
             given = sizes_of_environment()
         known = read_sizes(given, dim_names, dims)
+        offset = as_int(rank_offset, "rank_offset", 0)
         if UNSPECIFIED in known.values():
             left, room = None, ""
             if world_size is not None:
-                offset = as_int(rank_offset, "rank_offset", 0)
                 left = positive(world_size, "world_size") - offset
                 room = f"{left} are left from rank {offset} on" if offset else ""
             known = infer_sizes(known, left if left is None else max(1, left), room)
-        steps, numbering = _read_numbering(known, rank_offset, None, None)
-        layout = RankLayout._of(tuple(known.values()), tuple(known), steps, numbering)
+        layout = RankLayout._of(tuple(known.values()), tuple(known), None, Span(offset))
     if world_size is not None and layout.last_rank >= world_size:
         where = f" from rank {layout.rank_offset}" if layout.rank_offset else ""
         left = world_size - layout.rank_offset

@@ -47,14 +47,14 @@ def parse_sizes(text: str) -> dict[str, int]:
     is a word that does not end with a digit.
 
     Raises:
-        LayoutError: A part cannot be read, or a dim is given twice. The error shows the part.
+        LayoutError: A part cannot be read, or a name is wrong or is given twice.
 
     >>> parse_sizes("tp=2, cp=3, dp")
     {'tp': 2, 'cp': 3, 'dp': -1}
     """
     if not isinstance(text, str):
         raise LayoutError(f"expected a text like 'tp=2,dp=4', got {short_repr(text)}")
-    sizes: dict[str, int] = {}
+    names, sizes = [], []
     for part in text.split(","):
         match = _SIZE.fullmatch(part)
         size = int(match[2] or UNSPECIFIED) if match else 0
@@ -64,15 +64,9 @@ def parse_sizes(text: str) -> dict[str, int]:
                 f"{short_repr(part.strip())}{where} cannot be read as a size; write positive "
                 f"sizes, or -1, and separate sizes with commas, as in 'tp=2,dp=4'"
             )
-        name = match[1] or match[3]
-        if not name.isprintable():
-            raise LayoutError(f"dim name {short_repr(name)} must be printable")
-        if name in sizes:
-            raise LayoutError(
-                f"dim {short_repr(name)} is given twice in {short_repr(text)}; name each dim once"
-            )
-        sizes[name] = size
-    return sizes
+        names.append(match[1] or match[3])
+        sizes.append(size)
+    return dict(zip(as_names(names), sizes, strict=True))
 
 
 def parse_order(text: str) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ import attrs
 
 from hypercomm.errors import LayoutError, UnknownDimError, WorldSizeError
 from hypercomm.layout.checks import as_names
-from hypercomm.layout.groups import RankGroups
 from hypercomm.layout.layout import RankLayout
 from hypercomm.layout.parsing import Dims, as_dims, infer_sizes, read_sizes
 from hypercomm.layout.text import did_you_mean, short_repr
@@ -131,15 +130,24 @@ class Views(Mapping[str, View]):
         """Return the view that contains some dims, and the dims in layout order.
 
         The view is None for the base. It is also None if the view shares all of these dims with the
-        base.
+        base. Raises the errors of `ordered`.
+        """
+        ordered = self.ordered(dims, view)
+        found = self.asked(view)
+        if found is not None and set(ordered) <= set(found.shared_dims):
+            return None, self.base.order_dims(ordered)
+        return found, ordered
+
+    def ordered(self, dims: Dims, view: str | None) -> tuple[str, ...]:
+        """Return dims in the order of a view or the base.
 
         Raises:
             UnknownDimError: There is no view of this name, or the view lacks a dim. The error
                 names a view that contains the dims, if there is one.
         """
-        found = None if view is None else self.asked(view)
+        layout = self.layout_of(view)
         try:
-            ordered = (self.base if found is None else found.layout).order_dims(dims)
+            return layout.order_dims(dims)
         except UnknownDimError as error:
             if not self:
                 raise
@@ -151,11 +159,6 @@ class Views(Mapping[str, View]):
                 f"{short_repr(dims)} is not in view {view or BASE!r}: {error}; {hint}; views: "
                 f"{views}"
             ) from error
-        if found is None:
-            return None, ordered
-        if set(ordered) <= set(found.shared_dims):
-            return None, self.base.order_dims(ordered)
-        return found, ordered
 
     def view_with(self, dims: Dims) -> tuple[str | None, tuple[str, ...]]:
         """Return the first view that has some dims, and the dims in its order.
@@ -191,15 +194,6 @@ class Views(Mapping[str, View]):
     def order_dims(self, dims: Dims) -> tuple[str, ...]:
         """Return dims in the order of the base or view that has them; see `view_with`."""
         return self.view_with(dims)[1]
-
-    def groups(self, dims: Dims, view: str | None) -> RankGroups:
-        """Return the groups over some dims of a view or the base. Raises the errors of `find`."""
-        return self.layout_of(view).groups(self.ordered(dims, view))
-
-    def ordered(self, dims: Dims, view: str | None) -> tuple[str, ...]:
-        """Return dims in the order of a view or the base. Raises the errors of `find`."""
-        self.find(dims, view)
-        return self.layout_of(view).order_dims(dims)
 
     def layout_of(self, view: str | None) -> RankLayout:
         """Return the layout of a view, or the base."""
