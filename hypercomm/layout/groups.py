@@ -413,7 +413,7 @@ class StridedGroups(RankGroups):
         else:
             for size, stride in self.inner:
                 ranks = [rank + step for step in range(0, size * stride, stride) for rank in ranks]
-        return tuple(ranks if self.listing is None else map(self.listing.rank_at, ranks))
+        return tuple(ranks if self.listing is None else [self.listing.ranks[at] for at in ranks])
 
     def _every(self, size: int, step: int) -> RankGroups:
         low = cut_axes(self.inner, step)
@@ -427,7 +427,7 @@ class StridedGroups(RankGroups):
     def to_array(self) -> NDArray[np.int64]:
         bases = self.origin + lattice(self.outer)
         ranks = bases[:, None] + lattice(self.inner)[None, :]
-        return ranks if self.listing is None else self.listing.ranks_at(ranks)
+        return ranks if self.listing is None else self.listing.array[ranks]
 
 
 @attrs.frozen(repr=False, eq=False)

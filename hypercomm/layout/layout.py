@@ -3,8 +3,8 @@
 A rank is `rank_offset` plus the sum of coordinate times stride over the dims. The FIRST dim
 varies fastest, as in Megatron's `order`. In DeviceMesh, JAX and MPI, the last dim varies fastest.
 
-Internally, strides turn coordinates into an offset, and a map turns the offset into a rank. The
-rank is the first rank plus the offset, or the rank at that position in a list (see `numbering`).
+Internally, strides turn coordinates into an offset. The rank of an offset is the first rank plus
+the offset, or the rank at that position in a list (see `numbering.Listing`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ from hypercomm.layout.groups import Membership, RankGroups, StridedGroups
 from hypercomm.layout.numbering import (
     Axis,
     Listing,
-    Span,
     are_nested,
     canonical_strides,
     dense_strides,
@@ -129,10 +128,10 @@ class RankLayout:
     shape: tuple[int, ...]
     dim_names: tuple[str, ...]
     strides: tuple[int, ...]
-    _map: Span | Listing
-    """The map from offsets to ranks."""
-    rank_offset: int = attrs.field(eq=False, init=False)
+    rank_offset: int
     """The smallest rank."""
+    _listing: Listing | None
+    """The ranks, if strides cannot express them."""
     size: int = attrs.field(eq=False, init=False)
     """The number of ranks."""
     last_rank: int = attrs.field(eq=False, init=False)
@@ -157,23 +156,27 @@ class RankLayout:
             if rank_offset or dims or any(one is not None for one in (dim_names, strides, ranks)):
                 raise LayoutError(f"{shape!r} already has dims and ranks; omit the other arguments")
             infer_sizes(shape.sizes, world_size)
-            self._set(shape.shape, shape.dim_names, shape.strides, shape._map)
+            self._set(
+                shape.shape, shape.dim_names, shape.strides, shape.rank_offset, shape._listing
+            )
             return
         sizes = infer_sizes(read_sizes(shape, dim_names, dims), world_size)
-        steps, numbering = _read_numbering(sizes, rank_offset, strides, ranks)
-        self._set(tuple(sizes.values()), tuple(sizes), steps, numbering)
+        offset = as_int(rank_offset, "rank_offset", 0)
+        steps, listing = _read_numbering(sizes, offset, strides, ranks)
+        self._set(tuple(sizes.values()), tuple(sizes), steps, offset, listing)
 
     @classmethod
     def _of(
         cls,
         shape: tuple[int, ...],
         dim_names: tuple[str, ...],
-        strides: tuple[int, ...] | None,
-        numbering: Span | Listing,
+        strides: tuple[int, ...] | None = None,
+        rank_offset: int = 0,
+        listing: Listing | None = None,
     ) -> RankLayout:
         """Make a layout from values that are already checked."""
         layout = object.__new__(cls)
-        layout._set(shape, dim_names, strides, numbering)
+        layout._set(shape, dim_names, strides, rank_offset, listing)
         return layout
 
     def _set(
@@ -181,26 +184,29 @@ class RankLayout:
         shape: tuple[int, ...],
         dim_names: tuple[str, ...],
         strides: tuple[int, ...] | None,
-        numbering: Span | Listing,
+        rank_offset: int,
+        listing: Listing | None,
     ) -> None:
         """Set all fields in canonical form.
 
         If strides can express a list of ranks, the strides are stored instead of the list.
         """
         dense = dense_strides(shape)
-        if isinstance(numbering, Listing):
-            strides = strides_of(shape, numbering.array)
-            numbering = numbering if strides is None else Span(numbering.ranks[0])
+        if listing is not None:
+            rank_offset = listing.first
+            strides = strides_of(shape, listing.array)
+            listing = listing if strides is None else None
         strides = dense if strides is None else canonical_strides(shape, strides)
         axes = [axis for axis in zip(range(len(shape)), shape, strides, strict=True) if axis[1] > 1]
+        span = sum([(size - 1) * stride for _, size, stride in axes])
         for name, value in (
             ("shape", shape),
             ("dim_names", dim_names),
             ("strides", strides),
-            ("_map", numbering),
-            ("rank_offset", numbering.first),
+            ("rank_offset", rank_offset),
+            ("_listing", listing),
             ("size", math.prod(shape)),
-            ("last_rank", numbering.last(sum((size - 1) * stride for _, size, stride in axes))),
+            ("last_rank", rank_offset + span if listing is None else max(listing.ranks)),
             ("_is_dense", strides == dense),
             ("_descending", sorted(axes, key=_STRIDE, reverse=True)),
         ):
@@ -212,7 +218,8 @@ class RankLayout:
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RankLayout._of, (self.shape, self.dim_names, self.strides, self._map)
+        fields = (self.shape, self.dim_names, self.strides, self.rank_offset, self._listing)
+        return RankLayout._of, fields
 
     # ---- text and other forms ---------------------------------------------------------------
 
@@ -304,8 +311,10 @@ class RankLayout:
         return {name: list(one) if type(one) is tuple else one for name, one in fields.items()}
 
     def _arguments(self) -> dict[str, Any]:
-        numbering = self._map.arguments(self.strides)
-        return {"shape": self.shape, "dim_names": self.dim_names, **numbering}
+        fields: dict[str, Any] = {"shape": self.shape, "dim_names": self.dim_names}
+        if self._listing is not None:
+            return {**fields, "ranks": self._listing.ranks}
+        return {**fields, "rank_offset": self.rank_offset, "strides": self.strides}
 
     def __str__(self) -> str:
         return format_sizes(self.sizes)
@@ -328,9 +337,11 @@ class RankLayout:
     @property
     def ranks(self) -> Sequence[int]:
         """All ranks, the first dim varying fastest. Without `strides` and `ranks`, they ascend."""
+        if self._listing is not None:
+            return self._listing.ranks
         if self._is_dense:
-            return self._map.row(self.size)
-        return tuple(self._map.ranks_at(lattice(self._axes(self.dim_names))).tolist())
+            return range(self.rank_offset, self.rank_offset + self.size)
+        return tuple((self.rank_offset + lattice(self._axes(self.dim_names))).tolist())
 
     @property
     def is_listed(self) -> bool:
@@ -341,7 +352,7 @@ class RankLayout:
             >>> [RankLayout([3], ["tp"], ranks=ranks).is_listed for ranks in ([1, 3, 5], [1, 3, 4])]
             [False, True]
         """
-        return isinstance(self._map, Listing)
+        return self._listing is not None
 
     def __contains__(self, rank: object) -> bool:
         try:
@@ -419,7 +430,7 @@ class RankLayout:
                 f"rank() needs a coordinate for every dim, but {missing} are missing; "
                 f"ranks_where() accepts fewer coordinates"
             )
-        return self._map.rank_at(offset)
+        return self._rank_at(offset)
 
     def shift(self, rank: int, dim: str, by: int, periodic: bool = False) -> int | None:
         """Return the rank that is `by` steps away along a dim, as MPI's Cart_shift does.
@@ -451,8 +462,8 @@ class RankLayout:
             there %= self.shape[axis]
         elif not 0 <= there < self.shape[axis]:
             return None
-        offset = self._map.offset_of(as_rank(rank)) + (there - here) * self.strides[axis]
-        return self._map.rank_at(offset)
+        offset = self._offset_of(as_rank(rank)) + (there - here) * self.strides[axis]
+        return self._rank_at(offset)
 
     # ---- several ranks, groups --------------------------------------------------------------
 
@@ -469,7 +480,7 @@ class RankLayout:
         """
         free = [name for name in self.dim_names if name not in coords]
         offsets = self._offset_at(coords) + lattice(self._axes(free))
-        return tuple(self._map.ranks_at(offsets).tolist())
+        return tuple(self._ranks_at(offsets).tolist())
 
     def groups(self, /, *dims: Dims) -> RankGroups:
         """Return the disjoint groups whose members differ only in their coordinates along `dims`.
@@ -524,7 +535,7 @@ class RankLayout:
         inner = self._check_dims(as_dims(given))
         outer = [name for name in self.dim_names if name not in inner]
         bases = lattice(self._axes(outer))
-        return self._map.ranks_at(bases[:, None] + lattice(self._axes(inner[::-1]))[None, :])
+        return self._ranks_at(bases[:, None] + lattice(self._axes(inner[::-1]))[None, :])
 
     # ---- other layouts from this one --------------------------------------------------------
 
@@ -542,11 +553,11 @@ class RankLayout:
         sizes = read_sizes(shape, dim_names)
         if (size := math.prod(sizes.values())) != self.size:
             raise LayoutError(f"{format_sizes(sizes)} has {size} ranks, but {self} has {self.size}")
-        numbering = self._map
-        strides = renumbered(self._axes(self.dim_names), [*sizes.values()])
+        shape, names = tuple(sizes.values()), tuple(sizes)
+        strides = renumbered(self._axes(self.dim_names), shape)
         if strides is None:
-            numbering = Listing(tuple(self.ranks))
-        return self._of(tuple(sizes.values()), tuple(sizes), strides, numbering)
+            return self._of(shape, names, listing=Listing(tuple(self.ranks)))
+        return self._of(shape, names, strides, self.rank_offset, self._listing)
 
     def split(self, dim: str, /, **sizes: int) -> RankLayout:
         """Split a dim into several dims, the first one varying fastest. Ranks keep their positions.
@@ -580,7 +591,7 @@ class RankLayout:
         for name in names:
             self._axis_of(name)
         new = as_names([names.get(name, name) for name in self.dim_names])
-        return self._of(self.shape, new, self.strides, self._map)
+        return self._of(self.shape, new, self.strides, self.rank_offset, self._listing)
 
     def select(self, /, **coords: int) -> RankLayout:
         """Return the layout of the ranks that have the given coordinates.
@@ -600,16 +611,30 @@ class RankLayout:
         kept = tuple([name for name in self.dim_names if name not in coords])
         offset = self._offset_at(coords)
         if not kept:
-            rank = self._map.rank_at(offset)
+            rank = self._rank_at(offset)
             raise LayoutError(
                 f"select() needs at least one dim without a coordinate; rank() returns the rank "
                 f"at these coordinates, {rank}"
             )
         axes = self._axes(kept)
-        numbering, strides = self._map.part(offset, axes)
-        return self._of(tuple([size for size, _ in axes]), kept, strides, numbering)
+        shape = tuple([size for size, _ in axes])
+        if self._listing is not None:
+            ranks = self._ranks_at(offset + lattice(axes)).tolist()
+            return self._of(shape, kept, listing=Listing(tuple(ranks)))
+        strides = tuple([stride for _, stride in axes])
+        return self._of(shape, kept, strides, self.rank_offset + offset)
 
     # ---- inside -----------------------------------------------------------------------------
+
+    def _rank_at(self, offset: int) -> int:
+        return self.rank_offset + offset if self._listing is None else self._listing.ranks[offset]
+
+    def _ranks_at(self, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self.rank_offset + offsets if self._listing is None else self._listing.array[offsets]
+
+    def _offset_of(self, rank: int) -> int:
+        """Return the offset of a rank. It is negative below the first rank or outside the list."""
+        return rank - self.rank_offset if self._listing is None else self._listing.offset_of(rank)
 
     def _axes(self, names: Iterable[str]) -> list[Axis]:
         axes = (self.dim_names.index(name) for name in names)
@@ -662,7 +687,7 @@ class RankLayout:
 
     def _find(self, rank: object) -> list[int] | None:
         """Return the coordinates of a rank, or None if the layout does not contain it."""
-        rest = self._map.offset_of(as_rank(rank))
+        rest = self._offset_of(as_rank(rank))
         index = [0] * len(self.shape)
         for axis, size, stride in self._descending:
             coordinate, rest = divmod(rest, stride)
@@ -682,19 +707,17 @@ def groups_over(layout: RankLayout, inner: tuple[str, ...]) -> RankGroups:
     inner_axes: list[Axis] = []
     for name, size, stride in zip(layout.dim_names, layout.shape, layout.strides, strict=True):
         (inner_axes if name in inner else outer_axes).append(Axis(size, stride))
-    if isinstance(layout._map, Listing):
-        return StridedGroups(0, outer_axes, inner_axes, layout._map)
-    return StridedGroups(layout.rank_offset, outer_axes, inner_axes)
+    origin = layout.rank_offset if layout._listing is None else 0
+    return StridedGroups(origin, outer_axes, inner_axes, layout._listing)
 
 
 def _read_numbering(
-    sizes: Mapping[str, int], rank_offset: object, strides: object, ranks: object
-) -> tuple[tuple[int, ...] | None, Span | Listing]:
-    """Return the strides, and the map from offsets to ranks.
+    sizes: Mapping[str, int], offset: int, strides: object, ranks: object
+) -> tuple[tuple[int, ...] | None, Listing | None]:
+    """Return the strides, or the ranks if they are given as a list or by strides that interleave.
 
-    The strides are None if they are not given or are not nested.
+    The strides are None if they are not given.
     """
-    offset = as_int(rank_offset, "rank_offset", 0)
     if strides is not None:
         steps = as_sizes(strides, "strides")
         if ranks is not None:
@@ -705,10 +728,10 @@ def _read_numbering(
             )
         axes = list(map(Axis, sizes.values(), steps))
         if are_nested(axes):
-            return steps, Span(offset)
+            return steps, None
         return None, Listing(tuple(_distinct_ranks(sizes, axes, offset).tolist()))
     if ranks is None:
-        return None, Span(offset)
+        return None, None
     listing = Listing(as_ranks(ranks, "ranks="))
     if len(listing.ranks) != math.prod(sizes.values()):
         positions = f"shape has {short_repr(math.prod(sizes.values()))} positions"
@@ -797,7 +820,7 @@ def read_layout(
                 left = positive(world_size, "world_size") - offset
                 room = f"{left} are left from rank {offset} on" if offset else ""
             known = infer_sizes(known, left if left is None else max(1, left), room)
-        layout = RankLayout._of(tuple(known.values()), tuple(known), None, Span(offset))
+        layout = RankLayout._of(tuple(known.values()), tuple(known), rank_offset=offset)
     if world_size is not None and layout.last_rank >= world_size:
         where = f" from rank {layout.rank_offset}" if layout.rank_offset else ""
         left = world_size - layout.rank_offset

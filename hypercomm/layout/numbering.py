@@ -1,7 +1,7 @@
-"""Axes, which turn coordinates into offsets, and maps, which turn offsets into ranks.
+"""Axes, which turn coordinates into offsets, and lists, which turn offsets into ranks.
 
 An offset is the sum of coordinate times stride over the dims. The rank of an offset is the first
-rank plus the offset (`Span`), or the rank at that position in a list (`Listing`).
+rank plus the offset, or the rank at that position in a list (`Listing`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import attrs
 import numpy as np
@@ -182,49 +182,7 @@ def renumbered(axes: Iterable[Axis], shape: Sequence[int]) -> tuple[int, ...] | 
     return tuple(strides)
 
 
-# ---- the map from offsets to ranks --------------------------------------------------------------
-
-
-@attrs.frozen
-class Span:
-    """Consecutive ranks: the rank of an offset is the first rank plus the offset.
-
-    Example:
-        >>> span = Span(4)
-        >>> span.rank_at(3), span.offset_of(7), span.row(2)
-        (7, 3, range(4, 6))
-    """
-
-    first: int
-    """The smallest rank."""
-
-    def rank_at(self, offset: int) -> int:
-        """Return the rank of an offset."""
-        return self.first + offset
-
-    def ranks_at(self, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the ranks of several offsets."""
-        return self.first + offsets
-
-    def offset_of(self, rank: int) -> int:
-        """Return the offset of a rank. It is negative for a rank below the first one."""
-        return rank - self.first
-
-    def row(self, size: int) -> Sequence[int]:
-        """Return the ranks of the first `size` offsets."""
-        return range(self.first, self.first + size)
-
-    def last(self, offset: int) -> int:
-        """Return the largest rank, given the largest offset."""
-        return self.first + offset
-
-    def part(self, offset: int, axes: Sequence[Axis]) -> tuple[Span, tuple[int, ...]]:
-        """Return the map for the ranks that axes span from `offset` on, and the strides."""
-        return Span(self.first + offset), tuple([stride for _, stride in axes])
-
-    def arguments(self, strides: tuple[int, ...]) -> dict[str, Any]:
-        """Return the arguments of `RankLayout` that create this map."""
-        return {"rank_offset": self.first, "strides": strides}
+# ---- lists of ranks -----------------------------------------------------------------------------
 
 
 @attrs.frozen(slots=False, cache_hash=True)
@@ -235,8 +193,8 @@ class Listing:
 
     Example:
         >>> listing = Listing((4, 2, 7))
-        >>> listing.rank_at(2), listing.offset_of(7), listing.offset_of(3), listing.first
-        (7, 2, -1, 2)
+        >>> listing.offset_of(7), listing.offset_of(3), listing.first
+        (2, -1, 2)
     """
 
     ranks: tuple[int, ...]
@@ -258,35 +216,6 @@ class Listing:
         """The smallest rank."""
         return min(self.ranks)
 
-    def rank_at(self, offset: int) -> int:
-        """Return the rank of an offset."""
-        return self.ranks[offset]
-
-    def ranks_at(self, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the ranks of several offsets."""
-        return self.array[offsets]
-
     def offset_of(self, rank: int) -> int:
         """Return the offset of a rank, or -1 if the rank is not in the list."""
         return self._positions.get(rank, -1)
-
-    def row(self, size: int) -> Sequence[int]:
-        """Return the ranks of the first `size` offsets."""
-        return self.ranks[:size]
-
-    def last(self, offset: int) -> int:
-        """Return the largest rank."""
-        del offset
-        return max(self.ranks)
-
-    def part(self, offset: int, axes: Sequence[Axis]) -> tuple[Listing, None]:
-        """Return the map for the ranks that axes span from `offset` on.
-
-        None takes the place of the strides, because the offsets of the new list have no gaps.
-        """
-        return Listing(tuple(self.array[offset + lattice(axes)].tolist())), None
-
-    def arguments(self, strides: tuple[int, ...]) -> dict[str, Any]:
-        """Return the arguments of `RankLayout` that create this map. A list needs no strides."""
-        del strides
-        return {"ranks": self.ranks}
