@@ -210,29 +210,29 @@ def test_equal_grids_one_after_another():
 # DTensor's cache confuses equal meshes of two grids: results on the second mesh use the groups of
 # the first mesh. The first part of the test shows this with plain torch meshes. device_mesh()
 # raises instead. Each fix that the error suggests works.
-@pytest.mark.ranks(2)
 def test_equal_meshes_with_different_groups_raise():
-    first, third = GridSet({"first": "tp=2", "third": "tp=2"}, share="identical").values()
-    second = HyperCommGrid("tp=2", name="second")
-    plain = [
-        DeviceMesh.from_group(grid.create_pg("tp"), "cpu", mesh_dim_names=("tp",))
-        for grid in (first, second)
-    ]
-    results = [torch.relu(distribute_tensor(torch.ones(4), mesh, [Shard(0)])) for mesh in plain]
-    assert results[1].device_mesh.get_group() is first.get_pg("tp")
+    with fake_world(2):
+        first, third = GridSet({"first": "tp=2", "third": "tp=2"}, share="identical").values()
+        second = HyperCommGrid("tp=2", name="second")
+        plain = [
+            DeviceMesh.from_group(grid.create_pg("tp"), "cpu", mesh_dim_names=("tp",))
+            for grid in (first, second)
+        ]
+        results = [torch.relu(distribute_tensor(torch.ones(4), mesh, [Shard(0)])) for mesh in plain]
+        assert results[1].device_mesh.get_group() is first.get_pg("tp")
 
-    mesh = first.device_mesh()
-    assert first.device_mesh() == mesh
-    with pytest.raises(LayoutError, match="in one grid or GridSet"):
-        second.device_mesh()
-    with third:
-        assert third.device_mesh().get_group() is first.get_pg("tp")
-    with HyperCommGrid("model=2") as other:
-        assert other.device_mesh().get_group() is other.get_pg("model")
-    first.destroy()
-    with second:
-        result = torch.relu(distribute_tensor(torch.ones(4), second.device_mesh(), [Shard(0)]))
-        assert result.device_mesh.get_group() is second.get_pg("tp")
+        mesh = first.device_mesh()
+        assert first.device_mesh() == mesh
+        with pytest.raises(LayoutError, match="in one grid or GridSet"):
+            second.device_mesh()
+        with third:
+            assert third.device_mesh().get_group() is first.get_pg("tp")
+        with HyperCommGrid("model=2") as other:
+            assert other.device_mesh().get_group() is other.get_pg("model")
+        first.destroy()
+        with second:
+            result = torch.relu(distribute_tensor(torch.ones(4), second.device_mesh(), [Shard(0)]))
+            assert result.device_mesh.get_group() is second.get_pg("tp")
 
 
 # device_mesh() also raises if a slice or a flattened dim equals a mesh of another grid, unless both

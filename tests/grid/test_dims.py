@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from example_counts import examples
+from hypothesis import given, settings, strategies as st
 from numpy_oracle import group_of
 
 from hypercomm import HyperCommGrid, RankLayout
@@ -14,61 +16,57 @@ from hypercomm.errors import (
     NotInitializedError,
     SimulationError,
 )
-from hypercomm.testing import fake_world
+from hypercomm.testing import dim_subsets, fake_world, layouts, ranks_of
 
 SIZES = (2, 2, 2)
 NAMES = ["tp", "dp", "pp"]
 
 
-# A rank has the right position and neighbours along dims, which can be given in every form.
-@pytest.mark.ranks(8)
-def test_position_and_neighbours():
-    with HyperCommGrid("tp=2,dp=2,pp=2") as grid:
-        for dims, names in (
-            ("tp", ("tp",)),
-            ("dp", ("dp",)),
-            ("pp", ("pp",)),
-            (("tp", "pp"), ("tp", "pp")),
-            ("dp+pp", ("dp", "pp")),
-            (["tp", "dp", "pp"], ("tp", "dp", "pp")),
-        ):
-            here = grid[dims]
-            ranks = tuple(group_of(SIZES, NAMES, 0, names, dist.get_rank()))
-            at = ranks.index(dist.get_rank())
-            last = len(ranks) - 1
-            assert here is grid[dims]
-            assert here.dims == grid[[dims]].dims == names
-            assert here.group is grid.get_pg(names) is here.group
-            assert str(grid.find(here.group)) == "+".join(names)
-            assert dist.get_process_group_ranks(here.group) == list(ranks)
-            assert (here.rank, here.size, here.ranks) == (at, len(ranks), ranks)
-            assert (here.is_first, here.is_last) == (at == 0, at == last)
-            assert here.prev() == (ranks[at - 1] if at else None)
-            assert here.next() == (ranks[at + 1] if at < last else None)
-            assert here.prev(periodic=True) == ranks[at - 1]
-            assert here.next(periodic=True) == ranks[(at + 1) % len(ranks)]
+# A rank has the right position, group and neighbours along dims of any layout. Dims can be given in
+# every form. numpy computes the members.
+@settings(max_examples=examples(200))
+@given(st.data())
+def test_position_and_neighbours(data):
+    layout = data.draw(layouts(listed=True, max_ranks=64))
+    dims, rank = data.draw(dim_subsets(layout)), data.draw(ranks_of(layout))
+    ranks = tuple(group_of(layout.shape, layout.dim_names, [*layout.ranks], dims, rank))
+    at, last = ranks.index(rank), len(ranks) - 1
+    with fake_world(layout.last_rank + 1, rank), HyperCommGrid(layout) as grid:
+        here = grid[dims]
+        assert here is grid[dims]
+        assert here.dims == grid["+".join(dims)].dims == grid[[dims]].dims
+        assert sorted(here.dims, key=layout.dim_names.index) == [*here.dims]
+        assert {*here.dims} == {*dims}
+        assert here.group is grid.get_pg(dims) is here.group
+        assert str(grid.find(here.group)) == "+".join(here.dims)
+        assert dist.get_process_group_ranks(here.group) == list(ranks)
+        assert (here.rank, here.size, here.ranks) == (at, len(ranks), ranks)
+        assert (here.is_first, here.is_last) == (at == 0, at == last)
+        assert here.prev() == (ranks[at - 1] if at else None)
+        assert here.next() == (ranks[at + 1] if at < last else None)
+        assert here.prev(periodic=True) == ranks[at - 1]
+        assert here.next(periodic=True) == ranks[(at + 1) % len(ranks)]
 
 
 # Cached values are discarded when a group is destroyed or reshaped, and when the grid is destroyed.
-@pytest.mark.ranks(4)
 def test_destroy_and_reshape_discard_cached_values():
-    rank = dist.get_rank()
-    grid = HyperCommGrid("tp=2,dp=2")
-    tp, dp = grid["tp"], grid["dp"]
-    first = tp.group
-    assert (tp.rank, dp.rank, tp.size) == (rank % 2, rank // 2, 2)
-    grid.destroy_pg("tp")
-    assert tp.group is not first
-    grid.reshape("tp=1,dp=4")
-    assert (tp.rank, dp.rank, tp.size, dp.size, dp.group.size()) == (0, rank, 1, 4, 4)
-    grid.destroy()
-    with pytest.raises(GridDestroyedError):
-        _ = tp.group
+    with fake_world(4, rank=3):
+        grid = HyperCommGrid("tp=2,dp=2")
+        tp, dp = grid["tp"], grid["dp"]
+        first = tp.group
+        assert (tp.rank, dp.rank, tp.size) == (1, 1, 2)
+        grid.destroy_pg("tp")
+        assert tp.group is not first
+        grid.reshape("tp=1,dp=4")
+        assert (tp.rank, dp.rank, tp.size, dp.size, dp.group.size()) == (0, 3, 1, 4, 4)
+        grid.destroy()
+        with pytest.raises(GridDestroyedError):
+            _ = tp.group
 
 
 # Sums and means over dims are right. A tensor that is summed is not modified.
 @pytest.mark.ranks(4)
-def test_sum_mean_and_barrier():
+def test_sums():
     rank = dist.get_rank()
     tp = rank // 2 * 2
     dp = rank % 2  # the smallest rank of each group
@@ -76,76 +74,68 @@ def test_sum_mean_and_barrier():
     with HyperCommGrid("tp=2,dp=2") as grid:
         assert grid["dp"].sum(rank) == 2 * dp + 2
         assert grid["tp"].mean(float(rank)) == tp + 0.5
-        assert grid["tp", "dp"].sum(0.25) == 1.0
         assert grid["tp"].sum(tensor).tolist() == [2 * tp + 1.0, 2.0]
         assert grid["dp"].mean(tensor).tolist() == [dp + 1.0, 1.0]
         assert tensor.tolist() == [float(rank), 1.0]
+        check_sums_of_numbers(grid["tp", "dp"])
+        check_dtypes_of_sums(grid["dp"])
+        check_warning_of_a_missing_gradient(grid["dp"])
         grid["tp", "dp"].barrier()
 
 
 # Ranks may pass ints and floats. The sum of ints is exact, also beyond 64 bits and for negative
 # values. The expected values are computed with Python's own numbers.
-@pytest.mark.ranks(4)
-def test_sums_of_numbers():
-    rank = dist.get_rank()
-    with HyperCommGrid("dp=4") as grid:
-        dp = grid["dp"]
-        for values in (
-            [0, 0, 0, 0.75],
-            [1, 0.5, True, -2],
-            [2**62, 2**62, 2**63, -1],
-            [-(2**63), -5, 3, 2**64 - 1],
-            [0.1, 10**6, np.int64(3), np.float32(0.5)],
-        ):
-            total = dp.sum(values[rank])
-            if all(isinstance(value, int) for value in values):
-                assert (type(total), total) == (int, sum(values))
-            else:
-                assert (type(total), total) == (float, pytest.approx(float(sum(values)), rel=1e-15))
-            assert dp.mean(values[rank]) == pytest.approx(sum(values) / 4, rel=1e-15)
-        assert np.isnan(dp.sum(float("nan") if rank else 1))
+def check_sums_of_numbers(four):
+    for values in (
+        [0, 0, 0, 0.75],
+        [1, 0.5, True, -2],
+        [2**62, 2**62, 2**63, -1],
+        [-(2**63), -5, 3, 2**64 - 1],
+        [0.1, 10**6, np.int64(3), np.float32(0.5)],
+    ):
+        total = four.sum(values[four.rank])
+        if all(isinstance(value, int) for value in values):
+            assert (type(total), total) == (int, sum(values))
+        else:
+            assert (type(total), total) == (float, pytest.approx(float(sum(values)), rel=1e-15))
+        assert four.mean(values[four.rank]) == pytest.approx(sum(values) / 4, rel=1e-15)
+    assert np.isnan(four.sum(float("nan") if four.rank else 1))
 
 
 # Sums of bool and integer tensors are int64, as for torch.sum. The mean of float16 does not
 # overflow if it fits into float16. Other dtypes are kept.
-@pytest.mark.ranks(2)
-def test_dtypes_of_sums():
-    rank = dist.get_rank()
-    with HyperCommGrid("dp=2") as grid:
-        dp = grid["dp"]
-        for values in (
-            torch.tensor([True, False]),
-            torch.tensor([200, 255], dtype=torch.uint8),
-            torch.tensor([-100, 127], dtype=torch.int8),
-            torch.tensor([2**30, 7], dtype=torch.int32),
-        ):
-            both = torch.stack([values, values])
-            torch.testing.assert_close(dp.sum(values), both.sum(0))
-            torch.testing.assert_close(dp.mean(values), both.double().mean(0).float())
-        for dtype in (torch.float16, torch.bfloat16):
-            large = torch.tensor([60000.0, 1.0 + rank], dtype=dtype)
-            expected = torch.tensor([60000.0, 1.5], dtype=dtype)
-            torch.testing.assert_close(dp.mean(large), expected, rtol=0, atol=0)
-            assert dp.sum(large[1:]).dtype == dtype
-        assert dp.sum(torch.tensor(1.5, dtype=torch.float64)).dtype == torch.float64
-        matrix = torch.arange(6.0).reshape(2, 3)
-        transposed = matrix.T.contiguous().T  # the same values with other strides
-        assert torch.equal(dp.sum(transposed if rank else matrix), 2 * matrix)
-        assert dp.mean(torch.tensor([1j])).tolist() == [1j]
+def check_dtypes_of_sums(two):
+    for values in (
+        torch.tensor([True, False]),
+        torch.tensor([200, 255], dtype=torch.uint8),
+        torch.tensor([-100, 127], dtype=torch.int8),
+        torch.tensor([2**30, 7], dtype=torch.int32),
+    ):
+        both = torch.stack([values, values])
+        torch.testing.assert_close(two.sum(values), both.sum(0))
+        torch.testing.assert_close(two.mean(values), both.double().mean(0).float())
+    for dtype in (torch.float16, torch.bfloat16):
+        large = torch.tensor([60000.0, 1.0 + two.rank], dtype=dtype)
+        expected = torch.tensor([60000.0, 1.5], dtype=dtype)
+        torch.testing.assert_close(two.mean(large), expected, rtol=0, atol=0)
+        assert two.sum(large[1:]).dtype == dtype
+    assert two.sum(torch.tensor(1.5, dtype=torch.float64)).dtype == torch.float64
+    matrix = torch.arange(6.0).reshape(2, 3)
+    transposed = matrix.T.contiguous().T  # the same values with other strides
+    assert torch.equal(two.sum(transposed if two.rank else matrix), 2 * matrix)
+    assert two.mean(torch.tensor([1j])).tolist() == [1j]
 
 
 # A tensor that requires a gradient is summed without a gradient, so there is a warning.
-@pytest.mark.ranks(2)
-def test_sum_warns_of_a_missing_gradient():
+def check_warning_of_a_missing_gradient(two):
     weight = torch.ones(2, requires_grad=True)
-    with HyperCommGrid("dp=2") as grid:
-        with pytest.warns(UserWarning, match=r"no gradient flows .* pass value.detach\(\)"):
-            assert not grid["dp"].sum(weight * 2).requires_grad
-        with pytest.warns(UserWarning, match="no gradient flows"):
-            grid["dp"].mean(weight)
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("error")
-            grid["dp"].sum(weight * 2)
+    with pytest.warns(UserWarning, match=r"no gradient flows .* pass value.detach\(\)"):
+        assert not two.sum(weight * 2).requires_grad
+    with pytest.warns(UserWarning, match="no gradient flows"):
+        two.mean(weight)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        two.sum(weight * 2)
 
 
 # Two ranks have the same seed if and only if they have the same coordinates along the dims.

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from group_checks import all_reduce_of, sum_over, tables as registered
-from numpy_oracle import group_of
+from numpy_oracle import group_of, sum_of
 
 from hypercomm import HyperCommGrid, RankLayout
 from hypercomm.errors import PlanMismatchError
@@ -28,17 +28,17 @@ LAYOUTS = {
     "reversed": ([4], [3, 2, 1, 0]),
 }
 """The size of each dim, and the ranks of the layout. The first dim varies fastest."""
-BY_DEFAULT = {"offset"}
-WAYS = [
-    pytest.param(case, creation, marks=[] if case in BY_DEFAULT else pytest.mark.full)
-    for case, (_, ranks) in LAYOUTS.items()
-    for creation in ("local", "enumerate")
-    if creation == "local" or isinstance(ranks, range) or KEEPS_ORDER
-]
+CASES = [pytest.param(case, marks=[] if case == "offset" else pytest.mark.full) for case in LAYOUTS]
 
 
 def check_use(group, members):
-    """Check the members of a group and their order, through torch's tables and four collectives."""
+    """Check the members of a group and their order, through torch's tables and four collectives.
+
+    Without members, there must be no group.
+    """
+    if members is None:
+        assert group is None
+        return
     own = torch.tensor([dist.get_rank()])
     count = len(members)
     at = members.index(dist.get_rank())
@@ -59,73 +59,56 @@ def check_use(group, members):
 # match numpy's reshape. Groups are created with each strategy that gloo supports, in one call for
 # each group and in one call for all groups, eagerly and lazily. A rank outside the layout gets
 # None.
-@pytest.mark.parametrize(("case", "creation"), WAYS)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.ranks(8, timeout=120)
-def test_groups_match_numpy(case, creation):
+def test_groups_match_numpy(case):
     shape, ranks = LAYOUTS[case]
-    rank = dist.get_rank()
     names = ["tp", "cp", "dp"][: len(shape)]
     every = list(chain.from_iterable(combinations(names, n) for n in range(1, len(names) + 1)))
     layout = RankLayout(shape, names, ranks=ranks)
-    with HyperCommGrid(layout, creation=creation) as grid:
-        alone = [grid.create_pg(dims) for dims in every]
-        lazily = creation == "local" or None
-        requests = [{"dims": dims, "name": "lazy", "lazy_init": lazily} for dims in every]
-        together = grid.create_pgs(requests)
-        for dims, *groups in zip(every, alone, together, strict=True):
-            members = group_of(shape, names, ranks, dims, rank)
-            for group in groups:
-                assert (group is None) == (members is None)
-                if group is not None:
-                    check_use(group, members)
+    creations = ["local", "enumerate"] if isinstance(ranks, range) or KEEPS_ORDER else ["local"]
+    for creation in creations:
+        with HyperCommGrid(layout, creation=creation) as grid:
+            alone = [grid.create_pg(dims) for dims in every]
+            lazily = creation == "local" or None
+            requests = [{"dims": dims, "name": "lazy", "lazy_init": lazily} for dims in every]
+            together = grid.create_pgs(requests)
+            for dims, *groups in zip(every, alone, together, strict=True):
+                for group in groups:
+                    check_use(group, group_of(shape, names, ranks, dims, dist.get_rank()))
 
 
+NAMES = ["tp", "dp"]
 HETEROGENEOUS = [[0, 4, 6], [1, 4, 6], [2, 5, 7], [3, 5, 7]]
 """Pipelines with different first stages and common later stages, as in FlagScale."""
 
 
 # From lists of several sizes, groups are created whose members have the order of the list. A rank
-# in no list gets None.
+# in no list gets None. Overlapping lists need separate keys. Their groups can be created in one
+# call, and each rank creates only the groups that contain it. If lists differ between ranks, all
+# members raise PlanMismatchError immediately.
 @pytest.mark.parametrize("creation", ["local", pytest.param("enumerate", marks=pytest.mark.full)])
 @pytest.mark.ranks(8, timeout=120)
 def test_groups_from_lists(creation):
+    rank = dist.get_rank()
     lists = [[0, 1, 2], [3, 5], [7]]
     with HyperCommGrid("tp=2,dp=4", creation=creation) as grid:
         group = grid.create_pg("tp+dp", name="pipelines", derive=lists)
-        own = next((members for members in lists if dist.get_rank() in members), None)
-        assert (group is None) == (own is None)
-        if group is not None:
-            check_use(group, own)
-
-
-# Overlapping lists need separate keys. Their groups can be created in one call. Each rank creates
-# only the groups that contain it.
-@pytest.mark.ranks(8, timeout=120)
-def test_overlapping_lists():
-    rank = dist.get_rank()
-    before = len(registered()[0])
-    with HyperCommGrid("tp=2,dp=4") as grid:
+        check_use(group, next((members for members in lists if rank in members), None))
+        before = len(registered()[0])
         requests = [
             {"dims": grid.dim_names, "name": f"path{index}", "derive": [ranks]}
             for index, ranks in enumerate(HETEROGENEOUS)
         ]
         groups = grid.create_pgs(requests)
-        assert [group is not None for group in groups] == [rank in ranks for ranks in HETEROGENEOUS]
-        own = [ranks for ranks in HETEROGENEOUS if rank in ranks]
-        assert len(registered()[0]) == before + len(own)
-        for group, ranks in zip(filter(None, groups), own, strict=True):
-            check_use(group, ranks)
-
-
-# If lists differ between ranks, all members raise PlanMismatchError immediately.
-@pytest.mark.ranks(4, timeout=120)
-def test_lists_that_differ_between_ranks():
-    lists = [[0, 1], [2, 3]] if dist.get_rank() < 2 else [[0, 1], [3, 2]]
-    with HyperCommGrid("tp=2,dp=2") as grid:
-        request = {"dims": "tp", "name": "pairs", "derive": lists}
+        for group, ranks in zip(groups, HETEROGENEOUS, strict=True):
+            check_use(group, ranks if rank in ranks else None)
+        assert len(registered()[0]) == before + sum(rank in ranks for ranks in HETEROGENEOUS)
+        other = [[0, 1], [2, 3]] if rank < 2 else [[0, 1], [3, 2]]
         with pytest.raises(PlanMismatchError, match="members"):
-            grid.create_pgs([request])
-        assert sum_over(grid.create_pg("tp", name="pairs", derive=[[0, 1], [2, 3]])) in {11, 1100}
+            grid.create_pgs([{"dims": "tp", "name": "pairs", "derive": other}])
+        pair = grid.create_pg("tp", name="pairs", derive=[[0, 1], [2, 3]])
+        check_use(pair, None if rank > 3 else [rank // 2 * 2, rank // 2 * 2 + 1])
 
 
 # Grids over disjoint ranks do not wait for each other. Each rank knows only its grid.
@@ -142,10 +125,10 @@ def test_disjoint_grids_are_independent():
 def test_ranks_with_different_numbers_of_groups():
     rank = dist.get_rank()
     if rank in {0, 3}:
-        dist.new_group([0, 3], use_local_synchronization=True)
+        assert sum_over(dist.new_group([0, 3], use_local_synchronization=True)) == 1001
     overlapping = HyperCommGrid([2], ["pair"], rank_offset=2) if rank >= 2 else None
     if overlapping is not None:
-        overlapping.create_pg("pair")
+        assert sum_over(overlapping.create_pg("pair")) == 1100
     with HyperCommGrid([4], ["dp"], name="late") as grid:
         assert sum_over(grid.create_pg("dp")) == 1111
     if overlapping is not None:
@@ -160,9 +143,9 @@ def test_grid_destroys_only_its_groups(creation):
     foreign = dist.new_group([0, 1])
     for _ in range(2):  # the first pass adds entries to torch's tables that stay
         before = registered()
-        with HyperCommGrid([2, 2], ["tp", "dp"], creation=creation) as grid:
+        with HyperCommGrid([2, 2], NAMES, creation=creation) as grid:
             for dims in ("tp", "dp", ["tp", "dp"]):
-                grid.create_pg(dims)
+                assert sum_over(grid.create_pg(dims)) == sum_of([2, 2], NAMES, 0, dims, rank)
             assert len(registered()[0]) == len(before[0]) + 3
         grid.destroy()
     assert registered() == before
