@@ -110,17 +110,6 @@ def test_parts_of_the_nccl_benchmark(modules, monkeypatch):
         assert word in text
 
 
-# If torch finds no GPU, the other parts are not run.
-def test_nccl_benchmark_without_a_gpu(modules, monkeypatch):
-    def none(*_):
-        yield {"what": "card", "value": "none"}
-        raise RuntimeError("torch sees no card")
-
-    monkeypatch.setitem(modules.nccl.PARTS, "versions", (none, 7))
-    found = modules.nccl.measure("nccl", ["versions", "check", "abort"], 60)
-    assert [part["outcome"] for part in found] == ["failed"]
-
-
 # docs/explanation/nccl.md names each part.
 def test_nccl_page_names_each_part(modules):
     page = (BENCHMARKS.parent / "docs" / "explanation" / "nccl.md").read_text()

@@ -1,11 +1,13 @@
 """Test `grid["tp"]`: the rank's position, group and neighbours, and sums and seeds."""
 
 import warnings
+from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from drawn_layouts import groups_of
 from example_counts import examples
 from hypothesis import given, settings, strategies as st
 from numpy_oracle import group_of
@@ -23,15 +25,18 @@ NAMES = ["tp", "dp", "pp"]
 
 
 # A rank has the right position, group and neighbours along dims of any layout. Dims can be given in
-# every form. numpy computes the members.
+# every form. torch registers the members that numpy finds. Two sets of dims share a group if and
+# only if all of their groups are the same.
 @settings(max_examples=examples(200))
 @given(st.data())
 def test_position_and_neighbours(data):
     layout = data.draw(layouts(listed=True, max_ranks=64))
-    dims, rank = data.draw(dim_subsets(layout)), data.draw(ranks_of(layout))
+    dims, others = (data.draw(dim_subsets(layout)) for _ in range(2))
+    rank = data.draw(ranks_of(layout))
     ranks = tuple(group_of(layout.shape, layout.dim_names, [*layout.ranks], dims, rank))
     at, last = ranks.index(rank), len(ranks) - 1
-    with fake_world(layout.last_rank + 1, rank), HyperCommGrid(layout) as grid:
+    world_size = layout.last_rank + 1 + data.draw(st.integers(0, 3))
+    with fake_world(world_size, rank), HyperCommGrid(layout, share="identical") as grid:
         here = grid[dims]
         assert here is grid[dims]
         assert here.dims == grid["+".join(dims)].dims == grid[[dims]].dims
@@ -41,11 +46,18 @@ def test_position_and_neighbours(data):
         assert str(grid.find(here.group)) == "+".join(here.dims)
         assert dist.get_process_group_ranks(here.group) == list(ranks)
         assert (here.rank, here.size, here.ranks) == (at, len(ranks), ranks)
+        assert grid.group_ranks(dims) == ranks
         assert (here.is_first, here.is_last) == (at == 0, at == last)
         assert here.prev() == (ranks[at - 1] if at else None)
         assert here.next() == (ranks[at + 1] if at < last else None)
         assert here.prev(periodic=True) == ranks[at - 1]
         assert here.next(periodic=True) == ranks[(at + 1) % len(ranks)]
+        table = np.reshape(layout.ranks, layout.shape, order="F")
+        axes = [[layout.dim_names.index(dim) for dim in names] for names in (dims, others)]
+        one, other = (groups_of(table, each) for each in axes)
+        assert (grid[others].group is here.group) == (sorted(one) == sorted(other))
+        longer = grid.create_pg(dims, name="longer", timeout=timedelta(seconds=3))
+        assert longer is not here.group
 
 
 # Cached values are discarded when a group is destroyed or reshaped, and when the grid is destroyed.

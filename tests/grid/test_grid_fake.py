@@ -1,15 +1,11 @@
 """Test the groups of a rank in fake worlds of any size, without communication."""
 
 from datetime import timedelta
-from itertools import chain, combinations
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from example_counts import examples
 from group_checks import tables as registered
-from hypothesis import given, settings, strategies as st
-from numpy_oracle import group_of
 from processes import run_python
 
 from hypercomm import GroupKey, HyperCommGrid
@@ -21,28 +17,7 @@ from hypercomm.errors import (
     RankOutsideError,
     WorldSizeError,
 )
-from hypercomm.testing import dim_subsets, fake_world, layouts, ranks_of
-
-
-def numpy_group(layout, dims, rank):
-    """Return the members of a rank's group, computed by numpy."""
-    return sorted(group_of(layout.shape, layout.dim_names, layout.rank_offset, dims, rank))
-
-
-# For any layout, dims and rank, torch registers exactly the members that numpy finds.
-@settings(max_examples=examples(200))
-@given(st.data())
-def test_members_match_numpy(data):
-    layout = data.draw(layouts())
-    dims = data.draw(dim_subsets(layout))
-    rank = data.draw(ranks_of(layout))
-    spare = data.draw(st.integers(0, 3))
-    world_size = layout.rank_offset + layout.size + spare
-    with fake_world(world_size, rank), HyperCommGrid(layout) as grid:
-        group = grid.create_pg(dims)
-        assert dist.get_process_group_ranks(group) == numpy_group(layout, dims, rank)
-        assert list(grid.group_ranks(dims)) == numpy_group(layout, dims, rank)
-        assert dist.get_rank(group) == numpy_group(layout, dims, rank).index(rank)
+from hypercomm.testing import fake_world
 
 
 # create_pg, get_pg and ensure_pg use one group per key. Dims can be in any order, in any iterable.
@@ -168,24 +143,6 @@ def test_creation_before_init_process_group():
         grid.create_pg("tp")
     assert len(grid.pgs) == 0
     assert str(grid.reshape("tp=4,dp=2")).endswith("created: none\n  destroyed: none")
-
-
-# Keys share a group if and only if the members are the same, regardless of the order of creation. A
-# group with another timeout is not shared.
-def test_groups_with_equal_members_are_shared():
-    with (
-        fake_world(8, rank=3),
-        HyperCommGrid([2, 1, 4], ["tp", "cp", "dp"], share="identical") as grid,
-    ):
-        every_dims = list(
-            chain.from_iterable(combinations(grid.dim_names, count) for count in (1, 2, 3))
-        )
-        groups = {dims: grid.create_pg(dims) for dims in every_dims}
-        for one, other in combinations(every_dims, 2):
-            same = numpy_group(grid.layout, one, 3) == numpy_group(grid.layout, other, 3)
-            assert (groups[one] is groups[other]) == same
-        longer = grid.create_pg("tp", name="longer", timeout=timedelta(seconds=3))
-        assert longer is not groups["tp",]
 
 
 # If destroying one group fails, the other groups are destroyed, and the error is raised afterwards.

@@ -1,24 +1,8 @@
-"""Test sizes of grids, views and sets in every accepted form."""
+"""Test sizes of grids and views in every accepted form."""
 
 import pytest
 
-from hypercomm import GridSet, HyperCommGrid, RankLayout
-
-FORMS = [
-    (("tp=2,dp=4",), {}),
-    (({"tp": 2, "dp": -1},), {}),
-    ((), {"tp": 2, "dp": -1, "backend": "gloo"}),
-    ((HyperCommGrid("tp=2,dp=4", world_size=8),), {}),
-    (([2, 4], ["tp", "dp"], 0, "gloo"), {}),
-    ((RankLayout([2, 4], ["tp", "dp"]),), {"name": "same"}),
-    ((iter([2, -1]), iter(["tp", "dp"])), {}),
-]
-
-
-@pytest.mark.parametrize(("args", "keywords"), FORMS)
-def test_every_form_of_sizes(args, keywords):
-    grid = HyperCommGrid(*args, world_size=8, **keywords)
-    assert grid.layout == RankLayout([2, 4], ["tp", "dp"])
+from hypercomm import HyperCommGrid, RankLayout
 
 
 # An unspecified size fills the world from the offset on. If all sizes are specified, ranks may be
@@ -27,6 +11,8 @@ def test_sizes_with_an_offset():
     assert HyperCommGrid("tp=2,dp=-1", rank_offset=4, world_size=12).layout.ranks == range(4, 12)
     assert HyperCommGrid("tp=2", rank_offset=4, world_size=12).layout.ranks == range(4, 6)
     assert HyperCommGrid("tp=2,dp", rank_offset=6, world_size=12, name="a").shape == [2, 3]
+    grid = HyperCommGrid(tp=2, dp=-1, world_size=8, backend="gloo")
+    assert HyperCommGrid(grid, world_size=12).layout == grid.layout == RankLayout("tp=2,dp=4")
 
 
 # A view accepts its sizes in every form. An unspecified size fills the grid.
@@ -56,15 +42,3 @@ def test_ranks_left_out_warn():
         HyperCommGrid(*sizes, world_size=8, rank_offset=2, **keywords)
     HyperCommGrid([2], ["tp"], world_size=8)
     HyperCommGrid(RankLayout(tp=2), world_size=8)
-
-
-# A set accepts sizes in every form, also as keywords. A grid given as text starts at rank 0.
-def test_sizes_of_sets():
-    forms = ("tp=2,dp=4", {"tp": 2, "dp": -1}, RankLayout(tp=2, dp=4))
-    for form in forms:
-        for grids in (
-            GridSet({"a": form, "b": "tp=4"}, world_size=8),
-            GridSet(a=form, b="tp=4", world_size=8),
-        ):
-            assert grids["a"].layout == RankLayout(tp=2, dp=4)
-            assert grids["b"].layout == RankLayout(tp=4)

@@ -44,9 +44,19 @@ def test_enumerate_ranks_agrees_with_transpose(case, data):
 
 
 def check(groups, expected):
+    """Compare every way to read groups with lists. Only lists of equal size have an array."""
     count = len(expected)
+    sizes = sorted({*map(len, expected)})
     assert len(groups) == count
-    assert groups.group_size == len(expected[0])
+    assert groups.sizes == tuple(sizes)
+    if len(sizes) == 1:
+        assert groups.group_size == sizes[0]
+        assert np.array_equal(groups.to_array(), expected)
+    else:
+        for ask in (RankGroups.to_array, lambda one: one.group_size, lambda one: one.chunks(1)):
+            with pytest.raises(LayoutError, match="no common size"):
+                ask(groups)
+        assert f"groups of {sizes[0]}..{sizes[-1]} ranks: {expected[0]}" in repr(groups)
     assert list(groups) == expected
     assert groups.to_lists() == [list(group) for group in expected]
     assert [groups[index] for index in range(-count, count)] == expected * 2
@@ -58,6 +68,12 @@ def check(groups, expected):
         for position, rank in enumerate(group):
             assert groups.of(rank) == group
             assert (groups.index_of(rank), groups.position_of(rank)) == (index, position)
+    members = set().union(*expected)
+    around = range(min(members) - 2, max(members) + 3)
+    assert {rank for rank in around if groups.has_member(rank)} == members
+    for rank in members.symmetric_difference(around):
+        with pytest.raises(RankOutsideError):
+            groups.of(rank)
 
 
 # Every way to read groups, by index or by rank, agrees with numpy and slices of lists. A rank that
@@ -67,12 +83,6 @@ def check(groups, expected):
 def test_all_ways_to_read_groups_agree(case):
     groups, expected = case
     check(groups, expected)
-    members = set().union(*expected)
-    around = range(min(members) - 2, max(members) + 3)
-    assert {rank for rank in around if groups.has_member(rank)} == members
-    for rank in members.symmetric_difference(around):
-        with pytest.raises(RankOutsideError):
-            groups.of(rank)
     with pytest.raises((TypeError, LayoutError)):
         groups[:]
 
@@ -100,30 +110,12 @@ def disjoint_lists(draw):
     return [group for group in found if group]
 
 
-# Groups from lists equal these lists. Only lists of equal size have an array.
+# Groups from lists equal these lists.
 @many
 @given(disjoint_lists())
 def test_groups_from_lists(expected):
     groups = RankGroups(expected)
-    sizes = sorted({*map(len, expected)})
-    assert groups.sizes == tuple(sizes)
-    if len(sizes) == 1:
-        check(groups, expected)
-        assert np.array_equal(groups.to_array(), expected)
-    else:
-        for ask in (RankGroups.to_array, lambda one: one.group_size, lambda one: one.chunks(1)):
-            with pytest.raises(LayoutError, match="no common size"):
-                ask(groups)
-        assert f"groups of {sizes[0]}..{sizes[-1]} ranks: {expected[0]}" in repr(groups)
-    assert list(groups) == expected == [groups[index] for index in range(len(groups))]
-    assert groups.to_lists() == [[*group] for group in expected]
-    assert groups.is_sorted == all(list(group) == sorted(group) for group in expected)
-    for index, group in enumerate(expected):
-        for position, rank in enumerate(group):
-            assert groups.of(rank) == group
-            assert groups.locate(rank) == (index, position)
-    members = set().union(*expected)
-    assert {rank for rank in range(-1, 22) if groups.has_member(rank)} == members
+    check(groups, expected)
     for twin in (
         RankGroups(groups),
         RankGroups(groups.to_lists()),
