@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from drawn_layouts import layouts_with_tables, table_of
 from group_checks import sum_over, tables as registered
 from hypothesis import given, strategies as st
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -117,26 +118,28 @@ def test_mesh_to_grid_round_trip(case, data):
         assert registered() == before
 
 
-# Meshes made by torch become grids with their groups, including WORLD. Such a grid owns only the
-# groups that it creates later.
-def test_grid_from_torch_mesh():
-    with fake_world(8, rank=5):
-        for shape in ([8], [2, 4], [2, 2, 2], [1, 8], [8, 1]):
-            names = NAMES[: len(shape)]
-            mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=names)
-            before = registered()
-            with HyperCommGrid.from_device_mesh(mesh) as grid:
-                assert registered() == before
-                assert grid.dim_names == [*reversed(names)]
-                assert grid.shape == shape[::-1]
-                for name in names:
-                    assert grid.get_pg(name) is mesh.get_group(name)
-                    wanted = dist.get_process_group_ranks(mesh.get_group(name))
-                    assert grid.group_ranks(name) == tuple(wanted)
-                own = grid.create_pg(names, name="own")
-                assert own.size() == 8
-                assert registered() != before
+# Meshes made by torch become grids with their groups, including WORLD. The meshes may leave out
+# ranks, and their strides may interleave. Such a grid owns only the groups that it creates later.
+@given(layouts_with_tables(kinds=("dense", "gaps"), max_ranks=24), st.data())
+def test_grid_from_torch_mesh(case, data):
+    layout, table = case
+    rank = data.draw(st.integers(0, layout.last_rank))
+    names = layout.dim_names
+    with fake_world(layout.last_rank + 1, rank):
+        mesh = DeviceMesh("cpu", torch.from_numpy(table.T.copy()), mesh_dim_names=names[::-1])
+        before = registered()
+        with HyperCommGrid.from_device_mesh(mesh) as grid:
             assert registered() == before
+            assert np.array_equal(table_of(grid.layout), table)
+            assert grid.dim_names == [*names]
+            for name in names if rank in table else ():
+                group = mesh.get_group(name)
+                assert grid.get_pg(name) is group
+                assert list(grid.group_ranks(name)) == dist.get_process_group_ranks(group)
+            own = grid.create_pg(names, name="own")
+            assert (own is None) == (rank not in table)
+            assert (registered() == before) == (own is None)
+        assert registered() == before
         assert dist.is_initialized()
 
 
@@ -163,23 +166,6 @@ def test_permuted_mesh_is_rejected(ranks, rank):
         with pytest.raises(ValueError, match=re.escape(f"permuted: {ranks}")):
             HyperCommGrid.from_device_mesh(mesh)
         assert registered() == before
-
-
-# Meshes made by torch may leave out ranks, and their strides may interleave.
-@pytest.mark.parametrize(
-    "ranks", [[[0, 1], [4, 5], [6, 7]], [[0, 2], [3, 5]], [[1, 3, 4], [2, 6, 7]]]
-)
-def test_mesh_with_gaps(ranks):
-    table = np.array(ranks)
-    for rank in range(8):
-        with fake_world(8, rank):
-            mesh = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=("dp", "tp"))
-            grid = HyperCommGrid.from_device_mesh(mesh)
-            assert sorted(grid.layout.groups("tp")) == sorted(map(tuple, table.tolist()))
-            assert sorted(grid.layout.groups("dp")) == sorted(map(tuple, table.T.tolist()))
-            assert grid.is_current_rank_in_grid() == (rank in table)
-            for name in ("tp", "dp") if rank in table else ():
-                assert grid.get_pg(name) is mesh.get_group(name)
 
 
 # ---- real ranks ---------------------------------------------------------------------------------
