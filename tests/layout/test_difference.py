@@ -80,8 +80,8 @@ PAIRS = st.one_of(
 
 # Every combination of dims appears in a change. The combination is paired with each combination of
 # the other layout that has some of the same groups. The number and the size of the groups, and the
-# number of groups that both layouts have, match sets of tuples. A rank moves if its index along a dim
-# changes. Along a dim that a layout lacks, the index is 0.
+# number of groups that both layouts have, match sets of tuples. So do the totals. A rank moves if
+# its index along some dim changes. Along a dim that a layout lacks, the index is 0.
 @given(PAIRS)
 def test_changes_match_sets_of_groups(pair):
     before, after = map(groups_by_dims, pair)
