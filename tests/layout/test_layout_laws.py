@@ -221,20 +221,6 @@ def test_layouts_compare_by_value(one, other):
     assert len({layout, other_layout}) == (1 if are_equal else 2)
 
 
-# If strides can express a list of ranks, the list and the strides make the same layout.
-@many
-@given(layouts_with_tables(kinds=("dense", "gaps", "strided")))
-def test_list_with_even_steps_equals_strides(case):
-    layout, table = case
-    twin = RankLayout(layout.shape, layout.dim_names, ranks=in_layout_order(table))
-    assert twin == layout
-    for read in (hash, repr, RankLayout.to_json, lambda one: one.strides):
-        assert read(twin) == read(layout)
-    assert "ranks" not in json.loads(twin.to_json())
-    for dim in layout.dim_names:
-        assert twin.groups(dim) == layout.groups(dim)
-
-
 # ---- sizes from the world size ------------------------------------------------------------------
 
 
