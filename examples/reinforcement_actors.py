@@ -149,5 +149,5 @@ if __name__ == "__main__":
     ranks = TRAINER.size + INFERENCE.size
     has_ray = importlib.util.find_spec("ray") is not None
     print("on Ray actors" if has_ray else "on local ranks, as ray is not installed")
-    differences = on_actors(ranks) if has_ray else run_ranks(work, ranks, ranks_max=ranks)
+    differences = on_actors(ranks) if has_ray else run_ranks(work, ranks, max_ranks=ranks)
     print(f"largest difference: {max(differences)}")

@@ -60,7 +60,7 @@ def train(victim: int = -1) -> tuple[str, list[float]]:
                 raise RuntimeError(f"ranks are at steps {steps}: use a checkpoint") from error
             lost = grid.reshape("gpu=2,host=-1", ranks=range(job.size)).lost
             parallel = DistributedDataParallel(model)
-            how = f"{grid.layout}, without ranks {lost.words}; rank {first} is {job.rank}"
+            how = f"{grid.layout}, without ranks {lost.summary}; rank {first} is {job.rank}"
         else:
             optimizer.step()
             losses.append(float(mean))

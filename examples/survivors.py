@@ -67,7 +67,7 @@ def train(folder: str, victim: int = -1) -> tuple[str, list[float]]:
             reshaped = grid.reshape("tp=2,dp=-1", ranks=ranks)
             if not grid.is_current_rank_in_grid():
                 return "spare", []
-            weights, how = [], f"{grid.layout}, without ranks {reshaped.lost.words}"
+            weights, how = [], f"{grid.layout}, without ranks {reshaped.lost.summary}"
     return how, losses
 
 

@@ -169,10 +169,10 @@ def find_job(environment: Mapping[str, str]) -> FoundJob | None:
         >>> job.launcher, job.rank, job.size, job.rendezvous()
         ('srun', 5, 8, ('gpu03', 24711))
     """
-    held = _read(environment)
-    jobs = [job for row in LAUNCHERS if (job := _job_of(row, held)) is not None]
+    variables = _known_variables(environment)
+    jobs = [job for row in LAUNCHERS if (job := _job_of(row, variables)) is not None]
     if not jobs:
-        _check_not_forgotten(held)
+        _check_not_forgotten(variables)
         return None
     first = jobs[0]
     same = [job for job in jobs if (job.rank, job.size) == (first.rank, first.size)]
@@ -193,8 +193,10 @@ def find_job(environment: Mapping[str, str]) -> FoundJob | None:
         first,
         local_rank=known("local_rank"),
         local_size=known("local_size"),
-        address=held.get("MASTER_ADDR") or known("address") or here,
-        port=_number("MASTER_PORT", held, 1, 65_535) if "MASTER_PORT" in held else known("port"),
+        address=variables.get("MASTER_ADDR") or known("address") or here,
+        port=_number("MASTER_PORT", variables, 1, 65_535)
+        if "MASTER_PORT" in variables
+        else known("port"),
     )
 
 
@@ -221,83 +223,89 @@ def find_number(variable: str, environment: Mapping[str, str]) -> tuple[int, str
         >>> find_number("WORLD_SIZE", {"WORLD_SIZE": "4096"})
         (4096, 'WORLD_SIZE=4096')
     """
-    held = _read(environment)
-    by_hand = {"WORLD_SIZE", "RANK"} & held.keys()
+    variables = _known_variables(environment)
+    by_hand = {"WORLD_SIZE", "RANK"} & variables.keys()
     if by_hand == {variable}:
-        number = _number(variable, held, smallest=int(variable == "WORLD_SIZE"))
+        number = _number(variable, variables, smallest=int(variable == "WORLD_SIZE"))
         return number, f"{variable}={number}"
-    job = find_job({name: held[name] for name in held if len(by_hand) == 2 or name not in by_hand})
+    job = find_job(
+        {name: variables[name] for name in variables if len(by_hand) == 2 or name not in by_hand}
+    )
     if job is None:
         return None
     return job.size if variable == "WORLD_SIZE" else job.rank, job.source
 
 
-def _read(environment: Mapping[str, str]) -> dict[str, str]:
+def _known_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the non-empty variables that this module reads, without spaces around the values.
 
     SLURM_STEP_ID is left out unless srun started the step.
     """
-    held = {name: environment[name].strip() for name in VARIABLES.intersection(environment)}
-    held = {name: text for name, text in held.items() if text}
-    step = held.get("SLURM_STEP_ID", "")
-    if not step.isdecimal() or _number("SLURM_STEP_ID", held, largest=2**32) >= _LAST_STEP:
-        held.pop("SLURM_STEP_ID", None)
-    return held
+    variables = {name: environment[name].strip() for name in VARIABLES.intersection(environment)}
+    variables = {name: text for name, text in variables.items() if text}
+    step = variables.get("SLURM_STEP_ID", "")
+    if not step.isdecimal() or _number("SLURM_STEP_ID", variables, largest=2**32) >= _LAST_STEP:
+        variables.pop("SLURM_STEP_ID", None)
+    return variables
 
 
-def _job_of(launcher: Launcher, held: Mapping[str, str]) -> FoundJob | None:
+def _job_of(launcher: Launcher, variables: Mapping[str, str]) -> FoundJob | None:
     """Return the job that the variables of one launcher describe, or None if they are not set."""
-    size_name = next((name for name in launcher.size if name in held), None)
-    if size_name is None or not {launcher.rank, launcher.mark or launcher.rank} <= held.keys():
+    size_name = next((name for name in launcher.size if name in variables), None)
+    if size_name is None or not {launcher.rank, launcher.mark or launcher.rank} <= variables.keys():
         return None
-    rank = _number(launcher.rank, held)
-    size = _number(size_name, held, 1)
+    rank = _number(launcher.rank, variables)
+    size = _number(size_name, variables, 1)
     source = f"{launcher.rank}={rank} and {size_name}={size} of {launcher.name}"
     if rank >= size:
         raise LaunchError(f"{source}: a job of {size} ranks has ranks 0 to {size - 1}")
     local_rank, local_size = (
-        _number(name, held) if name in held else None
+        _number(name, variables) if name in variables else None
         for name in (launcher.local_rank, launcher.local_size)
     )
     address = port = None
     if launcher.name == "srun":
-        address = _first_host(held)
-        port = _port_of_step(held)
-    elif launcher.name == "Open MPI" and "PMIX_NAMESPACE" in held:  # each mpirun has another one
-        text = held["PMIX_NAMESPACE"].encode(errors="replace")
+        address = _first_host(variables)
+        port = _port_of_step(variables)
+    elif (
+        launcher.name == "Open MPI" and "PMIX_NAMESPACE" in variables
+    ):  # each mpirun has another one
+        text = variables["PMIX_NAMESPACE"].encode(errors="replace")
         port = _FIRST_PORT + zlib.crc32(text) % _PORTS
     return FoundJob(launcher.name, rank, size, local_rank, local_size, address, port, source)
 
 
-def _check_not_forgotten(held: Mapping[str, str]) -> None:
+def _check_not_forgotten(variables: Mapping[str, str]) -> None:
     """Raise if variables of a launcher are set although no rank was found.
 
     Raises:
         LaunchError: Such a variable is set. The message explains what to set, unset or start.
     """
     for launcher in LAUNCHERS:
-        there = next((name for name in (launcher.rank, *launcher.size) if name in held), None)
-        if there is not None and (not launcher.mark or launcher.mark in held):
+        there = next((name for name in (launcher.rank, *launcher.size) if name in variables), None)
+        if there is not None and (not launcher.mark or launcher.mark in variables):
             missing = launcher.size[0] if there == launcher.rank else launcher.rank
             raise LaunchError(
-                f"{missing} is missing, but {there}={short_repr(held[there])} of {launcher.name} "
-                f"is set; set both, or unset {there}"
+                f"{missing} is missing, but {there}={short_repr(variables[there])} of "
+                f"{launcher.name} is set; set both, or unset {there}"
             )
     for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES"):
-        if name in held and _number(name, held) > 1:
+        if name in variables and _number(name, variables) > 1:
             raise LaunchError(
-                f"{name}={held[name]} is set, but srun did not start this process, which is in a "
-                f"SLURM allocation; start it with srun, or unset {name}"
+                f"{name}={variables[name]} is set, but srun did not start this process, which is "
+                f"in a SLURM allocation; start it with srun, or unset {name}"
             )
-    if "MASTER_ADDR" in held:  # otherwise each process would create a world of one rank
+    if "MASTER_ADDR" in variables:  # otherwise each process would create a world of one rank
         raise LaunchError(
-            f"RANK and WORLD_SIZE are missing, but MASTER_ADDR={short_repr(held['MASTER_ADDR'])} "
-            f"is set; set all of them, or none"
+            f"RANK and WORLD_SIZE are missing, but "
+            f"MASTER_ADDR={short_repr(variables['MASTER_ADDR'])} is set; set all of them, or none"
         )
 
 
-def _number(name: str, held: Mapping[str, str], smallest: int = 0, largest: int = 2**31) -> int:
-    text = held[name]
+def _number(
+    name: str, variables: Mapping[str, str], smallest: int = 0, largest: int = 2**31
+) -> int:
+    text = variables[name]
     if not re.fullmatch(r"[0-9]{1,10}", text) or not smallest <= int(text) <= largest:
         raise LaunchError(
             f"{name} must be an integer from {smallest} to {largest}, got {short_repr(text)}"
@@ -305,18 +313,18 @@ def _number(name: str, held: Mapping[str, str], smallest: int = 0, largest: int 
     return int(text)
 
 
-def _first_host(held: Mapping[str, str]) -> str | None:
+def _first_host(variables: Mapping[str, str]) -> str | None:
     """Return the host of rank 0: the first host of a list such as "gpu[03-04,9],login"."""
-    if held.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):  # rank 0 may be on any host
+    if variables.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):  # rank 0 may be on any host
         return None
-    nodes = held.get("SLURM_STEP_NODELIST") or held.get("SLURM_JOB_NODELIST") or ""
+    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST") or ""
     first = re.match(r"(?:[^\[\],\s]|\[[^\[\]]*\])+", nodes)
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group()) or None if first else None
 
 
-def _port_of_step(held: Mapping[str, str]) -> int | None:
+def _port_of_step(variables: Mapping[str, str]) -> int | None:
     """Return a port for a step. Steps of one job may share hosts, so they get different ports."""
-    if "SLURM_JOB_ID" not in held:
+    if "SLURM_JOB_ID" not in variables:
         return None
-    number = _number("SLURM_JOB_ID", held) + 7919 * int(held["SLURM_STEP_ID"])
+    number = _number("SLURM_JOB_ID", variables) + 7919 * int(variables["SLURM_STEP_ID"])
     return _FIRST_PORT + number % _PORTS

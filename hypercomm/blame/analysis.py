@@ -402,7 +402,7 @@ class Verdict:
                 self._accept(found[0], mistakes)
             else:
                 yield self._difference(calls, odd, siblings)
-        while found := self._next_mistake():
+        while found := self._explaining_deviations():
             self._accept(found[0], mistakes)
         for rank in sorted(mistakes.keys() - every_odd):
             one = mistakes[rank]
@@ -428,7 +428,7 @@ class Verdict:
         every = (self._orders.mistake_of(rank) for rank in ranks)
         return [one for one in every if one is not None]
 
-    def _next_mistake(self) -> list[Deviation]:
+    def _explaining_deviations(self) -> list[Deviation]:
         """Return the deviation that explains a circle or the end of a chain of waits, if any."""
         awaiting = self._awaiting()
         for end in self._find_ends():

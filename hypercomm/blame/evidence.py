@@ -357,7 +357,7 @@ def _shapes(value: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(map(_integer, shape)) for shape in value[:_MOST_TENSORS])
 
 
-def _places(frames: Any) -> Iterator[str]:
+def _user_frames(frames: Any) -> Iterator[str]:
     """Yield the frames outside torch, hypercomm and Python's library, innermost first."""
     for one in frames:
         file, line, name = _text(one["filename"]), _integer(one["line"]), _text(one["name"])
@@ -426,7 +426,7 @@ def _read_dump(record: RankLog, fields: Mapping[str, Any], layout: RankLayout | 
     if process is not None:  # fields that `grid.watch` adds
         record.host = _text(process["host"])
         record.why = _text(process["why"])
-        record.place = tuple(_places(process["stack"]))
+        record.place = tuple(_user_frames(process["stack"]))
         record.region = "" if _OWN_ERROR.match(record.why) else _region(process["stack"])
         record.layout = RankLayout(**process["layouts"][""])
     groups: dict[str, LoggedGroup] = {}
@@ -478,7 +478,7 @@ def _read_call(
     )
     call.shapes = _shapes(entry["input_sizes"])
     call.dtypes = tuple(map(_text, entry["input_dtypes"][:_MOST_TENSORS]))
-    call.where = next(_places(entry.get("frames", [])), "")
+    call.where = next(_user_frames(entry.get("frames", [])), "")
     if message is not None:
         call.op, own, other, tag = message.groups("")
         call.peer = group.ranks[int(other)]

@@ -181,4 +181,4 @@ def _devices_of(group: ProcessGroup, world: World) -> dict[str, str]:
 
 def _is_live(world: World) -> bool:
     """Return whether this rank can communicate. In fake and simulated worlds it cannot."""
-    return world.has_store and not torchdist.is_other_world()
+    return world.has_store and not torchdist.is_patched_world()

@@ -244,7 +244,7 @@ class GridDims:
     def _sum_numbers(self, value: float) -> float:
         own = torch.tensor(_split_number(value), dtype=torch.float64)
         total = own.to(torchdist.device_type(self.group))
-        dist.all_reduce(total, group=self._live_group())
+        dist.all_reduce(total, group=self._group_with_peers())
         high, low, rest, floats = total.tolist()
         integer = int(high) * _LOW + int(low)
         return integer + rest if floats else integer
@@ -263,14 +263,14 @@ class GridDims:
         elif dtype.itemsize < torch.float32.itemsize:
             dtype = torch.float32
         total = value.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=self._live_group())
+        dist.all_reduce(total, group=self._group_with_peers())
         return total
 
     def barrier(self) -> None:
         """Wait for all ranks of the group. Raises the errors of `sum`."""
-        dist.barrier(group=self._live_group())
+        dist.barrier(group=self._group_with_peers())
 
-    def _live_group(self) -> ProcessGroup:
+    def _group_with_peers(self) -> ProcessGroup:
         """Return the group, or raise if its other ranks do not exist."""
         group = self.group
         world = self._state.table.world

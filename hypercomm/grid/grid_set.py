@@ -133,7 +133,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
                 latest = self._checked(label, given)
             else:
                 with naming(label):
-                    layout = self._read(label, given)
+                    layout = self._layout_for(label, given)
                 before = latest
                 own = attrs.evolve(options, name=f"{name}.{label}" if name else label)
                 latest = HyperCommGrid(
@@ -163,7 +163,7 @@ class GridSet(Mapping[str, HyperCommGrid]):
             return ()
         return self.placement.spare_ranks
 
-    def _read(self, label: str, given: Sizes) -> RankLayout:
+    def _layout_for(self, label: str, given: Sizes) -> RankLayout:
         """Return the layout of a grid. A grid with the name of a part has the ranks of the part."""
         parts = {} if self._world is None else self._world.parts
         if label not in parts or isinstance(given, RankLayout):

@@ -236,23 +236,23 @@ def _id_of(job: FoundJob, variables: Mapping[str, str]) -> str:
     return ""
 
 
-def _check_job(store: dist.Store, job: FoundJob, own: str) -> None:
+def _check_job(store: dist.Store, job: FoundJob, job_id: str) -> None:
     """Raise if this rank has connected to the store of another job. Makes one request.
 
     Raises:
         LaunchError: Rank 0 belongs to another job, or another process has joined as this rank.
     """
     where = f"at {job.address}, port {job.port}"
-    if own and job.rank == 0:
-        store.set(_JOB, own)
-    elif own:
+    if job_id and job.rank == 0:
+        store.set(_JOB, job_id)
+    elif job_id:
         store.set_timeout(_FOR_RANK_0)
-        there = own
+        there = job_id
         with contextlib.suppress(dist.DistStoreError):  # rank 0 does not call join()
             there = store.get(_JOB).decode()
-        if there != own:
+        if there != job_id:
             raise LaunchError(
-                f"rank {job.rank} belongs to the job {own}, but {where}, there is rank 0 of the "
+                f"rank {job.rank} belongs to the job {job_id}, but {where}, there is rank 0 of the "
                 f"job {there}; give each job its own MASTER_PORT"
             )
     else:
@@ -266,7 +266,7 @@ def _check_job(store: dist.Store, job: FoundJob, own: str) -> None:
 
 
 def _initialise(
-    job: FoundJob, backend: str, device: torch.device, timeout: timedelta | None, own: str
+    job: FoundJob, backend: str, device: torch.device, timeout: timedelta | None, job_id: str
 ) -> None:
     """Create WORLD on the device. On an error, torch.distributed remains uninitialised."""
     options: dict[str, Any] = {"rank": job.rank, "world_size": job.size, "timeout": timeout}
@@ -279,7 +279,7 @@ def _initialise(
         options["store"] = stores.HashStore()
     try:
         if job.address is not None:
-            options["store"] = _store_of(job, timeout or torchdist.default_timeout(backend), own)
+            options["store"] = _store_of(job, timeout or torchdist.default_timeout(backend), job_id)
         dist.init_process_group(backend, **options)
     except BaseException as error:
         torchdist.destroy_world()
@@ -295,12 +295,12 @@ def _initialise(
         ) from error
 
 
-def _store_of(job: FoundJob, timeout: timedelta, own: str) -> dist.Store:
+def _store_of(job: FoundJob, timeout: timedelta, job_id: str) -> dist.Store:
     """Connect to the job's store. torch finds out whether torchrun's agent or rank 0 serves it."""
     host = f"[{job.address}]" if ":" in str(job.address) else job.address
     url = f"tcp://{host}:{job.port}"
     store, _, _ = next(dist.rendezvous(url, job.rank, job.size, timeout=timeout))
-    _check_job(store, job, own)
+    _check_job(store, job, job_id)
     store.set_timeout(timeout)
     return dist.PrefixStore("default_pg", store)  # as torch, whose ranks may be in the job
 
@@ -325,8 +325,8 @@ def _choose(
     if chosen.index is None and chosen.type != "cpu":
         chosen = torch.device(chosen.type, _index_of_rank(chosen.type, job))
     if backend is None:
-        own = dist.Backend.default_device_backend_map.get(chosen.type, "gloo")
-        backend = "gloo" if own == "gloo" else f"cpu:gloo,{chosen.type}:{own}"
+        default = dist.Backend.default_device_backend_map.get(chosen.type, "gloo")
+        backend = "gloo" if default == "gloo" else f"cpu:gloo,{chosen.type}:{default}"
     parts = torchdist.parts_of(backend)
     if chosen.type not in parts:
         raise LaunchError(
@@ -426,7 +426,7 @@ def renew_world(
     check_timeout(timeout)
     old = current()
     given = as_ranks(ranks, "ranks=", old.size)
-    if not torchdist.has_ranks() or torchdist.is_other_world():
+    if not torchdist.has_ranks() or torchdist.is_patched_world():
         raise LaunchError("this is a fake or simulated world: its other ranks do not exist")
     if store is None and not old.has_store:
         raise LaunchError("this torch does not expose the job's store; pass a store as store=")

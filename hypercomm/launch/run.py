@@ -126,7 +126,7 @@ def run_ranks(
     backend: str = "gloo",
     timeout: float = 300.0,
     group_timeout: timedelta | None = None,
-    ranks_max: int | None = None,
+    max_ranks: int | None = None,
     on_message: Callable[[int, Any], None] | None = None,
 ) -> list[T]:
     """Run a function on real local ranks and return the list of results, by rank.
@@ -146,7 +146,7 @@ def run_ranks(
         timeout: The time for all ranks to return, in seconds. After this time, the ranks are ended.
         group_timeout: The timeout of the job's default process group, a timedelta. Default: torch's
             default timeout.
-        ranks_max: The largest number of ranks to start. Default: 4 for each processor, but at least
+        max_ranks: The largest number of ranks to start. Default: 4 for each processor, but at least
             8, and one for each 100 MiB of memory.
         on_message: A function that this process calls with (rank, value) for each `report(value)`
             of a rank.
@@ -160,7 +160,7 @@ def run_ranks(
         LaunchError: A script calls this outside of `if __name__ == "__main__"`, or this machine has
             no address 127.0.0.1.
         LayoutError: `function` cannot be called, `nprocs` is not a positive int or is larger than
-            `ranks_max`, or `args` is not a sequence.
+            `max_ranks`, or `args` is not a sequence.
         GroupOptionsError: A timeout is not positive, or has the wrong type.
 
     Example:
@@ -177,11 +177,11 @@ def run_ranks(
             f"calling it, as in run_ranks(f, 2), and its arguments as args="
         )
     positive(nprocs, "nprocs")
-    most = most_ranks() if ranks_max is None else ranks_max
+    most = most_ranks() if max_ranks is None else max_ranks
     if nprocs > most:
         raise LayoutError(
             f"nprocs={nprocs} would start more than {most} processes on this machine; to start "
-            f"them, pass ranks_max={nprocs}"
+            f"them, pass max_ranks={nprocs}"
         )
     if not is_positive(timeout):
         raise GroupOptionsError(

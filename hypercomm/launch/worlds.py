@@ -176,7 +176,7 @@ class JoinedWorld(World):
         title = f"rejoin() of {self.name!r}"
         began = system.now()
         self._check_not_default()
-        self._end_groups()
+        self._abort_groups()
         try:
             ask(self, lambda: title, lambda: self.store.check([self._root]), min(limit_s, 5.0))
         except RuntimeError:
@@ -232,7 +232,7 @@ class JoinedWorld(World):
         with contextlib.suppress(RuntimeError):  # the store is lost
             in_time(count, _LAST_S + 0.5)
 
-    def _end_groups(self) -> None:
+    def _abort_groups(self) -> None:
         """Abort the process groups of this incarnation."""
         for owner in list(self.owners):
             owner.forget()
@@ -376,7 +376,7 @@ def join_world(
     try:
         _enter(world, limit_s - (system.now() - began), is_new=True)
     except BaseException:  # also Ctrl-C after all ranks have joined
-        world._end_groups()
+        world._abort_groups()
         raise
     return world
 

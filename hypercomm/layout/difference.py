@@ -247,7 +247,7 @@ def _all_groups(layout: RankLayout, what: str) -> dict[_Dims, RankGroups]:
         raise LayoutError(
             f"{what} has {layout.size:,} ranks; at most {LARGEST_WORLD:,} can be compared"
         )
-    long = _long_dims(layout)
+    long = _dims_above_one(layout)
     if len(long) > MOST_DIMS:
         raise LayoutError(
             f"{what} has {len(long)} dims larger than 1, {long}; at most {MOST_DIMS} can be "
@@ -260,7 +260,7 @@ def _all_groups(layout: RankLayout, what: str) -> dict[_Dims, RankGroups]:
     return groups
 
 
-def _long_dims(layout: RankLayout) -> _Dims:
+def _dims_above_one(layout: RankLayout) -> _Dims:
     return tuple(dim for dim in layout.dim_names if layout.size_of(dim) > 1)
 
 
@@ -329,7 +329,7 @@ class Lost:
         >>> lost = Lost(before, RankLayout([2, 3], ["tp", "dp"], ranks=[0, 1, 2, 3, 6, 7]))
         >>> lost.ranks, lost.shards("tp"), lost.shards("dp")
         ((4, 5), (), ({'dp': 2},))
-        >>> lost.words
+        >>> lost.summary
         '4..5 (no other rank has dp=2)'
     """
 
@@ -367,14 +367,14 @@ class Lost:
         return tuple(dict(zip(ordered, reversed(index), strict=True)) for index in lost)
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """The lost ranks and shards as text, such as "3 (no other rank has tp=1,dp=1)".
 
         The text lists lost shards over one dim. If there are none, it lists lost shards over two
         dims, and so on.
         """
         ranks = format_ranks(self.ranks) or "none"
-        dims = _long_dims(self.before)
+        dims = _dims_above_one(self.before)
         for count in range(1, min(len(dims), MOST_DIMS) + 1):
             shards = [one for some in combinations(dims, count) for one in self.shards(*some)]
             if shards:

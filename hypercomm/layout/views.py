@@ -47,8 +47,8 @@ class Views(Mapping[str, View]):
     Example:
         >>> views = Views(RankLayout("tp=2,dp=4,pp=2"))
         >>> view = views.register("expert", [4, 2, 2], ["ep", "expt_dp", "pp"], ["pp"])
-        >>> str(view), views.find(["pp"], "expert")[1], views.find(["ep"], "expert")[1]
-        ('ep=4,expt_dp=2,pp=2 sharing pp', ('pp',), ('ep',))
+        >>> str(view), views.view_and_dims(["ep"], "expert")[1]
+        ('ep=4,expt_dp=2,pp=2 sharing pp', ('ep',))
     """
 
     def __init__(self, base: RankLayout) -> None:
@@ -126,14 +126,14 @@ class Views(Mapping[str, View]):
                 ) from error
         return others
 
-    def find(self, dims: Dims, view: str | None) -> tuple[View | None, tuple[str, ...]]:
+    def view_and_dims(self, dims: Dims, view: str | None) -> tuple[View | None, tuple[str, ...]]:
         """Return the view that contains some dims, and the dims in layout order.
 
         The view is None for the base. It is also None if the view shares all of these dims with the
         base. Raises the errors of `ordered`.
         """
         ordered = self.ordered(dims, view)
-        found = self.asked(view)
+        found = self.view_or_none(view)
         if found is not None and set(ordered) <= set(found.shared_dims):
             return None, self.base.order_dims(ordered)
         return found, ordered
@@ -197,10 +197,10 @@ class Views(Mapping[str, View]):
 
     def layout_of(self, view: str | None) -> RankLayout:
         """Return the layout of a view, or the base."""
-        found = self.asked(view)
+        found = self.view_or_none(view)
         return self.base if found is None else found.layout
 
-    def asked(self, view: str | None) -> View | None:
+    def view_or_none(self, view: str | None) -> View | None:
         """Return a view by name, or None for the base if the name is None or "base"."""
         if view is None or (isinstance(view, str) and view == BASE):
             return None

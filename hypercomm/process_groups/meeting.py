@@ -222,8 +222,8 @@ def way_up(position: int, size: int) -> Iterator[tuple[str, int, int]]:
     """
     level = 0
     while True:
-        block, place = divmod(position, _WIDTH)
-        yield f"{level}.{block}", 1 << place, (1 << min(_WIDTH, size - block * _WIDTH)) - 1
+        block, bit = divmod(position, _WIDTH)
+        yield f"{level}.{block}", 1 << bit, (1 << min(_WIDTH, size - block * _WIDTH)) - 1
         if size <= _WIDTH:
             return
         position, size, level = block, -(-size // _WIDTH), level + 1

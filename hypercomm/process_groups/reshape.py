@@ -66,7 +66,7 @@ class Reshaped:
         ]
         lost = self.lost
         if lost.ranks:
-            lines.append(f"  without ranks {lost.words}")
+            lines.append(f"  without ranks {lost.summary}")
         return "\n".join(lines)
 
     @property

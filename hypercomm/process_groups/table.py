@@ -228,11 +228,12 @@ class GroupTable:
         if name is not None:
             check_name(name)
         if view is None:
-            with contextlib.suppress(UnknownDimError):  # else `find` names a view that has the dims
+            # Otherwise, the error of `view_and_dims` names a view that has the dims.
+            with contextlib.suppress(UnknownDimError):
                 return GroupKey(self.layout.order_dims(dims), name), None
-        found, ordered = self.views.find(dims, view)
+        found, ordered = self.views.view_and_dims(dims, view)
         key = GroupKey(ordered, name, None if found is None else found.name)
-        return key, None if view is None else self.views.asked(view)
+        return key, None if view is None else self.views.view_or_none(view)
 
     def resolve(self, request: GroupRequest) -> GroupSpec:
         """Check a request, and return it with its groups, options and strategy resolved.
@@ -499,7 +500,7 @@ class GroupTable:
 
     def leaked(self) -> list[GroupKey]:
         """Return the keys of groups that still exist although the grid should have ended them."""
-        if os.getpid() != self._process or torchdist.is_other_world():
+        if os.getpid() != self._process or torchdist.is_patched_world():
             return []
         found = []
         for key, entry in self.live().items():

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from hypercomm.lazy import attributes
 
-# `most` is pytest's --ranks-max, which excludes larger examples of `given_ranks`. `left_out` is the
+# `most` is pytest's --max-ranks, which excludes larger examples of `given_ranks`. `left_out` is the
 # number of ranks of the smallest excluded example, or 0 if no example was excluded.
 ranks_bound = SimpleNamespace(most=None, left_out=0)
 

@@ -49,7 +49,7 @@ class BodyFailedError(RankFailedError):
 def given_ranks(
     *strategies: SearchStrategy[Any],
     ranks: int | None = None,
-    ranks_max: int | None = None,
+    max_ranks: int | None = None,
     max_examples: int = 20,
     timeout: float = 60.0,
     **named: SearchStrategy[Any],
@@ -70,9 +70,9 @@ def given_ranks(
     Args:
         strategies: Strategies for the last arguments of the body, as `hypothesis.given` takes them.
         ranks: The number of ranks. Default: as many as the layouts of an example need.
-        ranks_max: The largest number of ranks of an example. A larger example fails the test.
-            Default: pytest's `--ranks-max` if it is given, and otherwise 4 for each processor, but
-            at least 8. With `--ranks-max`, larger examples are skipped. If all examples are larger,
+        max_ranks: The largest number of ranks of an example. A larger example fails the test.
+            Default: pytest's `--max-ranks` if it is given, and otherwise 4 for each processor, but
+            at least 8. With `--max-ranks`, larger examples are skipped. If all examples are larger,
             the test is skipped.
         max_examples: The number of examples.
         timeout: The limit for one example, in seconds.
@@ -105,14 +105,14 @@ def given_ranks(
             option = ranks_bound.most
             if option is not None and needed > option:
                 ranks_bound.left_out = min(needed, ranks_bound.left_out or needed)
-                hypothesis.event(f"skipped: more than --ranks-max={option} ranks")
+                hypothesis.event(f"skipped: more than --max-ranks={option} ranks")
                 hypothesis.reject()
-            most = ranks_max or option or most_ranks()
+            most = max_ranks or option or most_ranks()
             if needed > most:
                 raise LaunchError(
                     f"an example of {name} has {needed} ranks, more than {most}; draw smaller "
                     f"examples, as in layouts(max_ranks={most}, max_offset=0), or pass "
-                    f"ranks_max={needed}"
+                    f"max_ranks={needed}"
                 )
             run_body(function, drawn, needed, timeout=timeout)
 
@@ -204,7 +204,7 @@ def run_function(
     with tempfile.TemporaryDirectory() as folder:
         try:
             given = (*call, folder if output is not None else None)
-            return run_ranks(_call, nprocs, args=given, ranks_max=nprocs, **options)
+            return run_ranks(_call, nprocs, args=given, max_ranks=nprocs, **options)
         except RankFailedError as error:
             raise BodyFailedError(*error.__reduce__()[1]) from None
         finally:

@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options."""
     group = parser.getgroup("hypercomm", "tests on real ranks")
     group.addoption(
-        "--ranks-max",
+        "--max-ranks",
         type=int,
         help="skip tests marked ranks(...) and examples of given_ranks with more ranks than this; "
         "default: 4 for each processor, and at least 8",
@@ -86,12 +86,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def _most(config: pytest.Config) -> int:
     from hypercomm.launch.run import most_ranks
 
-    asked: int | None = config.getoption("--ranks-max")
+    asked: int | None = config.getoption("--max-ranks")
     return asked or most_ranks()
 
 
 def _too_many(size: int, limit: int) -> str:
-    return f"{size} ranks are more than {limit}; pass --ranks-max={size} to run the test"
+    return f"{size} ranks are more than {limit}; pass --max-ranks={size} to run the test"
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -136,8 +136,8 @@ def _output_shown(item: pytest.Item) -> Iterator[dict[int, str] | None]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    """Apply --ranks-max to `given_ranks`. Skip a test if all examples have too many ranks."""
-    ranks_bound.most = item.config.getoption("--ranks-max")
+    """Apply --max-ranks to `given_ranks`. Skip a test if all examples have too many ranks."""
+    ranks_bound.most = item.config.getoption("--max-ranks")
     ranks_bound.left_out = 0
     try:
         return (yield)
@@ -177,7 +177,7 @@ def ranks(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def run_ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
-    """Return `run_ranks` with the limit `--ranks-max`. The report shows each rank's output."""
+    """Return `run_ranks` with the limit `--max-ranks`. The report shows each rank's output."""
 
     def run(
         function: Callable[..., Any], nprocs: int, args: Sequence[Any] = (), **options: Any

@@ -43,7 +43,7 @@ class SimulatedJob(_c10d._World):  # type: ignore[misc]
         book: The record of the rank's groups and calls.
     """
 
-    is_of_another_world = True
+    is_patched = True
     default_pg: Any = None
     group_count = 0
     # In torch's class, these are properties with global state. Plain attributes replace them.

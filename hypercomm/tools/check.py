@@ -216,7 +216,7 @@ class CheckResult:
                 args=(request,),
                 backend=request.backend,
                 timeout=timeout,
-                ranks_max=request.layout.size,  # check() has compared it
+                max_ranks=request.layout.size,  # check() has compared it
                 on_message=lambda _, message: self.record(message),
             )
         except RankFailedError as error:

@@ -157,7 +157,7 @@ def segments(
         lanes = [_pieces(sources, find, wanted, most) for wanted in target.wanted]
         # Take one piece for each rank in turn, so that all ranks receive at the same time.
         for piece in filter(None, chain(*zip_longest(*lanes))):
-            wanted, holders, held, box = piece
+            wanted, holders, source_box, box = piece
             nbytes = size_of(box) * dtype.itemsize
             source = wanted.rank
             if source not in holders:
@@ -166,7 +166,7 @@ def segments(
             if source != wanted.rank:
                 sent[source] += nbytes
                 bucket = _reserve(last, (source, wanted.rank), room_for(nbytes), bucket_bytes)
-            here = _slices(box, held, holders[source])
+            here = _slices(box, source_box, holders[source])
             there = _slices(box, wanted.box, wanted.start)
             ends = source, wanted.rank, here, there
             yield Segment(target.name, wanted.source, dtype, *ends, nbytes, bucket)
@@ -224,10 +224,10 @@ def _pieces(
                 f"nothing was sent: rank {one.rank} needs {list(one.box)} of {one.source!r}, but "
                 f"the source ranks do not have each element exactly once"
             )
-        for held, common in overlaps:
-            holders = boxes[held]
+        for source_box, common in overlaps:
+            holders = boxes[source_box]
             for piece in split(common, size_of(common) if one.rank in holders else most):
-                yield one, holders, held, piece
+                yield one, holders, source_box, piece
 
 
 def split(box: Box, most: int) -> Iterator[Box]:

@@ -200,13 +200,19 @@ class Message:
         """
         return self._slices(shape, [(0, part.units) for part in self.parts])
 
-    def source_slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Return the slices of the message in the sender's tensor. See `global_slices`."""
-        return self._slices(shape, [part.source for part in self.parts])
+    def source_slices(self, local_shape: Sequence[int]) -> tuple[slice, ...]:
+        """Return the slices of the message in the sender's tensor, which has `local_shape`.
 
-    def target_slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Return the slices of the message in the receiver's tensor. See `global_slices`."""
-        return self._slices(shape, [part.target for part in self.parts])
+        See `global_slices` for the errors.
+        """
+        return self._slices(local_shape, [part.source for part in self.parts])
+
+    def target_slices(self, local_shape: Sequence[int]) -> tuple[slice, ...]:
+        """Return the slices of the message in the receiver's tensor, which has `local_shape`.
+
+        See `global_slices` for the errors.
+        """
+        return self._slices(local_shape, [part.target for part in self.parts])
 
     def _slices(self, shape: Sequence[int], within: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
         """Return the slices in a tensor that has the units `within` along each split axis."""

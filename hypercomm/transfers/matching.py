@@ -351,10 +351,10 @@ def infer_remote_parts(
         mapping = cuts[one.name]
         counts = {axis: count for axis, _, count in one.cells}
         whole = [length * counts.get(axis, 1) for axis, length in enumerate(one.shape)]
-        for end, ranks in ((True, mapping.source_ranks), (False, mapping.target_ranks)):
+        for is_source, ranks in ((True, mapping.source_ranks), (False, mapping.target_ranks)):
             for rank in ranks:
-                shape = mapping.shape_at(rank, whole, is_source=end)
-                cells = mapping.cells_at(rank, len(shape), is_source=end)
+                shape = mapping.shape_at(rank, whole, is_source=is_source)
+                cells = mapping.cells_at(rank, len(shape), is_source=is_source)
                 part = Held(one.name, one.dtype, shape, cells=cells)
-                found[end].setdefault(rank, []).append(part)
+                found[is_source].setdefault(rank, []).append(part)
     return found[True], found[False]

@@ -128,15 +128,15 @@ class Mover:
         in_progress: deque[list[Work]] = deque()
         with torch.no_grad(), writing_to(self.received):
             for number in range(start, self.plan.buckets):
-                in_progress.append(self._begin(number))
+                in_progress.append(self._begin_bucket(number))
                 if len(in_progress) == 2:
-                    self._finish(in_progress.popleft())
+                    self._finish_bucket(in_progress.popleft())
             for works in in_progress:
-                self._finish(works)
+                self._finish_bucket(works)
         for tensor in self.received:
             mark_written(tensor)
 
-    def _begin(self, number: int) -> list[Work]:
+    def _begin_bucket(self, number: int) -> list[Work]:
         """Start all messages of a bucket."""
         incoming, outgoing = self._buckets[number]
         sends = []
@@ -152,7 +152,7 @@ class Mover:
         receives = [(piece.segment.source, self._buffer(piece)) for piece in incoming]
         return post(receives, sends, self.world.pg, self.tag)
 
-    def _finish(self, works: Sequence[Work]) -> None:
+    def _finish_bucket(self, works: Sequence[Work]) -> None:
         """Wait for the messages of the next bucket, and unpack the received ones."""
         for work in works:
             work.wait()

@@ -294,8 +294,8 @@ class _StateTransfer:
         """Make the plan of this rank. All ranks raise the same error, or none does."""
         world, mapping = self.exchange.world, self.exchange.mapping
         sent, received = (
-            {rank: from_rows(pair[end]) for rank, pair in every.items() if pair[end]}
-            for end in (0, 1)
+            {rank: from_rows(pair[side]) for rank, pair in every.items() if pair[side]}
+            for side in (0, 1)
         )
         if not world.has_store:
             held = (sent or received)[world.rank]

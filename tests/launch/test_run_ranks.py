@@ -308,18 +308,18 @@ def test_without_cloudpickle(monkeypatch):
 
 
 # More ranks than this machine can run are rejected before a rank starts, by processors and memory.
-# `ranks_max` allows them.
+# `max_ranks` allows them.
 @pytest.mark.parametrize(("processors", "gib", "most"), [(1, 64, 8), (16, 64, 64), (64, 10, 102)])
 def test_number_of_ranks_is_limited(processors, gib, most, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)), raising=False)
     pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": gib * 2**18}
     monkeypatch.setattr(os, "sysconf", pages.__getitem__)
-    with pytest.raises(LayoutError, match=f"more than {most} .* pass ranks_max={most + 1}$"):
+    with pytest.raises(LayoutError, match=f"more than {most} .* pass max_ranks={most + 1}$"):
         run_ranks(int, most + 1)
-    with pytest.raises(LayoutError, match=r"more than 1 processes .* pass ranks_max=2$"):
-        run_ranks(int, 2, ranks_max=1)
+    with pytest.raises(LayoutError, match=r"more than 1 processes .* pass max_ranks=2$"):
+        run_ranks(int, 2, max_ranks=1)
     if most == 8:
-        assert run_ranks(int, 9, ranks_max=9) == [0] * 9
+        assert run_ranks(int, 9, max_ranks=9) == [0] * 9
 
 
 def test_without_loopback(monkeypatch):

@@ -175,10 +175,10 @@ def test_lost_shards_match_a_walk_over_ranks(case, data):
 def test_lost_summary():
     layout = RankLayout("tp=2,dp=4")
     lost = Lost(layout, RankLayout([7], ["dp"], ranks=[0, 1, 2, 3, 4, 6, 7]))
-    assert lost.words == "5 (no other rank has tp=1,dp=2)"
-    assert Lost(layout, layout).words == "none"
+    assert lost.summary == "5 (no other rank has tp=1,dp=2)"
+    assert Lost(layout, layout).summary == "none"
     assert (
-        Lost(BINARY, RankLayout("dp=4")).words
+        Lost(BINARY, RankLayout("dp=4")).summary
         == "4..8191 (no other rank has d2=1; d3=1; d4=1; d5=1; ...)"
     )
     for dims in (["pp"], []):
@@ -192,4 +192,4 @@ def test_lost_shards_of_a_million_ranks():
     layout = RankLayout("tp=8,cp=4,dp=1024,pp=32")
     left = [rank for rank in range(layout.size) if rank // 8 != 5]
     lost = Lost(layout, RankLayout([len(left)], ["rank"], ranks=left))
-    assert lost.words == "40..47 (no other rank has cp=1,dp=1,pp=0)"
+    assert lost.summary == "40..47 (no other rank has cp=1,dp=1,pp=0)"

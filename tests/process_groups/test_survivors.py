@@ -180,7 +180,7 @@ def renew(rank, folder):
         rank = left.index(rank)
         with pytest.raises(CreationError):
             grid.create_pg("tp", name="early")
-        assert grid.reshape(target, ranks=ranks).lost.words == lost
+        assert grid.reshape(target, ranks=ranks).lost.summary == lost
         assert job.rank == dist.get_rank() == rank
         assert job.size == dist.get_world_size() == len(left)
         assert sums_and_members(grid) == groups_in(ranks, int(target[3]), rank)

@@ -115,7 +115,7 @@ def test_reconfigurable_groups(seen):
 def test_creating_thread_sees_world_unbound():
     timeout = timedelta(seconds=5)
     with recorded_nccl(), lone_world("nccl", 8, rank=5, device_id=CUDA_5):
-        with split.made_alone("nccl", None, timeout, lazily=None):
+        with split.without_split("nccl", None, timeout, lazily=None):
             assert dist.group.WORLD.bound_device_id is None
             assert torchdist.bound_device() == CUDA_5
             assert in_another_thread(lambda: dist.group.WORLD.bound_device_id) == CUDA_5

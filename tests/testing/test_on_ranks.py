@@ -94,7 +94,7 @@ TESTS = """
 
     sizes = st.sampled_from([2, 3, 5, 400])
 
-    @given_ranks(sizes.map(lambda size: RankLayout([size], ["tp"])), ranks_max=64, max_examples=8)
+    @given_ranks(sizes.map(lambda size: RankLayout([size], ["tp"])), max_ranks=64, max_examples=8)
     def test_some_left_out(layout):
         assert dist.get_world_size() == layout.size <= 4
 
@@ -143,7 +143,7 @@ def report(tmp_path_factory):
     """Return the output of pytest for TESTS."""
     folder = tmp_path_factory.mktemp("project")
     (folder / "test_all.py").write_text(textwrap.dedent(TESTS))
-    return run_pytest(folder, "-rA", "--ranks-max=4", "--import-mode=importlib")
+    return run_pytest(folder, "-rA", "--max-ranks=4", "--import-mode=importlib")
 
 
 def about(report, test):
@@ -167,7 +167,7 @@ def test_each_size_is_a_test(report):
     ):
         assert f"PASSED test_all.py::{test}\n" in report, report
     for size, more in ((400, ""), (5, ""), (8, "; no example has fewer")):
-        reason = f"{size} ranks are more than 4; pass --ranks-max={size} to run the test{more}"
+        reason = f"{size} ranks are more than 4; pass --max-ranks={size} to run the test{more}"
         assert re.search(rf"SKIPPED \[\d\] .*: {reason}\n", report)
 
 

@@ -37,7 +37,7 @@ from hypercomm.process_groups.torch_internals.capabilities import (
     has_timeout as has_timeout,
     is_fake_options as is_fake_options,
     is_known as is_known,
-    is_other_world as is_other_world,
+    is_patched_world as is_patched_world,
     known_backends as known_backends,
     pairs_of as pairs_of,
     parts_of as parts_of,

@@ -33,11 +33,11 @@ OLDEST = "2.10"
 # ---- the release -------------------------------------------------------------------------------
 
 
-def release_of(version: str) -> tuple[int, ...]:
+def major_minor_of(version: str) -> tuple[int, ...]:
     """Return the major and minor number of a version, also of a pre-release.
 
     Example:
-        >>> release_of("2.10.0a0+ecf3bae40a.nv25.12"), release_of("2.15")
+        >>> major_minor_of("2.10.0a0+ecf3bae40a.nv25.12"), major_minor_of("2.15")
         ((2, 10), (2, 15))
     """
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
@@ -46,7 +46,7 @@ def release_of(version: str) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=16)
 def since(release: str) -> bool:
     """Return whether the installed torch is `release` or newer."""
-    return release_of(torch.__version__) >= release_of(release)
+    return major_minor_of(torch.__version__) >= major_minor_of(release)
 
 
 def check_release(installed: str) -> None:
@@ -61,7 +61,7 @@ def check_release(installed: str) -> None:
         Traceback (most recent call last):
         hypercomm.errors.MissingPackageError: torch 2.9.1 is installed, and hypercomm needs...
     """
-    if release_of(installed) < release_of(OLDEST):
+    if major_minor_of(installed) < major_minor_of(OLDEST):
         raise MissingPackageError(
             f"torch {installed} is installed, and hypercomm needs {OLDEST} or newer: "
             f"pip install 'torch>={OLDEST}'; hypercomm.layout and hypercomm.RankLayout work "
@@ -92,9 +92,9 @@ if not HAS_HELPER:
     )
 
 
-def is_other_world() -> bool:
+def is_patched_world() -> bool:
     """Return whether torch.distributed is patched for a simulated or fake job."""
-    return hasattr(_c10d._world, "is_of_another_world")
+    return hasattr(_c10d._world, "is_patched")
 
 
 # ---- replacing an attribute temporarily --------------------------------------------------------
@@ -225,7 +225,7 @@ def _entry_points() -> tuple[str, ...]:
 
 def why_unavailable(backend: str) -> str | None:
     """Return why torch cannot run a single backend on this host, or None if it can."""
-    if is_other_world():
+    if is_patched_world():
         return None  # the backend is planned for another host
     # torch registers "fake" when its module is loaded, but always reports it as available.
     if backend == "fake":
@@ -361,7 +361,7 @@ def set_timeout(timeout: timedelta, group: ProcessGroup | None) -> None:
 def has_ranks() -> bool:
     """Return whether the ranks share a store. In fake and simulated worlds they do not."""
     world = dist.group.WORLD
-    if world is None or is_other_world():
+    if world is None or is_patched_world():
         return False
     return "fake" not in single_backends(backend_of(world))
 

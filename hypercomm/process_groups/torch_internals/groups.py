@@ -37,9 +37,9 @@ from hypercomm.process_groups.torch_internals.gloo import (
 from hypercomm.process_groups.torch_internals.split import (
     bound_device,
     is_nccl,
-    made_alone,
-    named,
     uses_torchcomms,
+    with_group_name,
+    without_split,
 )
 
 _torch: Any = dist.distributed_c10d
@@ -126,7 +126,7 @@ def new_group(
     with (
         lazy_init_of_gloo(lazy_init) if is_gloo and lazy_init is not None else nothing,
         with_one_prefix() if enable_reconfigure else nothing,
-        made_alone(backend, pg_options, timeout, lazy_init) as (backend_options, device),
+        without_split(backend, pg_options, timeout, lazy_init) as (backend_options, device),
     ):
         group, _ = _torch._new_process_group_helper(
             len(members),
@@ -145,11 +145,11 @@ def new_group(
     _kept[group] = stale, key
     if key:
         _created[group] = time.monotonic()
-    _torch._world.pg_group_ranks[group] = _numbers(members)
+    _torch._world.pg_group_ranks[group] = _positions(members)
     return group  # type: ignore[no-any-return]
 
 
-def _numbers(members: list[int]) -> dict[int, int]:
+def _positions(members: list[int]) -> dict[int, int]:
     """Map each member to its position. If these are all ranks, return the dict of WORLD itself."""
     known: dict[int, int] = _torch._world.pg_group_ranks.get(dist.group.WORLD, {})
     if len(members) == len(known) and members == list(known):
@@ -180,7 +180,7 @@ def split_group(
         The group, or None if the calling rank is not a member.
     """
     only: dict[str, Any] = {} if parts_of(backend) == parts_of_world() else {"backend": backend}
-    with named(name):
+    with with_group_name(name):
         part: Any = dist.split_group(
             split_ranks=[list(ranks)],
             timeout=timeout,
@@ -481,7 +481,7 @@ def reconfigure(
         _reconfigure(group, number, handles, timeout)
     finally:
         stale.append(own)  # all members have read the handle, or the creation fails
-    _torch._world.pg_group_ranks[group] = _numbers([*ranks])
+    _torch._world.pg_group_ranks[group] = _positions([*ranks])
 
 
 def _wait_for(store: Any, keys: list[str], left_s: float) -> None:

@@ -119,7 +119,7 @@ def lazy_options(backend: str, pg_options: Any, timeout: timedelta | None) -> An
 
 
 @contextlib.contextmanager
-def made_alone(
+def without_split(
     backend: str, pg_options: Any, timeout: timedelta, lazily: bool | None
 ) -> Iterator[tuple[Any, torch.device | None]]:
     """Make a `with` block in which only the members create a group, without the other ranks.
@@ -204,7 +204,7 @@ _naming = Patch("_process_group_name")
 
 
 @contextlib.contextmanager
-def named(name: str | None) -> Iterator[None]:
+def with_group_name(name: str | None) -> Iterator[None]:
     """Name the group that this thread splits off WORLD within a `with` block.
 
     torch adds a salt to the name of such a group. Before 2.14 the salt is the number of groups of
@@ -222,7 +222,7 @@ def named(name: str | None) -> Iterator[None]:
 
 
 def _process_group_name(ranks: Any, use_hashed_name: bool) -> str:
-    """Return the name that `named` has set, or else the name that torch chooses."""
+    """Return the name that `with_group_name` has set, or else the name that torch chooses."""
     # Always call torch's function, because it also counts the group.
     torchs_name: str = _naming.original(dist.distributed_c10d)(ranks, use_hashed_name)
     return _name.get() or torchs_name

@@ -130,8 +130,10 @@ class Scene:
             used = np.bincount(self._units(level)) > 0
             units.append(pluralize(int(used.sum()), level.name))
         where = f" on {', '.join(units)}" if units else ""
-        every = lit or self.long_dims
-        reaches = {dims: self._reach(dims) for dims in dict.fromkeys([*self.long_dims, *every])}
+        every = lit or self.dims_above_one
+        reaches = {
+            dims: self._reach(dims) for dims in dict.fromkeys([*self.dims_above_one, *every])
+        }
         if self.layout.size <= MOST_RANKS:
             parts = self.ranks(every)
             legend = "in a row, one number is one group"
@@ -147,7 +149,7 @@ class Scene:
         return Box(str(self.layout), line, [*parts, about])
 
     @cached_property
-    def long_dims(self) -> list[Dims]:
+    def dims_above_one(self) -> list[Dims]:
         """The dims larger than 1, or the first dim if all have size 1."""
         names = [dim for dim, size in self.layout.sizes.items() if size > 1]
         return [(dim,) for dim in names or self.layout.dim_names[:1]]
@@ -180,7 +182,7 @@ class Scene:
 
     def _coords(self, ranks: Sequence[int]) -> list[Cell]:
         """Return a row with the coordinates of some ranks."""
-        dims = [dim for (dim,) in self.long_dims]
+        dims = [dim for (dim,) in self.dims_above_one]
         texts = [",".join(dims)]
         for rank in ranks:
             coords = self.layout.coords(rank)
@@ -291,7 +293,7 @@ class Scene:
             is_even = rows.shape[1] == size and (rows == rows[:, :1]).all()
             if is_even and np.max(np.bincount(rows[:, 0])) == 1:
                 return host, layout, inner, outer
-        size = self.layout.size_of(*self.long_dims[0])
+        size = self.layout.size_of(*self.dims_above_one[0])
         return None, *self._split(size if size <= MOST_RANKS else 1)
 
     def _split(self, size: int) -> tuple[RankLayout, Dims, Dims]:
@@ -346,7 +348,7 @@ def change_picture(found: LayoutDifference, levels: Sequence[Level]) -> Box:
                 kept |= {*before.groups(*change.before)} & {*after.groups(*change.after)}
         for side, layout, otherwise in (("before", before, "gone"), ("after", after, "new")):
             scene = Scene(layout, levels, Views(layout))
-            tables = scene.ranks(scene.long_dims, kept, otherwise)
+            tables = scene.ranks(scene.dims_above_one, kept, otherwise)
             legend = f"{MARKS['kept']} kept, {MARKS[otherwise]} {otherwise}"
             parts.append(Box(f"{side}: {layout}", legend, tables))
     table = [[Cell(text) for text in COLUMNS]]

@@ -74,7 +74,7 @@ def framework_layouts(kind: str, sizes: Mapping[str, Any], world_size: int | Non
     unused = [f"{name}={size}" for name, size in given.items() if size > 1 and name not in used]
     if unused:
         raise LayoutError(f"{kind} layouts do not have {' and '.join(unused)}")
-    if row and (world_size is not None or row.rest == ENGINES or _is_whole(row, given)):
+    if row and (world_size is not None or row.rest == ENGINES or _fixes_rank_count(row, given)):
         return _of_kind(row, _completed(kind, row, given), world_size, sizes)
     if world_size is None and kind == "torchtitan" and given.get("dp_shard", UNSPECIFIED) > 0:
         dims = ("tp", "cp", "pp", "dp_shard", "dp_replicate")
@@ -99,7 +99,7 @@ def _sizes_of(kind: str, row: Kind | None) -> set[str]:
     return {*(torchtitan_layouts.__kwdefaults__ or {})}
 
 
-def _is_whole(row: Kind, sizes: Mapping[str, int]) -> bool:
+def _fixes_rank_count(row: Kind, sizes: Mapping[str, int]) -> bool:
     """Return whether the sizes alone determine the number of ranks."""
     own = {dim: sizes.get(dim, 1) for dim in row.dims}
     has_all = any(row.rest in dims and size in sizes for size, dims in row.combined.items())
@@ -131,7 +131,7 @@ def _of_kind(
 ) -> Views:
     """Return the layouts of a framework from its row."""
     given = {dim: sizes.get(dim, row.defaults.get(dim, 1)) for dim in row.dims}
-    if UNSPECIFIED not in given.values() and not _is_whole(row, sizes):
+    if UNSPECIFIED not in given.values() and not _fixes_rank_count(row, sizes):
         given[row.rest] = UNSPECIFIED
         if world_size is None:
             del given[row.rest]

@@ -265,8 +265,8 @@ def _of_commands(tree: Sequence[Source], files: Files) -> Iterator[Launch]:
         words = " ".join(map(shlex.quote, one.words)) if one.words else str(one.value)
         if re.search(r"(^|\s)'?--?[A-Za-z]", words) or one.path[-1:] == ("command",):
             texts.setdefault(one.path[:-1], []).append((words, one.line))
-    for place, parts in list(texts.items())[:_MOST_COMMANDS]:
-        context = [one for one in tree if one.path[:-1] == place]
+    for parent, parts in list(texts.items())[:_MOST_COMMANDS]:
+        context = [one for one in tree if one.path[:-1] == parent]
         is_one = len(parts) == 2 and not any("\n" in text for text, _ in parts)
         whole = [(" ".join(text for text, _ in parts), parts[0][1])]
         for words, line in whole if is_one else parts:

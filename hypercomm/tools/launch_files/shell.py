@@ -585,7 +585,7 @@ class Script:
             self._set(name, [tuple(alternative)])
         return None
 
-    def _skip_file(self, node: _Node, variants: Sequence[Words]) -> bool | None:
+    def _mapfile(self, node: _Node, variants: Sequence[Words]) -> bool | None:
         """Forget the array of `mapfile NAME`."""
         self._forget([text_of(word) for word in variants[0][-1:]])
         return self._skip(node, variants)
@@ -755,8 +755,8 @@ _BUILTINS: dict[str, Callable[[Script, _Node, Sequence[Words]], bool | None]] = 
     "source": Script._source,
     ".": Script._source,
     "read": Script._read,
-    "mapfile": Script._skip_file,
-    "readarray": Script._skip_file,
+    "mapfile": Script._mapfile,
+    "readarray": Script._mapfile,
     "let": Script._let,
 }
 
