@@ -145,7 +145,6 @@ class Outcome:
         absent: The ranks that had not arrived.
         data: What the failed rank adds to the errors of the others.
         event: The name of an event that has ended rounds of several scopes, or "".
-        digest: The digest of the call that has timed out, or "".
     """
 
     kind: str
@@ -154,7 +153,6 @@ class Outcome:
     absent: tuple[int, ...] = attrs.field(default=(), converter=_ranks)
     data: str = ""
     event: str = ""
-    digest: str = ""
 
 
 @attrs.frozen
@@ -319,8 +317,10 @@ class Meeting:
                 self._base = ask(scope.world, self.call.title, read, self.limit_s)
             if len(memory.stale) >= _MOST_STALE:
                 ask(scope.world, self.call.title, self._delete_stale, self.limit_s)
-            self.round = memory.left.get(scope.path, -1) + 1
-            memory.leave(scope.path, self.round)
+            if scope.world.rank in scope.ranks:
+                self.round = memory.next_number(scope.path)
+            else:
+                self._pass_by()
             return
         self._digest = digest_of(self.call.facts)
         self._agreed = f"agreed {self._digest}"
@@ -333,8 +333,7 @@ class Meeting:
                 return
             memory.note_failed(scope.path, self._keys_if_failed)
             outcome = self._failed(reply)
-            is_late = self._is_late(outcome) and not scope.is_fenced
-            if not is_late and not self._is_of_others(outcome):
+            if scope.is_fenced or not self._is_late(outcome):
                 if scope.world.serves and scope.world.size > 1:
                     system.sleep(_LINGER_S)  # the other ranks read the outcome
                 raise self._error_of(outcome)
@@ -350,6 +349,7 @@ class Meeting:
         """Fail the next round, because this rank cannot take part. See `refuse`."""
         scope = self.scope
         if scope.is_alone:
+            self._pass_by()
             return
         reason = " ".join(str(error).split())[:500]
         text = f"{scope.name} failed: {type(error).__name__}: {reason}"
@@ -368,6 +368,13 @@ class Meeting:
             in_time(write, _REFUSAL_S)
             if scope.world.serves:
                 system.sleep(_LINGER_S)
+
+    def _pass_by(self) -> None:
+        """Count a round of ranks without this rank, because it may be one of them later."""
+        scope = self.scope
+        if scope.world.rank not in scope.ranks:
+            self.round = scope.memory.left.get(scope.path, -1) + 1
+            scope.memory.leave(scope.path, self.round)
 
     # ---- waiting --------------------------------------------------------------------------------
 
@@ -449,7 +456,9 @@ class Meeting:
         is_first = True
         for block, bit, complete in way_up(position, len(scope.ranks)):
             key = f"{self.name}/{self._digest}/{block}"
-            keys = [key, self._go] if block == "0.0" else [key]
+            keys = [key]
+            if block == "0.0" and not scope.is_fenced:  # a late rank of a fence reads the outcome
+                keys.append(self._go)
             self._block = key
             bits = self.store.add(key, bit)
             self._has_arrived = True
@@ -649,7 +658,7 @@ class Meeting:
         names = [self._describe(rank, behind) for rank, behind in [*causes.items()][:_MOST]]
         more = f" and {len(causes) - _MOST} more" if len(causes) > _MOST else ""
         text = f"timed out: {', '.join(names)}{more} did not join; every rank must make this call"
-        return Outcome("missing", text, causes, absent, digest=self._digest)
+        return Outcome("missing", text, causes, absent)
 
     def _causes(self, absent: Sequence[int], here: set[int]) -> dict[int, Status | None]:
         """Return the ranks that caused the timeout, and the status of a rank that waits for each.
@@ -708,11 +717,6 @@ class Meeting:
         if outcome.event in self.scope.memory.raised:
             return True
         return outcome.kind == "missing" and self.scope.world.rank in outcome.absent
-
-    def _is_of_others(self, outcome: Outcome) -> bool:
-        """Return whether ranks without this rank have timed out, which then may call with it."""
-        is_other = outcome.kind == "missing" and outcome.digest != self._digest
-        return is_other and self.scope.world.rank not in outcome.absent
 
     def _error_of(self, outcome: Outcome) -> CreationError:
         """Return the error for a failed round."""

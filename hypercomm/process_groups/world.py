@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from math import inf
@@ -52,12 +53,19 @@ class Memory:
     _failed: dict[str, list[str]] = attrs.field(factory=dict)
     _is_due: bool = False
     _locks: dict[str, Any] = attrs.field(factory=dict)
+    _counts: Counter[str] = attrs.field(factory=Counter)
     _lock: threading.Lock = attrs.field(factory=threading.Lock)
 
     def lock_of(self, path: str) -> Any:
         """Return the lock that a thread holds during a call in a scope."""
         with self._lock:
             return self._locks.setdefault(path, system.lock())
+
+    def next_number(self, path: str) -> int:
+        """Return how often this method was called before with the same path."""
+        with self._lock:
+            self._counts[path] += 1
+            return self._counts[path] - 1
 
     def leave(self, path: str, number: int) -> None:
         """Note that this rank has left a round."""

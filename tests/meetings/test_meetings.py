@@ -630,21 +630,44 @@ def test_two_sets_do_not_both_continue(seed):
     assert all("the other ranks have continued without rank" in text for text in texts)
 
 
-# If ranks do not find a rank, they can call again with another rank in its place.
-def test_rank_that_takes_the_place_of_a_missing_one():
+# This also holds if the ranks that have continued have met often before the others arrive.
+def test_outcome_of_a_fence_is_kept():
     def program(rank):
-        if rank.number < 2:
-            rank.meet("continues", (0, 1, 2), ["0 1 2"], is_fenced=True)
-        if rank.number == 3:
-            rank.sleep(T + 0.5)
-        if rank.number != 2:
-            rank.meet("continues", (0, 1, 3), ["0 1 3"], is_fenced=True)
+        ranks = (0, 1) if rank.number < 2 else (2, 3)
+        if rank.number > 1:
+            rank.sleep(5.0)
+        rank.meet("continues", ranks, [f"{ranks}"], is_fenced=True)
+        for number in range(40 if rank.number < 2 else 0):
+            rank.meet(f"tp {number}", ranks)
 
-    made = run(program, 4)
-    for rank in made.ranks[:2]:
-        assert [call.kind for call in rank.calls] == ["GroupCreationTimeout", ""], str(made)
-        assert rank.calls[0].error.missing == (2,)
-    assert [call.kind for call in made.ranks[3].calls] == [""], str(made)
+    kinds = run(program, 4).kinds(0)
+    assert kinds == ["", "", "CreationError", "CreationError"]
+
+
+# A rank that was outside of the ranks that continued, or that made the same mistake as they, can
+# continue with them later.
+def test_rank_outside_of_a_fence_can_join_later():
+    def program(rank):
+        def mistake():
+            with refusing(Scope(rank.world, "continues", (0, 1), is_fenced=True)):
+                raise ValueError("mistake")
+
+        rank.attempt(mistake)
+        for ranks in ((0, 1), (0, 1, 2), (0, 1), (0, 1, 2)):
+            rank.meet("continues", ranks, [f"{ranks}"], is_fenced=True)
+
+    made = run(program, 3)
+    assert [made.kinds(number)[2] for number in range(5)] == ["ValueError", "", "", "", ""]
+    assert [made.kinds(number)[0] for number in range(5)] == ["ValueError", "", "", "", ""]
+
+
+# A rank that was alone in a group has counted no round that the other ranks count later.
+def test_rank_that_was_alone_meets_others():
+    def program(rank):
+        rank.meet(f"dp/{rank.number}", [rank.number])
+        rank.meet("dp/0", [0, 1])
+
+    assert run(program, 2).kinds(1) == ["", ""]
 
 
 # A late rank is excluded from a fenced scope, also if it is alone there.
