@@ -168,10 +168,11 @@ class GridDims:
                 torchdist.world_group()  # raises an error, because WORLD was destroyed
             _ = self._place  # raises an error on a rank outside of the grid
             entry = self._entry = table.entries.get(self._key())
-        if entry is not None and entry.state == LIVE:
-            group = entry.communicator.pg
-        else:
-            group = ensure(table, GroupRequest("+".join(self.dims), view=self._view))
+        group = None if entry is None else entry.communicator.pg  # before the state: it ends last
+        if group is None or entry.state != LIVE:  # type: ignore[union-attr]
+            # Another thread may have reshaped the grid, so the table is read again.
+            request = GroupRequest("+".join(self.dims), view=self._view)
+            group = ensure(self._state.table, request)
         return group  # type: ignore[return-value]  # a rank of the grid is in one of the groups
 
     def _key(self, name: str | None = None) -> GroupKey:
@@ -392,18 +393,18 @@ class PipelineEdges:
         kind = self._kind(offset)
         if kind is None:
             return None
-        table = self._at._state.table
+        state = self._at._state  # another thread may reshape the grid, and replace the table
         key = self._at._key(f"edge {direction} {kind}")
-        if table.options.verify:  # all ranks must create the same groups
+        if state.table.options.verify:  # all ranks must create the same groups
             self.create()
         try:
-            return table.get(key)
+            return state.table.get(key)
         except GroupMissingError:
             kinds = self._kinds()
             needed = kinds[: kinds.index(kind) + 1] if self.wrap else [kind]
             own = {self._kind(offset) for offset in (0, -1)}
             self._create([one for one in kinds if one in needed or one not in own])
-        return table.get(key)
+        return state.table.get(key)
 
     def _create(self, kinds: list[str]) -> None:
         """Create the calling rank's edges of some kinds: "even", "odd" or "wrap".

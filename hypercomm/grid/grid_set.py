@@ -456,19 +456,23 @@ class GridSet(Mapping[str, HyperCommGrid]):
         scope = identity.scope(self._world or current(), "calls of a set")
         if any(state_of(self[name]).table.needs_all_ranks for name in names):
             scope = scope.of_all_ranks()
-        labels = {state_of(self[name]).table: name for name in names}
+        owners: list[str] = []
 
         def find() -> list[tuple[GroupTable, GroupRequest]]:
             found: list[tuple[GroupTable, GroupRequest]] = []
             for name in names:
-                found += state_of(self[name]).read_requests(
+                read = state_of(self[name]).read_requests(
                     requests[name], backend=backend, timeout=timeout, share=share
                 )
+                owners.extend([name] * len(read))  # a grid may have two names
+                found += read
             return found
 
+        labels = {state_of(self[name]).table: name for name in names}
+        entries = create_all(scope, "GridSet.create_pgs()", find, labels)
         created: dict[str, list[ProcessGroup | None]] = {name: [] for name in names}
-        for entry in create_all(scope, "GridSet.create_pgs()", find, labels):
-            created[labels[entry.table]].append(entry.communicator.pg)
+        for name, entry in zip(owners, entries, strict=True):
+            created[name].append(entry.communicator.pg)
         return created
 
     # ---- life cycle -----------------------------------------------------------------------------

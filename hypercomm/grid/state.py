@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import attrs
 
@@ -35,6 +35,12 @@ class GridState:
     world_size: int
     lender: GridState | None = None
     gave_meshes: bool = False
+
+    def __reduce_ex__(self, _: SupportsIndex, /) -> NoReturn:
+        raise TypeError(
+            f"dims and edges of a grid ({self.table.layout}) cannot be pickled or copied: they "
+            f"have live process groups; send grid.layout instead, and build the grid from it there"
+        )
 
     def borrow_from(self, lender: GridState) -> None:
         """Let the groups of another grid also serve the keys of this grid."""

@@ -18,6 +18,7 @@ from hypercomm.errors import (
     NotInitializedError,
     SimulationError,
 )
+from hypercomm.grid.dims import GridDims
 from hypercomm.testing import dim_subsets, fake_world, layouts, ranks_of
 
 SIZES = (2, 2, 2)
@@ -231,3 +232,21 @@ def test_int_tensors_are_accepted(rank):
     assert layout.membership(rank, "tp").position == 1
     assert rank in layout
     assert RankLayout(tp=torch.tensor(2), dp=4) == layout
+
+
+# If another thread reshapes the grid meanwhile, the group is one of the grid's new groups.
+@pytest.mark.parametrize("of_edges", [False, True])
+def test_reshape_while_a_group_is_created(of_edges, monkeypatch):
+    real_key = GridDims._key
+    with fake_world(8), HyperCommGrid("tp=2,dp=4") as grid:
+
+        def key_after_reshape(dims, *args):
+            monkeypatch.undo()
+            grid.reshape("tp=4,dp=2")
+            return real_key(dims, *args)
+
+        monkeypatch.setattr(GridDims, "_key", key_after_reshape)
+        group = grid.edges("dp").to_next if of_edges else grid["dp"].group
+        assert grid.layout == RankLayout("tp=4,dp=2")
+        assert dist.get_process_group_ranks(group) == [0, 4]
+        assert grid.find(group) is not None

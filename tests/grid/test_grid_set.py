@@ -276,3 +276,11 @@ def test_grids_of():
     for junk in ("0", True, 1.0):
         with pytest.raises(RankOutsideError):
             grids.grids_of(junk)
+
+
+# A grid with two names in a set returns the groups of each name's requests.
+def test_grid_with_two_names():
+    with fake_world(8, rank=1), HyperCommGrid("tp=2,dp=4") as grid:
+        grids = GridSet({"policy": grid, "reference": grid})
+        created = grids.create_pgs({"policy": ["tp"], "reference": ["dp"]})
+        assert created == {"policy": [grid["tp"].group], "reference": [grid["dp"].group]}

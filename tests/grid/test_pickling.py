@@ -18,6 +18,10 @@ def test_grid_cannot_be_pickled_or_copied(send):
         with pytest.raises(TypeError, match="cannot be pickled or copied: ") as caught:
             send(owner)
         assert str(caught.value).startswith(repr(owner))
+    if send is not copy.copy:  # a shallow copy of dims is the same dims
+        for part in (grid["tp"], grid.edges("dp")):
+            with pytest.raises(TypeError, match=r"tp=2,dp=4\) cannot be pickled or copied: "):
+                send(part)
     assert HyperCommGrid(pickle.loads(pickle.dumps(grid.layout)), world_size=8).shape == [2, 4]
     again = GridSet(pickle.loads(pickle.dumps(dict(grids.layouts))), world_size=8)
     assert again.layouts == grids.layouts
