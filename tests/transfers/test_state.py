@@ -318,3 +318,14 @@ def test_two_threads_transfer_states():
         assert made
         transfer_state(to_the_next_rank(), state)  # a later transfer is not affected
         assert transfer_state(RankMapping.weights(*[RankLayout([1], ["x"], 1)] * 2)) is None
+
+
+# In a fake world no data arrives, so there is nothing to verify.
+def test_verify_in_a_fake_world():
+    mapping = RankMapping.weights(RankLayout("tp=2"), RankLayout("tp=2", rank_offset=2))
+    memory = [torch.full((4096,), 7.0) for _ in range(20)]
+    del memory  # what the buffers of the transfer may contain
+    with fake_world(4, rank=2):
+        for _ in range(20):
+            received = {"w": torch.zeros(8, 8)}
+            transfer_state(mapping, None, into=received, shards={"w": {"tp": 0}}, verify=True)
