@@ -25,10 +25,12 @@ _ARGUMENT = re.compile(r"\b[a-z_]+(?:=(?:\[.*?\]|\S*))? \((--[^()]+)\)")
 
 
 def _joined(_: object, __: object, texts: tuple[str, ...]) -> str:
-    if len(texts) > 1 and texts[-1].endswith(".json"):
+    last = texts[-1]
+    is_input = os.path.exists(last) or texts[0].endswith(".json")  # noqa: PTH110 - Path raises for a long text
+    if len(texts) > 1 and last.endswith(".json") and not is_input:
         raise LayoutError(
-            f"--json prints to stdout, and {short_repr(texts[-1])} is one argument too many; "
-            f"write --json > {texts[-1]}"
+            f"--json prints to stdout, and {short_repr(last)} is one argument too many; "
+            f"write --json > {last}"
         )
     return " ".join(texts)
 
