@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import sys
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 from hypercomm.errors import MissingPackageError
@@ -51,7 +53,8 @@ def attributes(
     """Return `__getattr__`, `__dir__` and `__all__` of a package with a stub, `__init__.pyi`.
 
     The stub imports each name from the module that defines it, and its `__all__` lists the public
-    names. The package imports a name on first access.
+    names. The package imports a name on first access. `__dir__` also lists what the package itself
+    has defined before.
 
     Args:
         module: The name of the package.
@@ -59,8 +62,8 @@ def attributes(
             AttributeError for such a name shows the module.
     """
     package = sys.modules[module]
-    path = str(package.__file__)
-    stub = ast.parse(package.__loader__.get_data(f"{path}i"))  # type: ignore[union-attr]
+    path = os.path.join(package.__path__[0], "__init__.pyi")  # noqa: PTH118 - or in a zip file
+    stub = ast.parse(package.__spec__.loader.get_data(path))  # type: ignore[union-attr]
     homes: dict[str, str] = {}
     listed: list[str] = []
     for node in stub.body:
@@ -86,7 +89,12 @@ def attributes(
         return value
 
     modules = [name for name, home in homes.items() if home == module]
-    return get, lambda: sorted({*listed, *modules}), listed
+    own = [
+        name
+        for name, value in vars(package).items()
+        if not (name.startswith("_") or isinstance(value, ModuleType))
+    ]
+    return get, lambda: sorted({*own, *listed, *modules}), listed
 
 
 def _missing(package: str, what: str) -> MissingPackageError:

@@ -4,6 +4,7 @@ import-linter checks which modules a module may import. Its rules are in pyproje
 """
 
 import ast
+import compileall
 import doctest
 import functools
 import importlib
@@ -11,6 +12,7 @@ import inspect
 import itertools
 import pkgutil
 import re
+import shutil
 from pathlib import Path
 
 import forked_programs
@@ -44,6 +46,18 @@ def test_layouts_need_no_torch():
     names = ", ".join(TORCH_FREE)
     done = run_python("-c", f"import sys; sys.modules['torch'] = None\nimport {names}\n{GROUPS}")
     assert done.stdout == "[(0, 1)]\n", done.stderr
+
+
+# Layouts also work if the package consists of compiled files, without their sources.
+def test_compiled_files_need_no_sources(tmp_path):
+    copy = tmp_path / "hypercomm"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    compileall.compile_dir(copy, quiet=2, legacy=True)
+    for source in copy.rglob("*.py"):
+        source.unlink()
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {GROUPS}"
+    done = run_python("-c", f"{program}; import hypercomm; print(hypercomm.__file__)")
+    assert done.stdout.split("\n")[:2] == ["[(0, 1)]", str(copy / "__init__.pyc")], done.stderr
 
 
 # The grid imports torch. This shows that the test above can fail.
@@ -139,6 +153,7 @@ def test_public_names_can_be_imported():
         for name in re.findall(r"\bas (\w+)", stub):
             assert getattr(package, name) is not None
         assert {*package.__all__} <= {*dir(package)}
+    assert "ranks_bound" in dir(hypercomm.testing)
     with pytest.raises(AttributeError, match="has no attribute 'HyperComGrid'"):
         hypercomm.HyperComGrid  # noqa: B018
     for name, home in hypercomm._ELSEWHERE.items():
