@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -14,6 +15,7 @@ import attrs
 from hypercomm.errors import HyperCommError, LayoutError, UnknownDimError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.checks import as_world_size
+from hypercomm.layout.parsing import divisors
 from hypercomm.layout.text import aligned, pluralize, short_repr
 from hypercomm.layout.views import Views
 from hypercomm.tools.launch_files.layouts import CHOICES, framework_layouts
@@ -346,12 +348,33 @@ class _Reading:
             if module.problem:
                 self.problems.append(f"{module.name}: {module.problem}")
             elif not self.unknown & {module.name, "world"}:
+                there = ranks[module.name] or shared
+                before = dict(given)
                 try:
-                    there = ranks[module.name] or shared
                     views[module.name] = self._views(module, given, there, total)
                 except HyperCommError as error:
-                    self.problems.append(f"{module.name}: {printable(str(error))}")
+                    text = re.sub("; [^;]* would fit", "", str(error))  # fits one layout only
+                    hint = self._would_fit(module, before, there, total)
+                    self.problems.append(f"{module.name}: {printable(text)}{hint}")
         return views
+
+    def _would_fit(
+        self, module: Module, given: Mapping[str, Any], ranks: int | None, total: int | None
+    ) -> str:
+        """Return a clause with the nearest value of each size that fits all layouts, or ""."""
+        sizes = {name: size for name, size in given.items() if name not in CHOICES and size != 1}
+        if module.layout == "megatron" and "ep" in sizes:
+            sizes.setdefault("expt_tp", given.get("tp", 1))
+        found = []
+        for name, before in sizes.items():
+            for size in sorted(divisors(ranks or 1), key=lambda size: abs(size - before)):
+                trial = _Reading(self.launch)
+                with contextlib.suppress(HyperCommError):
+                    trial._views(module, {**given, name: size}, ranks, total)
+                    if {*trial.problems} <= {*self.problems}:
+                        found.append(f"{name}={size}")
+                        break
+        return f"; {' or '.join(found)} would fit" if found and ranks else ""
 
     def _modules(self) -> list[Module]:
         """Return the first row of each module whose condition holds."""

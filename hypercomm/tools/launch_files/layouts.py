@@ -77,17 +77,30 @@ def framework_layouts(kind: str, sizes: Mapping[str, Any], world_size: int | Non
     if row and (world_size is not None or row.rest == ENGINES or _fixes_rank_count(row, given)):
         return _of_kind(row, _completed(kind, row, given), world_size, sizes)
     if world_size is None and kind == "torchtitan" and given.get("dp_shard", UNSPECIFIED) > 0:
-        dims = ("tp", "cp", "pp", "dp_shard", "dp_replicate")
-        world_size = math.prod(max(1, given.get(dim, 1)) for dim in dims)
+        world_size = _factor(kind, row, given)
     if world_size is None:
+        factor = _factor(kind, row, given)
+        multiple = f", a multiple of {factor}" if factor > 1 else ""
         raise WorldSizeError(
-            "the number of ranks is not given; give it as --world-size (world_size=)"
+            f"the number of ranks is not given; give it as --world-size (world_size=){multiple}"
         )
     if kind == "torchtitan":
         known = torchtitan_layouts.__kwdefaults__ or {}
         own = {name: size for name, size in given.items() if name in known}
         return torchtitan_layouts(**own, world_size=world_size)
     return megatron_layouts(given, _ORDERS["pp_before_dp" in given], world_size)
+
+
+def _factor(kind: str, row: Kind | None, given: Mapping[str, int]) -> int:
+    """Return the number of which the number of ranks must be a multiple."""
+    sizes = {name: max(1, size) for name, size in given.items()}
+    layouts: list[tuple[str, ...]] = [("tp", "cp", "pp", "dp_shard", "dp_replicate")]
+    if row:
+        layouts = [row.dims, *row.views.values()]
+    elif kind == "megatron":
+        layouts = [("tp", "cp", "pp"), ("expt_tp", "ep", "pp")]
+        sizes.setdefault("expt_tp", sizes.get("tp", 1))
+    return math.lcm(*(math.prod(sizes.get(dim, 1) for dim in dims) for dims in layouts))
 
 
 def _sizes_of(kind: str, row: Kind | None) -> set[str]:
