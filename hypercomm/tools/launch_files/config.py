@@ -527,7 +527,7 @@ class _Reading:
         names = re.findall(r"\$[{(]*([A-Za-z_]\w*)|\$\{?(\d+)", str(one.value))
         name = next((name or number for name, number in names), "")
         why = f"is not a number: {short_repr(one.value)}"
-        if "$(...)" in text or ("$((" in text and not name):
+        if re.search(r"\$\((\.{3}|hook)\)", text) or ("$((" in text and not name):
             why = "is computed by a command, which is not run; write its value"
         elif name.isdecimal():
             why = (

@@ -17,7 +17,7 @@ import attrs
 
 from hypercomm.errors import LayoutError
 from hypercomm.layout.text import short_repr
-from hypercomm.tools.launch_files.shell import Piece, Place, Script, Word, Words, text_of
+from hypercomm.tools.launch_files.shell import Command, Piece, Place, Script, Word, text_of
 from hypercomm.tools.launch_files.source import Source, as_path, printable
 from hypercomm.tools.launch_files.tables import Framework, frameworks
 from hypercomm.tools.launch_files.trees import read_tree, resolved
@@ -306,7 +306,7 @@ def _of_script(
             framework = _framework(name, context)  # the image of a container tells it
         if framework is not None:
             settings = framework.rewritten(settings)
-            problems = _problems(script, command.variants)
+            problems = _problems(script, command)
             tested = list(dict.fromkeys(script.tested))[:3]
             launches.append(Launch(framework, command.place.line, settings, job, problems, tested))
     if any(launch.framework.level < 2 for launch in launches):
@@ -371,11 +371,11 @@ def _merged(variants: Sequence[Sequence[tuple[Source, Place]]]) -> list[Source]:
     return [*first, *(one for key, one in found.items() if key not in last[0])]
 
 
-def _problems(script: Script, variants: Sequence[Words]) -> list[str]:
+def _problems(script: Script, command: Command) -> list[str]:
     """Return problems about the arguments of a command that are not read, or not passed to it."""
     unset = [
         word[0].raw
-        for words in variants
+        for words in command.variants
         for word in words
         if len(word) == 1 and re.match(r"[A-Za-z_]", word[0].unset)
     ]
@@ -385,4 +385,4 @@ def _problems(script: Script, variants: Sequence[Words]) -> list[str]:
         for name in script.unread[:1]
         if unset
     ]
-    return [printable(text) for text in (*script.problems, *unread)]
+    return [printable(text) for text in (*script.problems, command.problem, *unread) if text]

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import attrs
 
 from hypercomm.errors import LayoutError
+from hypercomm.layout.text import first_n
 from hypercomm.lazy import required
 
 T = TypeVar("T")
@@ -41,9 +42,13 @@ _PRINTERS = re.compile(r"echo|printf|:|true|cd|pip3?|git|grep|sed|awk|p?kill|")
 """Commands whose arguments are not read."""
 
 
-_HOOKS = re.compile("conda|mamba|ssh-agent")
-"""Commands whose output is evaluated, but sets no size."""
+_HOOKS = re.compile(
+    r"""(\$\(|`)\s*["']?(\S*/(?=\w))?((micro)?mamba|conda|modulecmd|pyenv|spack|ssh-agent)["']?[\s)`]"""
+)
+"""Commands whose output, which scripts pass to `eval`, sets no size."""
 
+_HOOK = "$(hook)"
+"""The text of the output of such a command."""
 
 _PARTS = re.compile(
     r"(raw_|ansi_c_)?string|(simple_|arithmetic_)?expansion|(command|process)_substitution|"
@@ -113,10 +118,12 @@ class Command:
     Attributes:
         place: Its line.
         variants: The command and its arguments, for each alternative of the variables in them.
+        problem: Why the values of the variables in it are not known for sure, or "".
     """
 
     place: Place
     variants: Sequence[Words]
+    problem: str = ""
 
 
 class _Node:
@@ -223,6 +230,9 @@ class Script:
         self._depth = self._steps = self._variant = 0
         self._width = 1
         self._varying: set[str] = set()
+        self._evals: list[tuple[str, str]] = []  # not followed: the line, and a variable to set
+        self._read_names: set[str] = set()
+        self._outer_names: set[str] = set()  # those that the enclosing commands read
 
     def follow(self, text: str, first: Place) -> None:
         """Follow a text that starts in a line."""
@@ -421,6 +431,7 @@ class Script:
         if document is None or body is None:
             return self._do(node.children[0])
         is_literal = re.match(r"""<<-?\s*["'\\]""", document.text) is not None
+        self._read_names = set()
         text = body.text if is_literal else text_of(self._pieces(body))
         line = node.source[: document.start].decode(errors="replace").rpartition("\n")[2]
         line += document.text.partition("\n")[0]
@@ -429,7 +440,9 @@ class Script:
         elif re.search(
             r"\b(bash|sh|zsh|ssh|sbatch|srun|qsub|docker)\b|\.(sh|sbatch|slurm)\b", line
         ):
+            outer, self._outer_names = self._outer_names, self._outer_names | self._read_names
             self.follow(text, body.place)
+            self._outer_names = outer
         else:
             self._do(node.children[0])
         return True
@@ -440,6 +453,14 @@ class Script:
         return True
 
     def _do_command(self, node: _Node) -> bool | None:
+        outer = self._outer_names
+        try:
+            return self._command(node)
+        finally:
+            self._outer_names = outer
+
+    def _command(self, node: _Node) -> bool | None:
+        """Follow a command. `_outer_names` receives the names of the variables that it reads."""
         outer = dict(self._variables)
         parts = [one for one in node.named if "redirect" not in one.kind]
         self._all([one for one in parts if one.kind == "variable_assignment"])
@@ -452,7 +473,9 @@ class Script:
             ]
             return (*values, *(word for one in parts for word in self._words(one)))
 
+        self._read_names = set()
         variants = self._each(words)
+        self._outer_names = self._outer_names | self._read_names
         arguments = [one[len(shown) + 1 :] for one in variants]
         name = text_of(next((one[len(shown)] for one in variants if len(one) > len(shown)), ()))
         builtin = _BUILTINS.get(name)
@@ -469,7 +492,7 @@ class Script:
             )
         elif not _PRINTERS.fullmatch(name):
             kept = self._unquoted(variants)
-            self.commands.append(Command(node.place, kept))
+            self.commands.append(Command(node.place, kept, self._problem()))
         self._variables = outer
         return None
 
@@ -504,7 +527,8 @@ class Script:
         for same in itertools.zip_longest(*found):
             there = [command for command in same if command is not None]
             variants = [words for command in there for words in command.variants]
-            self.commands.append(Command(there[0].place, variants))
+            problem = max(command.problem for command in there)
+            self.commands.append(Command(there[0].place, variants, problem))
 
     def _call(self, name: str, variants: Sequence[Words]) -> bool | None:
         """Follow a function, whose arguments are its positional variables."""
@@ -544,16 +568,32 @@ class Script:
 
     def _eval(self, node: _Node, variants: Sequence[Words]) -> bool | None:
         texts = [" ".join(map(text_of, words)) for words in variants]
-        known = [text for text in texts if is_known(text[:1])]
-        if len(known) < len(texts):
-            self._skip(node, variants)
-            if not _HOOKS.search(node.text):
-                self.problems.append(
-                    f"{self.unread.pop()} is not read, and may set any variable; write what it "
-                    f"runs, or pass --set NAME=VALUE"
-                )
+        known = [text for text in texts if is_known(text[:1]) or text.startswith(_HOOK)]
+        for text in [text for text in texts if text not in known][:1]:
+            variable = re.match(r"\$\{?(\w+)", text)
+            where = f"{node.place} eval {text.split()[0]}"
+            self._evals.append((where, variable[1] if variable else ""))
         self._follow_all(known, node.place)
         return None
+
+    def _problem(self) -> str:
+        """Return a problem if an `eval` before a command may have set a variable that it reads."""
+        names = sorted(
+            name
+            for name in self._outer_names
+            if re.match("[A-Za-z_]", name) and name not in self._given
+        )
+        if not names or not self._evals:
+            return ""
+        where, variable = self._evals[0]
+        return (
+            f"{where} is not read, and may set {first_n(names, 8)}; write what it runs, or pass "
+            + (
+                f"--set {variable}=VALUE"
+                if variable
+                else f"all these, as in --set {names[0]}=VALUE"
+            )
+        )
 
     def _source(self, node: _Node, variants: Sequence[Words]) -> bool | None:
         name = text_of(variants[0][0]) if variants[0] else ""
@@ -663,7 +703,8 @@ class Script:
             text = "".join(node.text.split()) if number is None else str(number)
             return [Piece(text, node.text, node.place)]
         if node.kind in ("command_substitution", "process_substitution"):
-            return [Piece("$(...)", node.text[:80], node.place)]
+            text = _HOOK if _HOOKS.match(node.text) else "$(...)"
+            return [Piece(text, node.text[:80], node.place)]
         is_string = node.kind == "string"
         is_quoted = is_string or node.kind == "heredoc_body"
         at, end = (node.start + 1, node.end - 1) if is_string else (node.start, node.end)
@@ -684,6 +725,7 @@ class Script:
     def _lookup(self, name: str) -> Words | None:
         """Return the words of the alternative of a variable that is evaluated."""
         is_argument = name.isdecimal() or name == "#"
+        self._read_names.add(name)
         alternatives = self._variables.get("@" if is_argument else name) or (None,)
         self._width = max(self._width, len(alternatives))
         if len(alternatives) > 1:
