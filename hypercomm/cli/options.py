@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, combinations
+from typing import Any, TypeVar
 
 import attrs
 import click
@@ -19,6 +20,8 @@ from hypercomm.layout.parsing import (
 )
 from hypercomm.layout.text import short_repr
 from hypercomm.layout.views import Views
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 _ARGUMENT = re.compile(r"\b[a-z_]+(?:=(?:\[.*?\]|\S*))? \((--[^()]+)\)")
 """Matches a Python argument, and the equivalent option of the command line in parentheses."""
@@ -51,13 +54,17 @@ views = click.option(
     metavar="NAME:SIZES",
     help="Another factorisation of the ranks, as in expert:ep=4,rest=-1. May be repeated.",
 )
-world_size = click.option(
-    "--world-size",
-    type=click.IntRange(min=1),
-    help="The number of ranks, from which a size of -1 is inferred, also in a launch file. Default "
-    "in a job (plan): the ranks of the job. Default of diff: the ranks of the other layout.",
-)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+
+
+def world_size(default: str = "") -> Callable[[_Command], _Command]:
+    """Return the option `--world-size` of a command, whose help ends with the default."""
+    return click.option(
+        "--world-size",
+        type=click.IntRange(min=1),
+        help=f"The number of ranks, from which a size of -1 is inferred, also in a launch file. "
+        f"{default}".rstrip(),
+    )
 
 
 def in_options(message: str) -> str:

@@ -20,7 +20,7 @@ from hypercomm.tools.launch_files.command import with_files
 @click.command()
 @click.argument("before")
 @click.argument("after")
-@options.world_size
+@options.world_size("Default: the ranks of the other layout.")
 @options.as_json
 def diff(before: str, after: str, world_size: int | None, as_json: bool) -> None:
     """Show what changes from a layout such as tp=2,cp=2,dp=2 to another such as tp=4,dp=2.

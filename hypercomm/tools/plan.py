@@ -34,7 +34,7 @@ _MOST_RANKS = 2**24
 @with_files("sizes")
 @click.command()
 @options.sizes
-@options.world_size
+@options.world_size("Default in a job: the ranks of the job.")
 @click.option("--rank-offset", type=click.IntRange(min=0), default=0, help="The smallest rank.")
 @click.option("--rank", type=int, help="Show the coordinates of this rank, and its groups.")
 @on_option("8")

@@ -13,6 +13,7 @@ from hypercomm.cli.printing import print_lines
 from hypercomm.errors import LayoutError
 from hypercomm.layout import RankLayout
 from hypercomm.layout.difference import LayoutDifference, difference
+from hypercomm.layout.parsing import UNSPECIFIED, parse_sizes
 from hypercomm.layout.text import short_repr
 from hypercomm.layout.views import Views
 from hypercomm.tools.diff import read
@@ -37,7 +38,7 @@ def _not_a_picture(_: object, __: object, text: str | None) -> str | None:
 @click.argument("sizes")
 @click.argument("after", required=False, callback=_not_a_picture)
 @click.option("--to", "target", metavar="SIZES", help="Draw the messages of a mapping to SIZES.")
-@options.world_size
+@options.world_size("Default of a change or a mapping: the ranks of the other layout.")
 @on_option("8")
 @click.option("--groups", help="The dims whose groups have colours, as in tp,dp+cp.")
 @options.views
@@ -72,9 +73,9 @@ def draw(
         return  # with --on live, only the first rank of the job draws
     what: Views | RankMapping | LayoutDifference
     if target is not None:
-        what = _mapping(*read(sizes, target, world_size))
+        what = _mapping(*read(_filled(sizes, world_size), _filled(target, world_size)))
     elif after is not None:
-        what = difference(*read(sizes, after, world_size))
+        what = difference(*read(_filled(sizes, world_size), _filled(after, world_size)))
     else:
         what = read_views(read_layout(sizes, world_size, "--world-size"), views)
         layouts = [what.base, *(view.layout for view in what.values())]
@@ -91,6 +92,13 @@ def draw(
         screen.print(drawing)
     else:
         print_lines([drawing.text(_PIPED_WIDTH)])
+
+
+def _filled(text: str, world_size: int | None) -> str:
+    """Return sizes as text, with a size of -1 inferred from a number of ranks that is given."""
+    if world_size is None or UNSPECIFIED not in parse_sizes(text).values():
+        return text
+    return str(read_layout(text, world_size, "--world-size"))
 
 
 def _mapping(source: RankLayout, target: RankLayout) -> RankMapping:

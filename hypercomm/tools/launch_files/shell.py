@@ -41,9 +41,8 @@ _BREAK = "\0"
 _PRINTERS = re.compile(r"echo|printf|:|true|cd|pip3?|git|grep|sed|awk|p?kill|")
 """Commands whose arguments are not read."""
 
-
 _HOOKS = re.compile(
-    r"""(\$\(|`)\s*["']?(\S*/(?=\w))?((micro)?mamba|conda|modulecmd|pyenv|spack|ssh-agent)["']?[\s)`]"""
+    r"""(\$\(|`)\s*["']?([\w./~${}-]*/)?((micro)?mamba|conda|modulecmd|pyenv|spack|ssh-agent)["']?[\s)`]"""
 )
 """Commands whose output, which scripts pass to `eval`, sets no size."""
 

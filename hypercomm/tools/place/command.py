@@ -34,7 +34,7 @@ def on_option(*default: str) -> Callable[[_Command], _Command]:
 @with_files("sizes")
 @click.command("place")
 @options.sizes
-@options.world_size
+@options.world_size("Default: the GPUs of the machine.")
 @on_option()
 @click.option("--traffic", help="Bytes that a rank sends in a step, as in tp=40G,dp=6.5G,pp=100M.")
 @click.option(

@@ -9,6 +9,7 @@ from hypercomm.layout.difference import difference
 
 pytestmark = pytest.mark.torch_free
 LAYOUT, OTHER = RankLayout("tp=2,dp=4"), RankLayout("tp=4,dp=2")
+LARGE = RankLayout("tp=4,dp=4")
 
 
 def test_output_in_a_terminal(in_process, monkeypatch):
@@ -30,6 +31,11 @@ def test_output_in_a_terminal(in_process, monkeypatch):
         (["tp=2,dp=-1", "tp=4,dp=2"], draw(difference(LAYOUT, OTHER), on="8")),
         (["tp=2,dp=4", "--to", "tp=4,dp=-1"], draw(RankMapping(LAYOUT, OTHER))),
         (["tp=2,dp=-1", "--world-size", "8", "--on", "4"], draw(LAYOUT, on="4")),
+        (
+            ["tp=2,dp=-1", "--to", "tp=4,dp=4", "--world-size", "8"],
+            draw(RankMapping(LAYOUT, LARGE)),
+        ),
+        (["tp=2,dp=4", "tp=4,dp", "--world-size", "16"], draw(difference(LAYOUT, LARGE), on="8")),
     ],
 )
 def test_output_to_a_file(in_process, tmp_path, arguments, picture):
