@@ -51,9 +51,10 @@ class Report:
 @click.command()
 @options.as_json
 def doctor(*, as_json: bool) -> int:
-    """Show versions, backends, the launcher, and which strategies can create groups.
+    """Show what is installed and what works.
 
-    Creates groups that contain only this process. The exit code is 1 if no group can be created.
+    Show versions, backends, the launcher, and which strategies can create groups. Creates groups
+    that contain only this process. The exit code is 1 if no group can be created.
     """
     with Console(stderr=True).status("trying torch"):
         found = report()

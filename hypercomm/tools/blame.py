@@ -21,11 +21,12 @@ _MOST_ROWS = 20
 )
 @options.as_json
 def blame(folder: str, sizes: str | None, as_json: bool) -> int:
-    """Show which rank has not entered which collective, and which ranks wait for it.
+    """Find the rank that a hung job waits for.
 
-    FOLDER contains the dumps of torch's flight recorder (TORCH_NCCL_DUMP_ON_TIMEOUT) or of
-    grid.watch(). Torch is not loaded, and no code in a dump is run. The exit code is 0 if no rank
-    waits, 1 if a rank waits, and 2 if the folder has no usable dumps.
+    Show which rank has not entered which collective, and which ranks wait for it. FOLDER contains
+    the dumps of torch's flight recorder (TORCH_NCCL_DUMP_ON_TIMEOUT) or of grid.watch(). Torch is
+    not loaded, and no code in a dump is run. The exit code is 0 if no rank waits, 1 if a rank
+    waits, and 2 if the folder has no usable dumps.
     """
     verdict = Verdict(read_folder(folder, None if sizes is None else read_layout(sizes)))
     if as_json:

@@ -79,10 +79,10 @@ def check(
     force: bool,
     as_json: bool,
 ) -> int:
-    """Create every group of a layout such as tp=2,cp=2,dp=2 and all-reduce over it.
+    """Run every group of a layout on real ranks.
 
-    Starts the ranks on this machine. In a job that torchrun, srun or mpirun started, it uses the
-    ranks of the job:
+    Create every group of a layout such as tp=2,cp=2,dp=2, and all-reduce over it. Starts the ranks
+    on this machine. In a job that torchrun, srun or mpirun started, it uses the ranks of the job:
 
     torchrun --nproc-per-node 8 -m hypercomm check tp=2,cp=2,dp=2
     """

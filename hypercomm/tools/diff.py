@@ -23,10 +23,11 @@ from hypercomm.tools.launch_files.command import with_files
 @options.world_size("Default: the ranks of the other layout.")
 @options.as_json
 def diff(before: str, after: str, world_size: int | None, as_json: bool) -> None:
-    """Show what changes from a layout such as tp=2,cp=2,dp=2 to another such as tp=4,dp=2.
+    """Compare the groups of two layouts.
 
-    For every combination of dims, the table shows the dims that make the same groups afterwards,
-    and how many groups are kept, gone or new. No process is started, and torch is not loaded.
+    Show what changes from a layout such as tp=2,cp=2,dp=2 to another such as tp=4,dp=2. For every
+    combination of dims, the table shows the dims that make the same groups afterwards, and how many
+    groups are kept, gone or new. No process is started, and torch is not loaded.
     """
     changes = difference(*read(before, after, world_size))
     if as_json:

@@ -51,9 +51,10 @@ def plan(
     views: Sequence[str],
     as_json: bool,
 ) -> None:
-    """Show coordinates and groups of a layout such as tp=8,cp=2,dp=64,pp=8.
+    """Show a layout and its groups.
 
-    The first dim varies fastest. No process is started, and torch is loaded for --on live only.
+    For sizes such as tp=8,cp=2,dp=64,pp=8, show the coordinates of a rank, and its groups. The
+    first dim varies fastest. No process is started, and torch is loaded for --on live only.
     """
     layout = _read_layout(sizes, world_size, rank_offset)
     where = machine(on)

@@ -5,10 +5,12 @@ import re
 import subprocess
 import sys
 
+import click
 import pytest
 from processes import launcher_free, run_python
 
 from hypercomm import __version__
+from hypercomm.cli import cli
 
 
 def hypercomm(*arguments, before="", **variables):
@@ -115,6 +117,15 @@ def test_closed_pipe(form):
         process.stdout.close()
         assert process.wait(60) == 0
         assert process.stderr.read() == b""
+
+
+# Shell completion shows the descriptions of `hypercomm --help`, which are whole sentences.
+def test_descriptions_of_commands():
+    help_text = cli.get_help(click.Context(cli, info_name="hypercomm"))
+    for name in cli.list_commands(None):
+        described = cli.get_command(None, name).get_short_help_str()
+        assert re.search(rf"^  {name} +{re.escape(described)}$", help_text, re.MULTILINE)
+        assert re.fullmatch(r"[^.]+\.", described)
 
 
 # --version and --help work without torch. If a package is missing, the error shows how to install

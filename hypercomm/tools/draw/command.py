@@ -55,11 +55,12 @@ def draw(
     output: str | None,
     force: bool,
 ) -> None:
-    """Draw a layout such as tp=8,dp=4,pp=2: ranks on their hosts, and groups as colours.
+    """Draw a layout, a change or a mapping.
 
-    With a second layout, draw which groups a change keeps, ends and creates. With --to, draw the
-    messages of a mapping. Large layouts are drawn as schematics. Without -o, print to the terminal.
-    With -o, print the path of the file. With --on none, draw no hosts.
+    Of a layout such as tp=8,dp=4,pp=2, draw the ranks on their hosts, and groups as colours. With a
+    second layout, draw which groups a change keeps, ends and creates. With --to, draw the messages
+    of a mapping. Large layouts are drawn as schematics. Without -o, print to the terminal. With -o,
+    print the path of the file. With --on none, draw no hosts.
     """
     if after is not None and target is not None:
         raise LayoutError(

@@ -57,12 +57,13 @@ def place_command(
     as_json: bool,
     **given: Any,
 ) -> int:
-    """Show how the groups of a layout such as tp=4,dp=16,pp=4 are spread over a machine.
+    """Place a layout on a machine.
 
-    The table shows how many groups of each dim leave their host, domain or switch, and how many
-    bytes cross. Below the table is the best order of the dims, and of the ranks if consecutive
-    ranks alternate between hosts. The search for this order leaves out the groups of views, such as
-    those of experts. No process is started, and torch is loaded for --on live only.
+    Show how the groups of a layout such as tp=4,dp=16,pp=4 are spread over a machine. The table
+    shows how many groups of each dim leave their host, domain or switch, and how many bytes cross.
+    Below the table is the best order of the dims, and of the ranks if consecutive ranks alternate
+    between hosts. The search for this order leaves out the groups of views, such as those of
+    experts. No process is started, and torch is loaded for --on live only.
     """
     where = machine(on)
     if where is None:
