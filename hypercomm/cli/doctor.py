@@ -169,6 +169,7 @@ def _show(found: Report) -> None:
     facts |= {f"backend {name}": why or "available" for name, why in found.backends.items()}
     facts |= {f"creation={name}": why or "works" for name, why in found.strategies.items()}
     facts |= dict(sorted(found.environment.items()))
-    lines = aligned([(name, text or "(empty)") for name, text in facts.items()])
+    texts = {name: text if text.isprintable() else repr(text) for name, text in facts.items()}
+    lines = aligned([(name, text or "(empty)") for name, text in texts.items()])
     lines += [f"problem: {text}" for text in found.problems] or ["hypercomm works with this torch"]
     print_lines([*lines, "include the output of 'hypercomm doctor --json' in a bug report"])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from importlib import metadata
 
@@ -72,7 +73,8 @@ def test_environment_is_reported():
     assert "nosuch0" in found["strategies"]["local"]
     assert found["environment"] == matter | launcher
     assert found["launcher"] == "the environment: RANK=3 and WORLD_SIZE=4 of the environment"
-    text = doctor(**matter, RANK="3").stdout
+    text = doctor(**matter, RANK="3", NCCL_NET="a\nb\x1b[31mc").stdout
+    assert re.search(r"^NCCL_NET +'a\\nb\\x1b\[31mc'$", text, re.MULTILINE)
     assert "WORLD_SIZE is missing" in " ".join(text.split())
     assert text.count("x" * 40) >= 2
     assert "(empty)" in text
