@@ -201,9 +201,9 @@ def difference(before: RankLayout, after: RankLayout) -> LayoutDifference:
 
         >>> print(difference(RankLayout("tp=2,cp=2"), RankLayout("cp=4")))
         before  after  groups x size  result
-        tp      -      2 x 2          gone
-        cp      -      2 x 2          gone
-        tp+cp   cp     1 x 4          kept
+        tp      -              2 x 2  gone
+        cp      -              2 x 2  gone
+        tp+cp   cp             1 x 4  kept
         tp=2,cp=2 to cp=4: 1 of 5 groups are kept, 4 gone, 0 new; 3 of 4 ranks change coordinates
     """
     ours = _all_groups(before, "layout 'before'")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import reprlib
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
@@ -109,11 +110,19 @@ def plural(what: str, count: int = 2) -> str:
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format rows of cells as lines, each column as wide as its widest cell.
 
-    >>> aligned([("tp", "2"), ("expert", "16")])
-    ['tp      2', 'expert  16']
+    A column of numbers, such as 1,024 or 4 x 2, is aligned to the right, except the last column.
+
+    >>> aligned([("dims", "size", "of rank 0"), ("tp", "2", "0"), ("expert", "16", "0 2")])
+    ['dims    size  of rank 0', 'tp         2  0', 'expert    16  0 2']
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    columns = [*zip(*rows, strict=True)]
+    cells = []
+    for column in columns[:-1]:
+        are_numbers = all(re.fullmatch("[0-9][0-9,. x]*", cell) for cell in column[1:])
+        align = str.rjust if are_numbers else str.ljust
+        width = max(map(len, column))
+        cells.append([align(cell, width) for cell in column])
+    return ["  ".join(row).rstrip() for row in zip(*cells, *columns[-1:], strict=True)]
 
 
 def format_sizes(sizes: Mapping[str, int]) -> str:

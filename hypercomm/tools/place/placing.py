@@ -486,9 +486,9 @@ def place(
         >>> print(place("pp=4,tp=2,cp=2", on="host=4", traffic="tp=9M,pp=1M,cp=3M"))
         pp=4,tp=2,cp=2: 16 ranks on 4 hosts
         dims  level  across  units per group  bytes across
-        pp    host   0 of 4  1                0
-        tp    host   8 of 8  2                144 MB
-        cp    host   8 of 8  2                48 MB
+        pp    host   0 of 4                1  0
+        tp    host   8 of 8                2  144 MB
+        cp    host   8 of 8                2  48 MB
         bytes across: the sum over all groups in a step; the first dim varies fastest
         warning: 8 of 8 tp groups leave their host, the first is (0, 4)
         order: tp-cp-pp in place of pp-tp-cp; steps wait for 94 % fewer bytes across units

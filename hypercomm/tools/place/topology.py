@@ -105,8 +105,8 @@ class Topology:
         (16, [0, 0, 1, 1])
         >>> print(topology)
         level   units  ranks of each
-        host    4      4
-        domain  2      8
+        host        4  4
+        domain      2  8
         16 ranks
     """
 
