@@ -317,10 +317,8 @@ class Meeting:
                 self._base = ask(scope.world, self.call.title, read, self.limit_s)
             if len(memory.stale) >= _MOST_STALE:
                 ask(scope.world, self.call.title, self._delete_stale, self.limit_s)
-            if scope.world.rank in scope.ranks:
+            if not self._pass_by():
                 self.round = memory.next_number(scope.path)
-            else:
-                self._pass_by()
             return
         self._digest = digest_of(self.call.facts)
         self._agreed = f"agreed {self._digest}"
@@ -369,12 +367,18 @@ class Meeting:
             if scope.world.serves:
                 system.sleep(_LINGER_S)
 
-    def _pass_by(self) -> None:
-        """Count a round of ranks without this rank, because it may be one of them later."""
+    def _pass_by(self) -> bool:
+        """Count a round of ranks without this rank, because it may be one of them later.
+
+        Returns:
+            Whether this rank is not one of the ranks.
+        """
         scope = self.scope
-        if scope.world.rank not in scope.ranks:
-            self.round = scope.memory.left.get(scope.path, -1) + 1
-            scope.memory.leave(scope.path, self.round)
+        if scope.world.rank in scope.ranks:
+            return False
+        self.round = scope.memory.left.get(scope.path, -1) + 1
+        scope.memory.leave(scope.path, self.round)
+        return True
 
     # ---- waiting --------------------------------------------------------------------------------
 
